@@ -68,9 +68,9 @@ class EndpointState:
     """What the router knows of one endpoint. Times are seconds of the router's clock.
 
     number: in the order of addition. on_change: told after each change of what others may count. models: the names
-    under which it may be asked. leases_max: sequences that it takes. lease_share: what of that this router may give, where
-    others give the rest; None: all. claims: sequences of the requests that have a lease here; all but the leases_max
-    first of them wait for their slot.
+    under which it may be asked. leases_max: sequences that it takes. lease_share: what of that this router may give,
+    where others give the rest; None: all. claims: sequences of the requests that have a lease here; all but the
+    leases_max first of them wait for their slot.
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get

@@ -141,7 +141,9 @@ class RouterGenerator:
             return self._wait(simulation)
         entry = self._one(busy)
         if entry.next is not None and self._chance() < 0.6:
-            return Moved(name=entry.name) if self._chance() < 0.9 else Stay(name=entry.name)
+            if self._chance() < 0.1:
+                return Stay(name=entry.name)
+            return Moved(name=entry.name, is_given=self._chance() < 0.5)
         if not entry.is_sent:
             return Send(name=entry.name)
         if entry.stage is Stage.PREFILL and self._chance() >= self._fault_share:
@@ -149,10 +151,13 @@ class RouterGenerator:
         if entry.is_answered and self._chance() >= self._fault_share:
             if self._chance() < self._end_share:
                 return Leave(name=entry.name)
-            return Token(name=entry.name, count=self._one((1, 1, 2, 20)))
+            return Token(name=entry.name, count=self._one((1, 1, 2, 20)), part=self._part())
         if not entry.is_answered and self._chance() >= self._fault_share:
-            return Token(name=entry.name, can_go_on=self._chance() < 0.8)
+            return Token(name=entry.name, part=self._part(), can_go_on=self._chance() < 0.8)
         return self._failure(entry)
+
+    def _part(self) -> float:
+        return round(self._chance(), 2) if self._chance() < 0.5 else 0.0
 
     def _failure(self, entry: ExpectedRequest) -> Fail:
         faults: tuple[str, ...] = ("unreachable", "busy", "broke")

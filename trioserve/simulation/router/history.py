@@ -170,17 +170,20 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="token"):
-    """Its endpoint begins to answer, or goes on. count: of tokens. can_go_on: what is told with the first one."""
+    """Its endpoint begins to answer, or goes on. count: of tokens. part: of what comes behind them, cut off anywhere.
+    can_go_on: what is told with the first one."""
 
     name: str
     count: int = 1
+    part: float = 0.0
     can_go_on: bool = True
 
 
-class Moved(msgspec.Struct, frozen=True, kw_only=True, tag="moved"):
-    """It has left its endpoint for the one of its next lease."""
+class Moved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="moved"):
+    """It has left its endpoint for the one of its next lease. is_given: the endpoint has given it away."""
 
     name: str
+    is_given: bool = False
 
 
 class Stay(msgspec.Struct, frozen=True, kw_only=True, tag="stay"):

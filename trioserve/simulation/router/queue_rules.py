@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
+from trioserve.simulation.router.streams import SimulatedStream
 
 __all__ = ["Fairness", "ExpectedRequest", "check_turn"]
 
@@ -50,6 +51,7 @@ class ExpectedRequest:
         self.is_answered = False
         self.is_behind = False
         self.tokens = 0
+        self.stream: SimulatedStream | None = None
         self.tokens_at_break = 0
         self.breaks = 0
         self.continuations = 0

@@ -54,6 +54,7 @@ from trioserve.simulation.router.refusals import (
     check_refused_in_queue,
     check_taken_into_queue,
 )
+from trioserve.simulation.router.streams import SimulatedStream
 
 __all__ = ["RouterSimulation"]
 
@@ -61,6 +62,7 @@ BLOCK_TOKENS = 16
 BEGAN_AT = 1000.1  # no round number: sums of times have rounding errors in real life, too
 ROUNDS_TO_END_MAX = 1_000
 TICKS_IN_A_WAIT_MAX = 1_000
+TOKENS_TO_END = 10_000  # more than any stream has
 
 
 class RouterSimulation:
@@ -102,12 +104,14 @@ class RouterSimulation:
                     continue
                 if entry.next is not None:
                     self.apply(Moved(name=entry.name))
+                    continue
                 if not entry.is_sent:
                     self.apply(Send(name=entry.name))
                 elif entry.stage is Stage.PREFILL:
                     self.apply(Compute(name=entry.name))
                 else:
-                    self.apply(Token(name=entry.name) if not entry.is_answered else Leave(name=entry.name))
+                    is_over = entry.stream is not None and entry.stream.is_over
+                    self.apply(Leave(name=entry.name) if is_over else Token(name=entry.name, count=TOKENS_TO_END))
             if not books.live:
                 break
             if len(books.waiting) == len(books.live):
@@ -199,6 +203,10 @@ class RouterSimulation:
         assert entry.ticket is not None
         self.core.sent(entry.ticket)
         entry.is_sent = True
+        if entry.stage is not Stage.PREFILL:
+            if entry.stream is None:
+                entry.stream = SimulatedStream(entry.index, entry.request.sequences, count=self._count)
+            entry.stream.begin()
         self._endpoint_of(entry).there[entry.name] = entry.request.sequences
 
     def _token(self, event: Token) -> None:
@@ -207,7 +215,9 @@ class RouterSimulation:
             return
         assert entry.ticket is not None
         if entry.state in ("leased", "running_free"):
-            entry.tokens += event.count
+            assert entry.stream is not None
+            entry.stream.come(event.count, event.part)
+            entry.tokens = entry.stream.token_count
         if entry.state == "leased" and not entry.is_answered:
             if not entry.has_token:
                 entry.fingerprint = self._endpoint_of(entry).fingerprint
@@ -228,6 +238,13 @@ class RouterSimulation:
         assert entry.ticket is not None
         if entry.next is not None:
             self._count("moves")
+            assert entry.stream is not None
+            if entry.stream.is_over:
+                self._leave_now(entry)
+                return
+            if event.is_given:
+                entry.stream.give_away()
+            entry.stream.break_off()
             self.books.release(entry)
             self.books.take_up_next(entry)
         self.core.moved(entry.ticket, self.books.now)
@@ -284,6 +301,11 @@ class RouterSimulation:
             return
         assert entry.ticket is not None
         fault, now = Fault(event.fault), self.books.now
+        if entry.state in ("leased", "running_free") and entry.stream is not None:
+            if entry.stream.is_over:  # there is nothing to go on with
+                self._leave_now(entry)
+                return
+            entry.stream.break_off()
         if entry.state not in ("leased", "running_free"):
             assert not self.core.failed(entry.ticket, fault, now), f"{entry.name} is tried again"
             return
