@@ -171,6 +171,12 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     max_continuation_bytes: Annotated[int, _about(
         "what is kept of one stream, so that it can go on at another endpoint when its own stops, about 8 for each "
         "token; a stream with more cannot; 0: none can", "BYTES", ge=0, le=2**30)] = CONTINUATION_BYTES_MAX
+    router_peers: Annotated[tuple[str, ...], _about(
+        "the routers before the same endpoints, each as NAME=URL or URL, all of them in file:FILE, or dns:NAME:PORT; "
+        "this one may be among them; they share the endpoints' limits, and a client whose router dies goes on at "
+        "another; default: none", "ROUTER")] = ()
+    router_name: Annotated[str | None, _about(
+        "this router's name among them; default: that under which it finds itself there", "NAME")] = None
     health_interval: Annotated[float, _about(
         "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
     hang_timeout: Annotated[float, _about(
@@ -308,6 +314,11 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         # Now, and not when the model has been loaded.
+        if self.router_peers:
+            raise StartupError(
+                "router_peers is for routers that share endpoints, and nobody shares the engine of serve: start "
+                "`route --router-peers` beside it, with this server as an endpoint"
+            )
         check_overlap(self.overlap_steps, self.speculative_ngram)
         connector_settings(self.kv_transfer_config, self.role)
 

@@ -179,6 +179,10 @@ class Dispatch:
     def is_draining(self) -> bool:
         return self.core.is_draining
 
+    def endpoint(self, id: EndpointId) -> EndpointState | None:
+        """The one of this name, to be looked at, if there is one."""
+        return self.core.endpoints.get(id)
+
     def is_endpoint_draining(self, id: EndpointId) -> bool:
         return self.core.is_endpoint_draining(id)
 
@@ -206,6 +210,10 @@ class Dispatch:
     def sent_total(self) -> int:
         """Requests that were sent anywhere; to be kept when an endpoint is asked for its load."""
         return self.core.sent_total
+
+    def set_lease_share(self, id: EndpointId, share: int) -> None:
+        self.core.set_lease_share(id, share, trio.current_time())
+        self.retime()
 
     def set_models(self, id: EndpointId, models: Iterable[str]) -> None:
         self.core.set_models(id, models, trio.current_time())

@@ -20,6 +20,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
+    from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.api.streams.detached_streams import DetachedStreams
     from trioserve.api.streams.router_streams import RouterStreams
@@ -82,6 +83,7 @@ class RequestContext(Responder):
     rules: what the operator has decided.
     priority_least: no request of this one runs with a better priority, whatever its body says.
     detached: streams that go on without a client. router_streams: those that go on without the router that asked.
+    routers_heard: which routers ask for its load.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class RequestContext(Responder):
         uploads: trio.CapacityLimiter,
         detached: DetachedStreams,
         router_streams: RouterStreams,
+        routers_heard: RoutersHeard,
         rules: AccessRules,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
@@ -112,6 +115,7 @@ class RequestContext(Responder):
         self.priority_least = PRIORITY_MIN
         self.detached = detached
         self.router_streams = router_streams
+        self.routers_heard = routers_heard
         self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []

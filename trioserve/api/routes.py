@@ -39,6 +39,7 @@ from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.thoughts import control_request
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import TENANT_HEADER
@@ -177,6 +178,7 @@ class App(BaseApp[RequestContext]):
             metrics=engine.metrics,
         )
         self.detached = DetachedStreams(detaching or DetachSettings())
+        self._routers_heard = RoutersHeard(trio.current_time)
         self.router_streams = RouterStreams(router_grace or ROUTER_GRACE)
         show_lasting(engine.metrics, store, self.background, self.detached, self.router_streams)
 
@@ -244,6 +246,7 @@ class App(BaseApp[RequestContext]):
             uploads=self._uploads,
             detached=self.detached,
             router_streams=self.router_streams,
+            routers_heard=self._routers_heard,
             rules=self._keys.rules,
         )
 

@@ -30,6 +30,11 @@ from trioserve.proxy.discovery.kubernetes import in_cluster
 from trioserve.proxy.discovery.source import Source
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.peers.farewells import Farewells
+from trioserve.proxy.peers.peer_list import parse_peers
+from trioserve.proxy.peers.peer_metrics import show_peers
+from trioserve.proxy.peers.peer_watch import PeerWatch
+from trioserve.proxy.peers.retries import NoPeers, PeerStreams
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES, PolicyFactory
@@ -101,6 +106,8 @@ class Routing:
     def __init__(self, config: RouteConfig) -> None:
         self._config = config
         self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
+        self._peer_watch = self._watched_peers()
+        self._farewells = Farewells()
         self.fleet = Fleet(
             self.dispatch,
             watch=WatchSettings(
@@ -111,6 +118,7 @@ class Routing:
             ),
             aliases=_aliases(config.model_alias),
             ssl_context=_endpoint_tls(config),
+            peers=self._peer_watch,
         )
         self._specs = [
             *(_spec(text, config.endpoint_api_key, None) for text in config.endpoint),
@@ -124,6 +132,19 @@ class Routing:
         self.settings = engine_settings(config)
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
+        self._peers: NoPeers = NoPeers()
+        if self._peer_watch is not None:
+            streams = self._peers = PeerStreams(self._farewells, self._peer_watch)
+            show_peers(self.metrics, self._peer_watch, streams, self._farewells)
+
+    def _watched_peers(self) -> PeerWatch | None:
+        config = self._config
+        if not config.router_peers:
+            if config.router_name is not None:
+                raise StartupError("--router-name is set and --router-peers is not: name the routers, or leave it out")
+            return None
+        specs, sources = parse_peers(config.router_peers)
+        return PeerWatch(self.dispatch, specs, sources, own=config.router_name, ssl_context=_endpoint_tls(config))
 
     @property
     def has_endpoints(self) -> bool:
@@ -170,6 +191,7 @@ class Routing:
             access=access_rules(config),
             more_metrics=more_metrics,
             naming=naming,
+            peers=self._peers,
         )
 
     @asynccontextmanager
@@ -179,6 +201,9 @@ class Routing:
             self.fleet.set_all(self._specs, source="configured")
             await nursery.start(self.dispatch.run)
             await nursery.start(self.fleet.run)
+            await nursery.start(self._farewells.run)
+            if self._peer_watch is not None:
+                await nursery.start(self._peer_watch.run)
             for source in self._sources:
                 nursery.start_soon(source.run, self.fleet)
             yield

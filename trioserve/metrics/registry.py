@@ -152,6 +152,12 @@ class Metrics:
     background_responses: Gauge
     detached_streams: Gauge
     detached_bytes_held: Gauge
+    peers: Gauge
+    peers_well: Gauge
+    peers_lost_total: Counter
+    streams_found_total: Counter
+    streams_recomputed_total: Counter
+    farewells_dropped_total: Counter
     router_streams: Gauge
     router_stream_bytes_held: Gauge
     router_streams_taken_over_total: Counter

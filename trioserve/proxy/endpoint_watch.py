@@ -5,25 +5,38 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import trio
 from msgspec import UNSET
 
 from trioserve.admission.dispatch import Dispatch
-from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, Unreachable
 
-__all__ = ["WatchSettings", "load_from_metrics", "watch_endpoint"]
+__all__ = ["PeerReports", "WatchSettings", "load_from_metrics", "watch_endpoint"]
 
 logger = logging.getLogger(__name__)
 
 RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
+ROUTER_HEADER = "x-trioserve-router"
 TURNS_FOR_RESPONSES = 2  # one in which their sockets are seen, one in which they are read
 NO_SUCH_PAGE = frozenset({404, 405, 501})
+
+
+class PeerReports(Protocol):
+    """Whoever wants to know which routers endpoints have heard from."""
+
+    @property
+    def own_name(self) -> str | None:
+        """Of this router, as it is told to endpoints; None: it is not known yet."""
+
+    def note_report(self, endpoint: EndpointId, heard: Mapping[str, float]) -> None:
+        """The endpoint has told its load. heard: how many seconds ago each router did last ask for it."""
 
 
 class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +64,11 @@ async def watch_endpoint(
     *,
     learns_models: bool,
     on_role: Callable[[EngineRole | None], None],
+    peers: PeerReports | None = None,
 ) -> None:
-    """Runs until cancelled. on_role: told, with each report of load, what the endpoint says it is meant for."""
-    watch = _Watch(remote, dispatch, settings, learns_models=learns_models, on_role=on_role)
+    """Runs until cancelled. on_role: told, with each report of load, what the endpoint says it is meant for. peers: the
+    same of the routers that it has heard from."""
+    watch = _Watch(remote, dispatch, settings, learns_models=learns_models, on_role=on_role, peers=peers)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.ask_health)
         nursery.start_soon(watch.ask_load)
@@ -68,8 +83,10 @@ class _Watch:
         *,
         learns_models: bool,
         on_role: Callable[[EngineRole | None], None],
+        peers: PeerReports | None,
     ) -> None:
         self._on_role = on_role
+        self._peers = peers
         self._remote = remote
         self._dispatch = dispatch
         self._settings = settings
@@ -125,7 +142,8 @@ class _Watch:
     async def ask_load(self) -> None:
         while self._load_path is not None:
             sent_total = self._dispatch.sent_total
-            response = await self._ask(self._load_path)
+            name = None if self._peers is None else self._peers.own_name
+            response = await self._ask(self._load_path, [] if name is None else [(ROUTER_HEADER, name)])
             if response is not None:
                 # Requests that had ended there before it told its load are not in that. Their responses are here, too,
                 # but perhaps not read: taken for ones that run, they would make room a second time once they are.
@@ -137,6 +155,8 @@ class _Watch:
                         self._remote.id, None if load.fingerprint is UNSET else load.fingerprint
                     )
                     self._on_role(None if load.role is UNSET else load.role)
+                    if self._peers is not None:
+                        self._peers.note_report(self._remote.id, {} if load.routers is UNSET else load.routers)
                     self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
             await trio.sleep(self._settings.load_seconds)
 
@@ -156,13 +176,13 @@ class _Watch:
             return None
         return load_from_metrics(body) if status == 200 else None
 
-    async def _ask(self, path: str) -> tuple[int, bytes] | None:
+    async def _ask(self, path: str, headers: Sequence[tuple[str, str]] = ()) -> tuple[int, bytes] | None:
         """Status and body; None if no response came in time."""
         asked_at = trio.current_time()
         self._is_refused = False
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
-                async with self._remote.request("GET", path, [], b"") as response:
+                async with self._remote.request("GET", path, list(headers), b"") as response:
                     body = await response.whole(RESPONSE_BYTES_MAX)
                     self._silent_since = None
                     return response.status, body or b""

@@ -13,7 +13,7 @@ from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.proxy.endpoint_watch import WatchSettings, watch_endpoint
+from trioserve.proxy.endpoint_watch import PeerReports, WatchSettings, watch_endpoint
 from trioserve.proxy.hand_over import hand_over
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.residency_watch import watch_residency
@@ -58,6 +58,7 @@ class Fleet:
 
     aliases: names that clients may use, for names that endpoints know. watch: also, in which time an endpoint that its
     source does not name any more is emptied. connect: makes the endpoint's client; for tests.
+    peers: is told which other routers an endpoint has heard from.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class Fleet:
         aliases: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
         connect: Callable[[EndpointSpec], RemoteEndpoint] | None = None,
+        peers: PeerReports | None = None,
     ) -> None:
         self.dispatch = dispatch
         self.aliases = dict(aliases or {})
         self._watch_settings = watch or WatchSettings()
         self._ssl_context = ssl_context
         self._connect = connect or self._connected
+        self._peers = peers
         self._members: dict[EndpointId, _Member] = {}
         self._nursery: trio.Nursery | None = None
         dispatch.on_gone = self._forget
@@ -255,7 +258,12 @@ class Fleet:
                 if policy.wants_residency:
                     nursery.start_soon(watch_residency, member.remote, policy)
                 await watch_endpoint(
-                    member.remote, self.dispatch, self._watch_settings, learns_models=learns, on_role=note_role
+                    member.remote,
+                    self.dispatch,
+                    self._watch_settings,
+                    learns_models=learns,
+                    on_role=note_role,
+                    peers=self._peers,
                 )
 
     def _begin_move(self, admission: AdmissionScope) -> None:

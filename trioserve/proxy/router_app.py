@@ -33,6 +33,7 @@ from trioserve.proxy.kept_request import (
     forward_kept,
     forward_stream,
 )
+from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
@@ -174,6 +175,16 @@ def _move_seconds(context: RouterContext) -> float | None:
     return number
 
 
+async def greet(context: RouterContext) -> None:
+    """For other routers, twice a second: that this one lives, and which it is."""
+    await context.respond_json(context.peers.greeting())
+
+
+async def list_peers(context: RouterContext) -> None:
+    check_is_admin(context.caller, "the other routers are listed with the admin's API key: see --admin-api-key")
+    await context.respond_json({"object": "list", "data": context.peers.described()})
+
+
 async def list_requests(context: RouterContext) -> None:
     """Those that live, wherever they are."""
     now = trio.current_time()
@@ -223,6 +234,8 @@ ROUTES = {
         Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
         Route[RouterContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
         Route[RouterContext](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
+        Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False),
+        Route[RouterContext](path="/peers", operations={"GET": list_peers}),
         Route[RouterContext](path="/health", operations={"GET": read_health}, needs_key=False),
         Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False),
         Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False),

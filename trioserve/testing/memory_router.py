@@ -21,6 +21,8 @@ from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
 from trioserve.proxy.peers.farewells import Farewells
+from trioserve.proxy.peers.peer_list import Peer
+from trioserve.proxy.peers.peer_watch import PeerWatch
 from trioserve.proxy.peers.retries import PeerStreams
 from trioserve.proxy.prompt_blocks import PromptBlocks
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
@@ -44,8 +46,15 @@ class MemoryRouter:
     """Made by open_memory_router. dispatch, fleet, server, metrics: its parts, to look at."""
 
     def __init__(
-        self, dispatch: Dispatch, fleet: Fleet, server: FrontendServer, metrics: Metrics, nursery: trio.Nursery
+        self,
+        dispatch: Dispatch,
+        fleet: Fleet,
+        server: FrontendServer,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        peer_watch: PeerWatch | None = None,
     ) -> None:
+        self.peer_watch = peer_watch
         self.dispatch = dispatch
         self.fleet = fleet
         self.server = server
@@ -95,12 +104,15 @@ async def open_memory_router(
     leases_max: int | None = None,
     tokenizer: Tokenizer | None = None,
     has_peers: bool = False,
+    peers: Mapping[str, Connect] | None = None,
+    own_name: str | None = "router",
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
     clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
     whatever they say. tokenizer: for the policy kv_aware. has_peers: others are before the same endpoints, and nobody
-    asks them how they are. settings: the router's.
+    asks them how they are. peers: these, by
+    name, and they are asked. own_name: this router's own; None: it finds out. settings: the router's.
     """
     dispatch = Dispatch(
         RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], rng=random.Random(SEED)
@@ -114,12 +126,22 @@ async def open_memory_router(
             open_stream=streams[spec.url],
         )
 
+    def connect_peer(peer: Peer) -> RemoteEndpoint:
+        assert peers is not None
+        address = EndpointAddress.parse(peer.url)
+        return RemoteEndpoint(EndpointId(peer.name), address, open_stream=peers[peer.name])
+
+    peer_watch = None
+    if has_peers or peers is not None:
+        specs = [EndpointSpec(url=f"http://{peer}", id=peer) for peer in peers or ()]
+        peer_watch = PeerWatch(dispatch, specs, own=own_name, connect=connect_peer, rng=random.Random(0))
     streams = {f"http://{id}": opened for id, opened in endpoints.items()}
     fleet = Fleet(
         dispatch,
         watch=watch or WatchSettings(health_seconds=SELDOM_SECONDS, load_seconds=SELDOM_SECONDS),
         aliases=aliases,
         connect=connect,
+        peers=peer_watch,
     )
     rules = rules or RoutingRules(passes_authorization=not api_keys and endpoint_api_key is None)
     metrics = Metrics(None, parts=("frontend", "router"))
@@ -129,6 +151,9 @@ async def open_memory_router(
         if tokenizer is not None:
             naming = PromptBlocks(tokenizer, await stack.enter_async_context(TextThreads()))
         farewells = Farewells()
+        await nursery.start(farewells.run)
+        if peer_watch is not None and peers is not None:
+            nursery.start_soon(peer_watch.run)
         app = RouterApp(
             fleet,
             metrics,
@@ -137,9 +162,8 @@ async def open_memory_router(
             admin_api_key=admin_api_key,
             access=access,
             naming=naming,
-            peers=PeerStreams(farewells, is_peer_lost=lambda: False) if has_peers else None,
+            peers=None if peer_watch is None else PeerStreams(farewells, peer_watch),
         )
-        await nursery.start(farewells.run)
         for url, id in zip(streams, endpoints, strict=True):
             role = (roles or {}).get(id)
             fleet.add(
@@ -147,7 +171,8 @@ async def open_memory_router(
             )
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
-        router = MemoryRouter(dispatch, fleet, FrontendServer(app, knows_caller=app.knows_caller), metrics, nursery)
+        server = FrontendServer(app, knows_caller=app.knows_caller)
+        router = MemoryRouter(dispatch, fleet, server, metrics, nursery, peer_watch)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
             await wait_all_tasks_blocked()  # until each has been asked how it is
         yield router

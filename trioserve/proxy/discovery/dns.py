@@ -9,8 +9,7 @@ import dns.exception
 import dns.resolver
 import trio
 
-from trioserve.proxy.discovery.source import EndpointTemplate, tell
-from trioserve.proxy.fleet import Fleet
+from trioserve.proxy.discovery.source import EndpointTemplate, Told, tell
 
 __all__ = ["DnsSource"]
 
@@ -43,7 +42,7 @@ class DnsSource:
         self._template = template
         self._resolver = resolver
 
-    async def run(self, fleet: Fleet) -> None:
+    async def run(self, fleet: Told) -> None:
         resolver = self._resolver or dns.asyncresolver.Resolver()
         while True:
             try:

@@ -11,8 +11,8 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.proxy.discovery.source import tell
-from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.discovery.source import Told, tell
+from trioserve.proxy.fleet import EndpointSpec
 
 __all__ = ["FileSource", "read_endpoints"]
 
@@ -29,7 +29,7 @@ class FileSource:
         self._path = path
         self._api_key = api_key
 
-    async def run(self, fleet: Fleet) -> None:
+    async def run(self, fleet: Told) -> None:
         seen: object = None
         while True:
             stamp = await trio.to_thread.run_sync(_stamp, self._path)

@@ -18,8 +18,7 @@ import trio
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, StartupError
-from trioserve.proxy.discovery.source import EndpointTemplate, tell
-from trioserve.proxy.fleet import Fleet
+from trioserve.proxy.discovery.source import EndpointTemplate, Told, tell
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint, RemoteResponse
 
 __all__ = ["KubernetesSource", "in_cluster"]
@@ -110,7 +109,7 @@ class KubernetesSource:
         self._slices: dict[str, _Slice] = {}
         self._version = ""
 
-    async def run(self, fleet: Fleet) -> None:
+    async def run(self, fleet: Told) -> None:
         failed_seconds = FAILED_SECONDS_MIN
         try:
             while True:
@@ -128,7 +127,7 @@ class KubernetesSource:
         finally:
             self._api.close()
 
-    async def _list(self, fleet: Fleet) -> None:
+    async def _list(self, fleet: Told) -> None:
         with trio.move_on_after(SILENCE_SECONDS_MAX):
             async with self._api.request("GET", self._path(), await self._headers(), b"") as response:
                 body = await response.whole(SLICES_BYTES_MAX)
@@ -140,7 +139,7 @@ class KubernetesSource:
                 return
         raise _Unusable(f"no list came within {SILENCE_SECONDS_MAX:g} s")
 
-    async def _watch(self, fleet: Fleet) -> None:
+    async def _watch(self, fleet: Told) -> None:
         path = self._path(watch="1", resourceVersion=self._version, timeoutSeconds=str(WATCH_SECONDS))
         with trio.move_on_after(WATCH_SECONDS + SILENCE_SECONDS_MAX):
             async with self._api.request("GET", path, await self._headers(), b"") as response:
@@ -172,7 +171,7 @@ class KubernetesSource:
         elif event.type in ("ADDED", "MODIFIED"):
             self._slices[changed.metadata.name] = changed
 
-    def _tell(self, fleet: Fleet) -> None:
+    def _tell(self, fleet: Told) -> None:
         urls = {
             f"{self._scheme}://{f'[{address}]' if slice_.addressType == 'IPv6' else address}:{port}"
             for slice_ in self._slices.values()

@@ -13,6 +13,7 @@ from trioserve.proxy.forwarded_headers import owner_of, request_headers
 from trioserve.proxy.peers.client_events import NumberedEvents
 from trioserve.proxy.peers.farewells import Farewell, Farewells
 from trioserve.proxy.peers.kept_stream import KEPT_STREAMS_PATH, Found, KeptStream, Stream, stream_name
+from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
 from trioserve.proxy.peers.stream_position import END, LAST_EVENT_ID, Position, parse_position
 from trioserve.router.shares import rendezvous_score
 
@@ -35,6 +36,14 @@ GONE = 410  # it runs, but its beginning is not kept
 class NoPeers:
     """Of a router alone: nobody could go on with its streams."""
 
+    def greeting(self) -> Greeting:
+        """What this router says of itself to others."""
+        return Greeting(None, "")
+
+    def described(self) -> list[dict[str, object]]:
+        """The other routers, for operators."""
+        return []
+
     async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
         """The stream of this request, found where it runs or new; sets what the client gets of it. None: the client
         has all of it already."""
@@ -42,16 +51,22 @@ class NoPeers:
 
 
 class PeerStreams(NoPeers):
-    """is_peer_lost: whether a router has died of late, so that its clients may ask here without saying so.
+    """watch: of the other routers. One that has died of late has clients who may ask here without saying so.
 
     found_total, again_total: retries whose stream ran somewhere, and those that are computed once more.
     """
 
-    def __init__(self, farewells: Farewells, *, is_peer_lost: Callable[[], bool]) -> None:
+    def __init__(self, farewells: Farewells, watch: PeerWatch) -> None:
         self.found_total = 0
         self.again_total = 0
         self._farewells = farewells
-        self._is_peer_lost = is_peer_lost
+        self._watch = watch
+
+    def greeting(self) -> Greeting:
+        return self._watch.greeting()
+
+    def described(self) -> list[dict[str, object]]:
+        return self._watch.described()
 
     async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
         """Raises InvalidRequest for a Last-Event-ID that is none."""
@@ -84,7 +99,7 @@ class PeerStreams(NoPeers):
         headers = context.exchange.headers
         if headers.get("x-request-id") is None:
             return False  # nobody knows the id that it gets, so nobody asks again with it
-        return headers.get(RETRY_COUNT_HEADER) not in (None, "0") or self._is_peer_lost()
+        return headers.get(RETRY_COUNT_HEADER) not in (None, "0") or self._watch.is_lost_lately()
 
     async def _search(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
         """Ask the endpoints that serve the model, until one has it. One that does not answer in time has it not."""

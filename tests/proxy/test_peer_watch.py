@@ -1,0 +1,207 @@
+"""Routers that share endpoints: each gives its share of the leases, whoever dies, comes back or cannot be seen."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.errors import StartupError
+from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.proxy.peers.peer_list import PEERS_MAX, PeerList, parse_peers
+from trioserve.testing.memory_router import MemoryRouter, open_memory_router
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+LIMIT = 8
+BODY = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": True}
+NAMES = ("one", "two")
+LOST_SECONDS = 5 + 3 * 1.7 + 1  # as the documents promise: not heard by the endpoint, and three questions
+
+
+class Setup:
+    """One endpoint that takes LIMIT sequences, and routers by name. is_parted: routers do not see each other."""
+
+    def __init__(self, nursery: trio.Nursery, server: MemoryServer) -> None:
+        self.server = server
+        self.routers: dict[str, MemoryRouter] = {}
+        self.is_parted = False
+        self._nursery = nursery
+        self._scopes: dict[str, trio.CancelScope] = {}
+
+    async def open_router(self, name: str, **options: Any) -> None:
+        async def run(task_status: trio.TaskStatus[None]) -> None:
+            async def connect():
+                return self.server.connect()
+
+            with trio.CancelScope() as scope:
+                self._scopes[name] = scope
+                async with open_memory_router(
+                    {"e": connect},
+                    peers={other: self._opener(other) for other in NAMES},
+                    watch=WatchSettings(health_seconds=1.0, load_seconds=0.25),
+                    leases_max=LIMIT,
+                    **{"own_name": name, **options},
+                ) as self.routers[name]:
+                    task_status.started()
+                    await trio.sleep_forever()
+
+        await self._nursery.start(run)
+
+    async def kill(self, name: str) -> None:
+        del self.routers[name]
+        self._scopes.pop(name).cancel()
+        await wait_all_tasks_blocked()
+
+    async def ask(self, name: str, count: int) -> None:
+        """So many streams, for good."""
+        for index in range(count):
+            self._nursery.start_soon(self._ask, self.routers[name], f"{name}-{index}-{trio.current_time()}")
+        await trio.sleep(0.1)
+
+    async def _ask(self, router: MemoryRouter, id: str) -> None:
+        async with router.client().ask("/v1/completions", BODY, headers={"x-request-id": id}):
+            await trio.sleep_forever()
+
+    def share(self, name: str) -> int | None:
+        return self.routers[name].dispatch.core.endpoints["e"].lease_share
+
+    def leases(self, name: str) -> int:
+        return self.routers[name].dispatch.core.endpoints["e"].claims
+
+    def _opener(self, name: str):
+        async def connect():
+            if self.is_parted or name not in self.routers:
+                raise ConnectionRefusedError(111, "Connection refused")
+            return self.routers[name].connect()
+
+        return connect
+
+
+@asynccontextmanager
+async def opened(*names: str, **options: Any) -> AsyncIterator[Setup]:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(open_memory_server(paused=True, block_count=1024))
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        setup = Setup(nursery, server)
+        for name in names or NAMES:
+            await setup.open_router(name, **options)
+        yield setup
+        nursery.cancel_scope.cancel()
+
+
+async def test_two_routers_share_the_limit(autojump_clock):
+    async with opened() as setup:
+        assert setup.share("one") == setup.share("two") == 1  # nobody has heard of them yet
+        await trio.sleep(3)
+        assert setup.share("one") + setup.share("two") == LIMIT
+        await setup.ask("one", LIMIT)
+        await setup.ask("two", LIMIT)
+        assert setup.leases("one") + setup.leases("two") == LIMIT
+
+
+async def test_the_share_of_a_router_that_dies_is_the_others_in_time(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(3)
+        await setup.ask("one", LIMIT)
+        await setup.kill("two")
+        await trio.sleep(4)
+        assert setup.leases("one") == LIMIT // 2  # it may only have stalled
+        await trio.sleep(LOST_SECONDS - 4)
+        assert setup.share("one") == setup.leases("one") == LIMIT
+
+
+async def test_one_that_comes_back_takes_its_share_without_exceeding_the_limit(autojump_clock):
+    async with opened("one") as setup:
+        await trio.sleep(LOST_SECONDS)
+        await setup.ask("one", LIMIT)
+        assert setup.leases("one") == LIMIT
+        await setup.open_router("two")
+        await setup.ask("two", LIMIT)
+        for _ in range(40):
+            await trio.sleep(0.25)
+            assert setup.leases("one") + setup.leases("two") <= LIMIT
+        assert setup.share("one") + setup.share("two") == LIMIT
+        setup.server.engine.resume()  # those of the first end
+        await trio.sleep(1)
+        assert setup.leases("two") == 0  # and so do all others
+        setup.server.engine.pause()
+        await setup.ask("one", LIMIT)
+        await setup.ask("two", LIMIT)
+        assert setup.leases("one") == setup.leases("two") == LIMIT // 2
+
+
+async def test_routers_that_cannot_see_each_other_share_all_the_same(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(3)
+        setup.is_parted = True
+        await setup.ask("one", LIMIT)
+        await setup.ask("two", LIMIT)
+        for _ in range(30):
+            await trio.sleep(1)
+            assert setup.leases("one") + setup.leases("two") == LIMIT
+            assert setup.share("one") + setup.share("two") == LIMIT
+
+
+async def test_operators_see_who_is_there(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(3)
+        async with setup.routers["one"].client().ask("/peers") as response:
+            [peer] = (await response.json())["data"]
+        assert peer == {"name": "two", "object": "router", "url": "http://two", "well": True}
+        await setup.kill("two")
+        await trio.sleep(LOST_SECONDS)
+        async with setup.routers["one"].client().ask("/peers") as response:
+            assert (await response.json())["data"][0]["well"] is False
+
+
+async def test_a_client_of_a_dead_router_need_not_say_that_it_asks_again(autojump_clock):
+    headers = {"x-request-id": "mine"}
+    async with opened() as setup:
+        await trio.sleep(3)
+        async with setup.routers["two"].client().ask("/v1/completions", BODY, headers=headers) as first:
+            await setup.server.engine.step(3)
+            await first.head()
+            await setup.kill("two")
+        await trio.sleep(2)
+        assert len(setup.server.engine.live_requests()) == 1
+        async with setup.routers["one"].client().ask("/v1/completions", BODY, headers=headers) as second:
+            await second.head()
+            assert len(setup.server.engine.live_requests()) == 1
+
+
+async def test_a_router_finds_its_own_name_among_the_peers(autojump_clock):
+    async with opened("one", own_name=None) as setup:
+        await trio.sleep(3)
+        assert setup.routers["one"].peer_watch.own_name == "one"
+        async with setup.routers["one"].client().ask("/peers") as response:
+            assert [peer["name"] for peer in (await response.json())["data"]] == ["two"]
+
+
+def test_peers_are_named_in_several_ways(tmp_path: Path):
+    path = tmp_path / "routers.toml"
+    path.write_text('[[endpoints]]\nurl = "http://10.0.0.1:8000"\nid = "c"\n')
+    specs, sources = parse_peers(["a=http://10.0.0.3:8000", "http://10.0.0.4:8000", f"file:{path}", "dns:routers:8000"])
+    assert [spec.endpoint_id for spec in specs] == ["a", "http://10.0.0.4:8000"]
+    assert [source.name for source in sources] == [f"file:{path}", "dns:routers"]
+
+
+@pytest.mark.parametrize("text", ["a", "a=b", "dns:x:y", "file:/nowhere/at/all", "ftp://x"])
+def test_what_names_no_router_is_refused(text):
+    with pytest.raises(StartupError):
+        parse_peers([text])
+
+
+def test_there_is_a_bound_and_no_name_comes_twice():
+    peers = PeerList()
+    specs, _ = parse_peers([f"r{index}=http://10.0.0.1:{8000 + index}" for index in range(PEERS_MAX)])
+    peers.set_all(specs, source="x")
+    with pytest.raises(StartupError, match=f"at most {PEERS_MAX}"):
+        peers.set_all(specs[:1], source="y")
+    with pytest.raises(StartupError, match="two routers"):
+        peers.set_all([specs[0], specs[0]], source="x")
+    assert len(peers.peers) == PEERS_MAX

@@ -1,0 +1,33 @@
+"""What a router with peers counts, as metrics: looked up at every scrape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.peers.farewells import Farewells
+    from trioserve.proxy.peers.peer_watch import PeerWatch
+    from trioserve.proxy.peers.retries import PeerStreams
+
+__all__ = ["show_peers"]
+
+
+def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams, farewells: Farewells) -> None:
+    """Once for each router."""
+    shown: dict[str, int] = {}
+
+    def show() -> None:
+        metrics.peers.set(watch.peer_count)
+        metrics.peers_well.set(watch.well_count)
+        totals = {
+            "peers_lost_total": watch.lost_total,
+            "streams_found_total": streams.found_total,
+            "streams_recomputed_total": streams.again_total,
+            "farewells_dropped_total": farewells.dropped_total,
+        }
+        for name, value in totals.items():
+            getattr(metrics, name).inc(value - shown.get(name, 0))
+            shown[name] = value
+
+    metrics.on_scrape(show)

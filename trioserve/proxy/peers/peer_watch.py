@@ -1,0 +1,216 @@
+"""Asks the other routers how they are, tells the endpoints who asks, and gives this router its share of each endpoint's
+leases. What a share is, is for router/peer_shares to say."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import trio
+
+from trioserve.admission.dispatch import Dispatch
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost
+from trioserve.proxy.discovery.source import Source
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.peers.peer_list import Peer, PeerList
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.router.peer_shares import PeerShares
+
+__all__ = ["PEER_PATH", "Greeting", "PeerSettings", "PeerWatch"]
+
+logger = logging.getLogger(__name__)
+
+PEER_PATH = "/peer"
+RESPONSE_BYTES_MAX = 4096
+JITTER = 0.25  # of the time between two questions, so that routers that began together do not ask together
+SHARES_SECONDS = 0.5  # between two looks at what only time changes
+LOST_LATELY_SECONDS = 15.0  # in which clients of a router that has died ask again
+
+Connect = Callable[[Peer], RemoteEndpoint]
+
+
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """check_seconds: between two questions. response_seconds_max: how long a response may take. failures_max: this many
+    in a row, and a router counts as gone; so after 2 to 5 seconds."""
+
+    check_seconds: float = 0.5
+    response_seconds_max: float = 1.0
+    failures_max: int = 3
+
+
+class Greeting(msgspec.Struct):
+    """What a router says of itself. instance: another one after each start, and at each router."""
+
+    name: str | None
+    instance: str
+
+
+class PeerWatch:
+    """own: this router's name; None: whichever of the peers turns out to be this one. connect: for tests."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        specs: Sequence[EndpointSpec],
+        sources: Sequence[Source] = (),
+        *,
+        own: str | None = None,
+        settings: PeerSettings | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        connect: Connect | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.shares = PeerShares(own)
+        self.instance = secrets.token_hex(8)
+        self.lost_total = 0
+        self._dispatch = dispatch
+        self._settings = settings or PeerSettings()
+        self._sources = sources
+        self._ssl_context = ssl_context
+        self._connect = connect or self._connected
+        self._rng = rng or random.Random()
+        self._lost_at: float | None = None
+        self._well: dict[str, bool] = {}
+        self._watches: dict[Peer, trio.CancelScope] = {}
+        self._nursery: trio.Nursery | None = None
+        self._list = PeerList()
+        self._list.set_all(specs, source="configured")
+        self._list.on_change = self._note_list
+        self._note_list()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            try:
+                self._note_list()
+                for source in self._sources:
+                    self._nursery.start_soon(source.run, self._list)
+                task_status.started()
+                while True:
+                    self.share_out()
+                    await trio.sleep(SHARES_SECONDS)
+            finally:
+                self._nursery = None
+
+    # --- what others ask ---
+
+    def greeting(self) -> Greeting:
+        return Greeting(self.shares.own, self.instance)
+
+    def described(self) -> list[dict[str, object]]:
+        """Every peer, for operators."""
+        return [
+            {"name": peer.name, "object": "router", "url": peer.url, "well": self._well.get(peer.name)}
+            for peer in self._list.peers.values()
+            if peer.name != self.shares.own
+        ]
+
+    @property
+    def peer_count(self) -> int:
+        return sum(name != self.shares.own for name in self._list.peers)
+
+    @property
+    def well_count(self) -> int:
+        return sum(is_well for name, is_well in self._well.items() if name != self.shares.own)
+
+    def is_lost_lately(self) -> bool:
+        """Whether a router has been found gone, or is just not answering, so that its clients may ask here."""
+        lost_at = self._lost_at
+        return lost_at is not None and trio.current_time() < lost_at + LOST_LATELY_SECONDS
+
+    # --- what endpoints say ---
+
+    @property
+    def own_name(self) -> str | None:
+        return self.shares.own
+
+    def note_report(self, endpoint: EndpointId, heard: Mapping[str, float]) -> None:
+        """An endpoint has told its load. heard: how many seconds ago it heard from which router."""
+        now = trio.current_time()
+        self.shares.note_report(endpoint, heard, now)
+        self._share_out_at(endpoint, now)
+
+    def share_out(self) -> None:
+        now = trio.current_time()
+        states = list(self._dispatch.endpoints)
+        self.shares.forget(state.id for state in states)
+        for state in states:
+            self._share_out_at(state.id, now)
+
+    # --- inside ---
+
+    def _share_out_at(self, id: EndpointId, now: float) -> None:
+        state = self._dispatch.endpoint(id)
+        if state is not None:
+            self._dispatch.set_lease_share(id, self.shares.share(id, state.leases_max, now))
+
+    def _note_list(self) -> None:
+        peers = self._list.peers
+        self.shares.set_peers(peers)
+        for peer in [peer for peer in self._watches if peers.get(peer.name) != peer]:
+            self._watches.pop(peer).cancel()
+            self._well.pop(peer.name, None)
+        if self._nursery is None:
+            return
+        for peer in peers.values():
+            if peer not in self._watches and peer.name != self.shares.own:
+                scope = self._watches[peer] = trio.CancelScope()
+                self._nursery.start_soon(self._watch, peer, scope)
+
+    async def _watch(self, peer: Peer, scope: trio.CancelScope) -> None:
+        settings = self._settings
+        remote = self._connect(peer)
+        failures = 0
+        try:
+            with scope:
+                while True:
+                    greeting = await self._ask(remote)
+                    if greeting is not None and greeting.instance == self.instance:
+                        self._note_own(peer)
+                        return
+                    failures = 0 if greeting is not None else failures + 1
+                    if failures and self._well.get(peer.name):
+                        self._lost_at = trio.current_time()
+                    if not 0 < failures < settings.failures_max:
+                        self._note_well(peer, is_well=not failures)
+                    spread = 1 + JITTER * (2 * self._rng.random() - 1)
+                    await trio.sleep(settings.check_seconds * spread)
+        finally:
+            remote.close()
+
+    async def _ask(self, remote: RemoteEndpoint) -> Greeting | None:
+        """None if no response came in time, or one that is none of a router."""
+        with trio.move_on_after(self._settings.response_seconds_max):
+            try:
+                async with remote.request("GET", PEER_PATH, [], b"") as response:
+                    body = await response.whole(RESPONSE_BYTES_MAX)
+                    return msgspec.json.decode(body or b"", type=Greeting) if response.status == 200 else None
+            except (EndpointLost, msgspec.DecodeError):
+                return None
+        return None
+
+    def _note_own(self, peer: Peer) -> None:
+        if self.shares.own is None:
+            logger.info("this router is peer=%s", peer.name)
+            self.shares.own = peer.name
+        self._well.pop(peer.name, None)
+        self.shares.set_peers(self._list.peers)
+        self.share_out()
+
+    def _note_well(self, peer: Peer, *, is_well: bool) -> None:
+        was_well = self._well.get(peer.name)
+        if is_well == was_well:
+            return
+        logger.info("router %s peer=%s url=%s", "well" if is_well else "gone", peer.name, peer.url)
+        self.lost_total += was_well is True and not is_well
+        self._well[peer.name] = is_well
+        self.shares.note_alive(peer.name, is_well)
+        self.share_out()
+
+    def _connected(self, peer: Peer) -> RemoteEndpoint:
+        return RemoteEndpoint(EndpointId(peer.name), EndpointAddress.parse(peer.url), ssl_context=self._ssl_context)
