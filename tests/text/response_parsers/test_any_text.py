@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trioserve.text.joined_response import WholeCall
@@ -114,6 +114,7 @@ def test_how_a_text_is_cut_does_not_matter_and_nothing_is_invented(read_in_piece
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 @settings(max_examples=15, deadline=None)
 @given(text=st.text(alphabet="ab é.\t\n", max_size=60))
+@example(text=" ")
 def test_a_text_without_marks_comes_at_once_and_unchanged(family, text):
     parser = make_response_parser(family, None, tools=[OfferedTool(name="a", parameters={})])
     shown = ""

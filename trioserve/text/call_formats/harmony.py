@@ -58,7 +58,8 @@ def read_harmony(
 
 def _read_message(reading: CallReading) -> Script[None]:
     source, sink = reading.source, reading.sink
-    if not (yield from source.find_whole((_START, _CHANNEL, _MESSAGE, _RECIPIENT_MARK))):
+    has_header = yield from source.find_whole((_START, _CHANNEL, _MESSAGE))
+    if not (has_header or (yield from source.find((_RECIPIENT_MARK,)))):
         yield from _read_text(source, sink.content)  # no header at all
         return
     source.mark()
