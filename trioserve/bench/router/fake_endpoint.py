@@ -83,9 +83,27 @@ _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
-_EVENT = _chunk(b"data: " + json.dumps(_completion(None)).encode() + b"\n\n")
-_LAST_EVENT = _chunk(b"data: " + json.dumps(_completion("length")).encode() + b"\n\n")
-_STREAM_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+_DATA = b"data: " + json.dumps(_completion(None)).encode() + b"\n"
+_LAST_DATA = b"data: " + json.dumps(_completion("length")).encode() + b"\n"
+_ENDS = b"0\r\n\r\n"
+
+
+class _Stream(msgspec.Struct, frozen=True):
+    """What a streamed response is made of. end: with its last event."""
+
+    head: bytes
+    event: bytes
+    end: bytes
+
+
+_PLAIN = _Stream(_STREAM_HEAD, _chunk(_DATA + b"\n"), _chunk(_LAST_DATA + b"\n") + _chunk(b"data: [DONE]\n\n") + _ENDS)
+# As our servers answer whoever may go on elsewhere: the token is of a length that is usual.
+_RESUMABLE = _Stream(
+    _STREAM_HEAD[:-2] + b'x-trioserve-resume: {"prompt_digest":"d","seed":7,"created":1}\r\n\r\n',
+    _chunk(_DATA + b"id: 0:12345\n\n"),
+    _chunk(_LAST_DATA + b"id: 0:12345!\n\n") + _chunk(b"data: [DONE]\nid: .\n\n") + _ENDS,
+)
+_RESUMABLE_HEADER = b"\r\nx-trioserve-resumable: 1"
 _MODELS = _whole(json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
 _LOAD = _whole(json.dumps({"running": 0, "waiting": 0, "seats": ENDLESS_SLOTS}).encode())
 _WELL = _whole(b"{}")
@@ -93,13 +111,14 @@ _UNKNOWN = _whole(b'{"error": {"message": "there is nothing here"}}', b"404 Not 
 
 
 class _Client:
-    """One connection. events_left: of the response that streams on it."""
+    """One connection. stream: what streams on it; events_left: of that."""
 
     def __init__(self, endpoint: _Endpoint, connection: socket.socket, key: int) -> None:
         self.endpoint = endpoint
         self.connection = connection
         self.key = key
         self.received = b""
+        self.stream = _PLAIN
         self.events_left = 0
 
     def send(self, data: bytes) -> None:
@@ -205,6 +224,7 @@ class FakeEndpoints:
             head, body = client.received[:head_end], client.received[body_at:end]
             client.received = client.received[end:]
             method, target, _ = head.split(b"\r\n", 1)[0].split(b" ", 2)
+            client.stream = _RESUMABLE if _RESUMABLE_HEADER in head.lower() else _PLAIN
             self._respond(client, method + b" " + target, body)
 
     def _forget(self, client: _Client) -> None:
@@ -243,12 +263,12 @@ class FakeEndpoints:
     def _complete(self, client: _Client, ask: _Ask) -> None:
         slots = client.endpoint.slots
         if ask.stream:
-            client.send(_STREAM_HEAD)
+            client.send(client.stream.head)
             if ask.at_once:
                 client.endpoint.served += 1
                 for _ in range(ask.max_tokens - 1):
-                    client.send(_EVENT)
-                client.send(_LAST_EVENT + _STREAM_END)
+                    client.send(client.stream.event)
+                client.send(client.stream.end)
                 return
             if not self._streaming:
                 self._next_event_at = time.monotonic() + self._settings.event_seconds
@@ -277,9 +297,9 @@ class FakeEndpoints:
         for client in list(self._streaming.values()):
             client.events_left -= 1
             if client.events_left > 0:
-                client.send(_EVENT)
+                client.send(client.stream.event)
             else:
-                client.send(_LAST_EVENT + _STREAM_END)
+                client.send(client.stream.end)
                 del self._streaming[client.key]
                 client.endpoint.served += 1
 

@@ -54,13 +54,15 @@ class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Responses that stream side by side through the router, an event of each every event_seconds. cpu_seconds: of the
-    router's process, for all events of a round and the requests that they belong to."""
+    router's process, for all events of a round and the requests that they belong to. pinned_cpu_seconds: the same of
+    streams that cannot go on elsewhere, so that nothing is kept of them."""
 
     streams: int
     events: int
     event_seconds: float
     through_seconds: list[float]
     cpu_seconds: list[float | None]
+    pinned_cpu_seconds: list[float | None] = []
 
 
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +144,7 @@ def _figures(report: RouterReport) -> dict[str, tuple[float | None, float | None
     if events is not None:
         figures[f"events/s through, {events.streams} streams"] = _rates(events.through_seconds, events.events)
         figures["router CPU us an event"] = _each_us(events.cpu_seconds, events.events)
+        figures["the same, nothing kept to go on with"] = _each_us(events.pinned_cpu_seconds, events.events)
     return figures
 
 

@@ -164,18 +164,24 @@ def _throughput(router: Router, settings: RouterBenchSettings) -> ThroughputFigu
 def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
     tokens, streams = settings.output_tokens, settings.concurrency
     body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
+    # Of a request that may be at one endpoint only nothing is kept to go on with elsewhere.
+    [host, port] = router.endpoints[0]
+    pinned = WireRequest(f"{COMPLETIONS}?id=http://{host}:{port}", body, events=tokens)
     request = WireRequest(COMPLETIONS, body, events=tokens)
-    through, cpu = [], []
+    through, cpu, pinned_cpu = [], [], []
     for _ in range(settings.rounds):
         before = cpu_seconds(router.pid)
         through.append(_timed(router.address, request, streams, streams))
-        cpu.append(_difference(before, cpu_seconds(router.pid)))
+        cpu.append(_difference(before, between := cpu_seconds(router.pid)))
+        _timed(router.address, pinned, streams, streams)
+        pinned_cpu.append(_difference(between, cpu_seconds(router.pid)))
     return EventFigures(
         streams=streams,
         events=streams * tokens,
         event_seconds=settings.event_seconds,
         through_seconds=through,
         cpu_seconds=cpu,
+        pinned_cpu_seconds=pinned_cpu,
     )
 
 
