@@ -50,7 +50,7 @@ def groups(draw) -> list[tuple[bytes, int, list[int], bool]]:
         id = f"{choice}:{','.join(map(str, token_ids))}{'!' * ends}"
         events = [event(text) for text in draw(st.lists(TEXTS, max_size=2))]
         comments = COMMENT * draw(st.integers(0, 1))
-        last = event(draw(TEXTS), id=id, id_first=draw(st.booleans()))
+        last = b"event: delta\n" * draw(st.integers(0, 1)) + event(draw(TEXTS), id=id, id_first=draw(st.booleans()))
         made.append((comments + b"".join(events) + last, choice, token_ids, ends))
     return made
 

@@ -30,6 +30,10 @@ class EventSplitter:
     def rest(self) -> bytes:
         return bytes(self._held)
 
+    @property
+    def holds_any(self) -> bool:
+        return bool(self._held)
+
     def feed(self, piece: bytes) -> bytes:
         """The events that are whole now, one behind the other; empty if there is none. Raises EndpointLost for one that
         is longer than 16 MiB."""
