@@ -303,7 +303,8 @@ class Dispatch:
 
 class AdmissionScope:
     """One request, from entering the queue to leaving it. can_go_on: asked, once its client has a token, whether
-    another endpoint could go on from what the client has. attempts: that have begun."""
+    another endpoint could go on from what the client has. attempts: that have begun. taken: why the one at hand is to
+    end, if so; is_telling: not before what is being sent to the client has been: see `tell`."""
 
     def __init__(
         self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
@@ -317,8 +318,8 @@ class AdmissionScope:
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
         self._end: TrioserveError | None = None
-        self._taken: Fault | None = None
-        self._is_telling = False
+        self.taken: Fault | None = None
+        self.is_telling = False
         self.attempts = 0
         self._is_attempt_over = trio.Event()
 
@@ -414,7 +415,7 @@ class AdmissionScope:
         """The request goes to its endpoint. Raises Taken if the router takes it from there, Draining if it ends the
         request."""
         self.sent()
-        self._taken, self._is_telling = None, False
+        self.taken, self.is_telling = None, False
         self.attempts += 1
         self._is_attempt_over = trio.Event()
         with trio.CancelScope() as scope:
@@ -435,20 +436,20 @@ class AdmissionScope:
     def check_taken(self) -> None:
         """To be asked whenever something has come from the endpoint, before it is passed on. Raises Taken: then nobody
         is to get it."""
-        if self._taken is not None and self._end is None:
+        if self.taken is not None and self._end is None:
             raise self._was_taken()
 
     async def tell(self, telling: Awaitable[None], *, is_last: bool = False) -> None:
         """Pass on to the client what an endpoint has said. Meanwhile the request is not taken from its endpoint: half
         of an event would reach the client, and the other half nobody. is_last: nor after it. Raises Taken."""
-        self._is_telling = True
+        self.is_telling = True
         await telling
         if not is_last:
-            self._is_telling = False
+            self.is_telling = False
             self.check_taken()
 
     def _was_taken(self) -> Taken:
-        fault = self._taken or Fault.HUNG
+        fault = self.taken or Fault.HUNG
         said = "is being emptied" if fault is Fault.LEAVING else "does not answer any more"
         return Taken(f'the endpoint "{self.ticket.endpoint}" {said}', fault)
 
@@ -500,8 +501,8 @@ class AdmissionScope:
         """End the attempt, which raises Taken, as soon as nothing is on its way to the client. Nothing to do when there
         is none."""
         if self._attempt is not None:
-            self._taken = fault
-            if not self._is_telling:
+            self.taken = fault
+            if not self.is_telling:
                 self._attempt.cancel()
 
     @property

@@ -321,10 +321,18 @@ async def _relay_events(
             await admission.tell(context.send_events(remark))
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
         await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
+    # Whatever is done for each event is most of what a router costs: no call here is one too many.
+    send = context.exchange.send if context.client_events.takes_all else context.send_events
     has_begun = is_over = False
     while not is_over:
-        piece = await _next_piece(response, stream)
-        admission.check_taken()
+        try:
+            piece = await response.next_piece()
+        except EndpointLost:
+            if not stream.is_over:
+                raise
+            piece = None  # there is nothing that could be missing
+        if admission.taken is not None:
+            admission.check_taken()
         is_over = piece is None
         events = stream.end() if piece is None else stream.feed(piece)
         if stream.is_answered and not has_begun:
@@ -336,21 +344,16 @@ async def _relay_events(
             if continuation is not None:
                 continuation.note_groups(context)
         if events:
-            await admission.tell(context.send_events(events))
+            admission.is_telling = True  # as `tell` does it
+            await send(events)
+            admission.is_telling = False
+            if admission.taken is not None:
+                admission.check_taken()
         if stream.failure or stream.given_away is not None:
             return _last_event(context, admission, stream)
     if not stream.is_complete:
         raise EndpointLost(f'the endpoint "{id}" ended its response before it {"was over" if has_begun else "began"}')
     return b""
-
-
-async def _next_piece(response: RemoteResponse, stream: ContinuedStream) -> bytes | None:
-    try:
-        return await response.next_piece()
-    except EndpointLost:
-        if stream.is_over:
-            return None  # there is nothing that could be missing
-        raise
 
 
 def _last_event(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream) -> bytes:

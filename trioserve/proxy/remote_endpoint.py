@@ -103,12 +103,14 @@ class RemoteResponse:
             self._held += piece
         return None
 
-    async def next_piece(self) -> bytes | None:
+    def next_piece(self) -> Awaitable[bytes | None]:
         """The next bytes of the body; None at its end. Raises EndpointLost when it breaks off."""
-        if self._held:
-            held, self._held = bytes(self._held), bytearray()
-            return held
-        return await self._connection.next_piece()
+        # No coroutine of its own: it is asked for each event.
+        return self._take_held() if self._held else self._connection.next_piece()
+
+    async def _take_held(self) -> bytes:
+        held, self._held = bytes(self._held), bytearray()
+        return held
 
 
 class RemoteEndpoint:

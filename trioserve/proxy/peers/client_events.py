@@ -20,8 +20,10 @@ class NotTheSame(Exception):
 
 
 class ClientEvents:
-    """is_behind: nothing of what came so far is for the client. error: it came, and said how the response ends."""
+    """takes_all: they go to the client as they are. is_behind: nothing of what came so far is for the client. error: it
+    came, and said how the response ends."""
 
+    takes_all = True
     is_behind = False
     shows_ids = False
     error = b""
@@ -35,6 +37,7 @@ class NumberedEvents(ClientEvents):
     """known: where the client is, of a response that comes from its beginning on; None: it wants all that comes.
     keeper: has noted what came before."""
 
+    takes_all = False
     shows_ids = True
 
     def __init__(self, known: Position | None = None, *, keeper: PositionKeeper | None = None) -> None:
