@@ -23,11 +23,13 @@ STEPS_MAX = 3_000
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """request: comes before this step. aborted_at: leaves before this one; None: stays."""
+    """request: comes before this step. aborted_at: leaves before this one; None: stays. known: so many tokens of its
+    output are known when it comes, since it began elsewhere."""
 
     request: EngineRequest
     step: int = 0
     aborted_at: int | None = None
+    known: int = 0
 
 
 class History(msgspec.Struct, frozen=True):
