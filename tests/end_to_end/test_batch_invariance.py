@@ -137,10 +137,11 @@ def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_without_the_mode_company_shows(kernels: str) -> None:
+def test_without_the_mode_company_shows() -> None:
+    """In plain torch; most native kernels compute so anyway."""
+
     async def main() -> None:
-        async with engine_of(kernels, batch_invariant=False) as engine:
+        async with engine_of("torch", batch_invariant=False) as engine:
             cold, hit = await ask(engine, PROMPT), await ask(engine, PROMPT)
             assert hit.cached_token_count >= 16
             beside = (await ask_all(engine, [PROMPT, *OTHERS]))[0]

@@ -2,6 +2,7 @@
 
     python -m trioserve bench inside step [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
     python -m trioserve bench inside step --quantization none int8 int4 file
+    python -m trioserve bench inside step --batch-invariant
     python -m trioserve bench inside step --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
 All compute in turns, round for round, so that whatever else the machine does meets all. Shown are the least and the
@@ -9,6 +10,7 @@ median of the rounds. A decode step cannot be faster than its weights and KV can
 speed at which as many threads read memory, measured in the same rounds.
 
 With --quantization, the native kernels compute once with each of these, in the place of plain torch.
+With --batch-invariant, they compute with the mode and without it, in the place of plain torch.
 With --against, the native kernels of another checkout of this project take the place of plain torch; they compute in a
 process of their own, with the first of --quantization.
 """
@@ -90,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization", nargs="+", default=["auto"], choices=QUANTIZATIONS, help="how weights are kept"
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="with the mode and without it")
     parser.add_argument("--answering", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -102,9 +105,11 @@ def run(arguments: argparse.Namespace) -> int:
     contestants: dict[str, _Contestant] = {}
     for wish, native in zip(wishes, natives, strict=True):
         contestants["native" if wish == "auto" else f"native {wish}"] = native
+    if arguments.batch_invariant:
+        contestants["native batch-invariant"] = _Local("native", arguments.model, arguments.threads, wishes[0], True)
     if arguments.against:
         contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads, wishes[0])
-    elif len(wishes) == 1:
+    elif len(wishes) == 1 and not arguments.batch_invariant:
         contestants["torch"] = _Local("torch", arguments.model, arguments.threads)
     try:
         from trioserve.model.device import default_thread_count  # late: this file also runs in older checkouts
@@ -160,9 +165,12 @@ class _Local:
         model: str,
         threads: int | None,
         quantization: QuantizationName = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         settings = ModelSettings(device="cpu", threads=threads, cpu_kernels=cpu_kernels)
-        if quantization != "auto":  # older checkouts do not know it
+        if batch_invariant:  # older checkouts know neither this
+            settings = msgspec.structs.replace(settings, batch_invariant=True)
+        if quantization != "auto":  # nor this
             settings = msgspec.structs.replace(settings, quantization=quantization)
         self.runner = ModelRunner.load(open_checkpoint(resolve_model(model)), settings)
         self.runner.allocate_kv(
