@@ -166,7 +166,9 @@ def _add_disagg(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="A to B - 1, a history each (default: 0:1000)")
+    parser.add_argument(
+        "--seeds", metavar="A:B", help="A to B - 1, a history each (default: 0:1000, with --routers 0:3)"
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -192,6 +194,17 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "--lasting",
         action="store_true",
         help="streams and responses that go on without their clients, who come back (default: off)",
+    )
+    parser.add_argument(
+        "--routers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="with --router: so many routers before the same endpoints, and a table of what comes of it; without "
+        "shares of the endpoints' limits, with them, and with one that dies (default: one, history by history)",
+    )
+    parser.add_argument(
+        "--endpoints", type=int, nargs="+", default=[32], metavar="N", help="with --routers: endpoints (default: 32)"
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 
@@ -255,8 +268,12 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from trioserve.commands.simulate import SimulateSettings, run_replay, run_simulate
+    from trioserve.commands.simulate import SimulateSettings, run_replay, run_simulate, seeds_of
 
+    if arguments.routers is not None:
+        from trioserve.commands.simulate_routers import run_routers
+
+        return run_routers(arguments, seeds_of(arguments.seeds or "0:3"))
     settings = SimulateSettings.from_arguments(arguments)
     return run_simulate(settings) if arguments.replay is None else run_replay(arguments.replay, settings)
 

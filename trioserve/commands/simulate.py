@@ -65,7 +65,7 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             if value < 1:
                 raise StartupError(f"{flag} is {value}, it must be at least 1")
         return cls(
-            seeds=seeds_of(arguments.seeds),
+            seeds=seeds_of(arguments.seeds or "0:1000"),
             step_count=step_count,
             job_count=arguments.jobs,
             shrinks=not arguments.no_shrink,
