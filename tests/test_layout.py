@@ -127,7 +127,7 @@ ROOMS = {
 TOP_FILES = words("__init__ __main__ assemble cli commands config")
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
-    "bench.py random_checkpoint.py scripted.py simulate.py"
+    "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
 )  # nothing else of what is served knows fakes
 
 
