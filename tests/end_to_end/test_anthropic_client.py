@@ -42,6 +42,16 @@ def test_the_stream_helper_makes_the_same_message(client):
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
+def test_a_stream_whose_events_have_ids_is_read_as_ever(client):
+    asked = {"model": "smollm2", "max_tokens": 20, "messages": MESSAGES, "extra_body": GREEDY}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked, extra_headers={"x-trioserve-resumable": "1"}) as stream:
+        final = stream.get_final_message()
+        assert "x-trioserve-resume" in stream.response.headers
+    assert final.content[0].text == whole.content[0].text
+    assert final.stop_reason == whole.stop_reason
+
+
 def test_raw_events_a_system_prompt_and_a_stop_sequence(client):
     types = [
         event.type
