@@ -55,10 +55,6 @@ class Asker(threading.Thread):
         except (urllib.error.URLError, OSError) as error:
             self.error = error
 
-    @property
-    def lost(self) -> bool:
-        return bool(self.events) and self.events[-1].get("error", {}).get("code") == "endpoint_lost"  # type: ignore[union-attr]
-
 
 @pytest.fixture
 def fleet(start_server):
@@ -73,7 +69,7 @@ def fleet(start_server):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_loses_only_what_it_was_saying(fleet):
+def test_a_server_that_is_killed_loses_no_stream(fleet):
     servers, router = fleet
     askers = [Asker(router.url, f"Story number {index}:", 200) for index in range(8)]
     wait_until(lambda: sum(bool(asker.events) for asker in askers) >= 4)
@@ -84,11 +80,8 @@ def test_a_server_that_is_killed_loses_only_what_it_was_saying(fleet):
         asker.join(WAIT_SECONDS_MAX)
         assert not asker.is_alive(), "a client hangs"
     for asker in askers:
-        assert asker.is_done or asker.lost, (asker.endpoint, asker.error, asker.events[-1:])
-        if asker not in begun:
-            assert asker.is_done  # whoever had seen nothing does not notice
-    assert any(asker.lost for asker in begun)
-    assert all(asker.endpoint == "a" for asker in askers if asker.lost)
+        assert asker.is_done, (asker.endpoint, asker.error, asker.events[-1:])
+        assert not any("error" in event for event in asker.events)
     described = {each["id"]: each for each in get(f"{router.url}/endpoints")["data"]}
     assert [(each["leases"], each["in_flight"]) for each in described.values()] == [(0, 0), (0, 0)]
     wait_until(lambda: get(f"{router.url}/endpoints")["data"][0]["health"] in ("ejected", "probing"))

@@ -297,3 +297,35 @@ def test_retries_before_the_first_token_leave_streams_the_precedence(make_router
 def test_endpoints_that_are_gone_tell_no_fingerprint(make_router):
     router = make_router()
     router.core.note_fingerprint(EndpointId("gone"), "x")
+
+
+def test_of_several_that_were_at_both_endpoints_nobody_ends_for_the_second(make_router):
+    router = make_router(breaks_max=2, failures_max=1)
+    a = router.endpoint("a")
+    streams = [streaming(router) for _ in range(3)]
+    for id in "bc":
+        router.endpoint(id, leases_max=8)
+    for stream in streams:
+        assert break_off(router, stream, tokens=5)
+        router.core.sent(stream)
+    there = [stream for stream in streams if stream.endpoint == "b"]
+    assert len(there) > 1
+    router.core.note_health(a, True, router.now)
+    for stream in there:
+        assert break_off(router, stream, tokens=6), "it may have been another one"
+        router.core.sent(stream)
+    for stream in there:
+        assert not break_off(router, stream, tokens=7)
+
+
+def test_a_check_that_finds_an_endpoint_well_clears_those_that_were_there_before(make_router):
+    router = make_router(breaks_max=2, failures_max=1)
+    router.endpoint("a")
+    first, second = streaming(router), streaming(router)
+    b = router.endpoint("b")
+    for stream in (first, second):
+        assert break_off(router, stream, tokens=5)
+        router.core.sent(stream)
+    router.leave(second)
+    router.core.note_health(b, True, router.now)
+    assert not break_off(router, first, tokens=6)

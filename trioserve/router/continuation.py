@@ -1,7 +1,8 @@
 """Which streams may go on at another endpoint when theirs broke off, how often and how fast.
 
 A stream that is the cause of its endpoint's end would end the next one as well. It is told by not getting on: its
-client got next to nothing between two endpoints that broke. Who got on in between was a bystander, at least once.
+client got next to nothing between two endpoints that broke. Who got on in between was a bystander, at least once. Where
+several were at both endpoints, one of them is the cause, and they have one try more.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Continuations:
             ticket.breaks = 1 if has_got_on else ticket.breaks + 1
         ticket.token_count = token_count
 
-    def refusal(self, ticket: Ticket, *, is_served: bool) -> TrioserveError | None:
-        """Why it may not go on, if so. is_served: there are endpoints for its model."""
+    def refusal(self, ticket: Ticket, *, is_served: bool, is_alone: bool) -> TrioserveError | None:
+        """Why it may not go on, if so. is_served: there are endpoints for its model. is_alone: of those at the endpoint
+        with which another one had broken before; else nobody knows yet which of them it is."""
         settings = self._settings
-        if ticket.breaks >= settings.breaks_max:
+        if ticket.breaks >= settings.breaks_max + (not is_alone):
             names = ", ".join(f'"{id}"' for id in ticket.tried)
             return self._refused(
                 "poisoned",

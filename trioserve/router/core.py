@@ -257,7 +257,8 @@ class RouterCore:
             endpoint.note_busy(now, busy_seconds)
         ticket.tried = {**ticket.tried, ticket.endpoint: endpoint.checks_total}
         if ticket.has_token:
-            return self._goes_on(ticket, fault, token_count, next_lease, now)
+            is_alone = endpoint.suspects_seen <= 1
+            return self._goes_on(ticket, fault, token_count, next_lease, now, is_alone=is_alone)
         assert next_lease is None, "what has not begun is not moved"
         ticket.stage_fault = stage_fault(ticket.stage, fault)
         if not self._may_try_again(ticket, now):
@@ -271,11 +272,21 @@ class RouterCore:
         self._hand_over(now)
         return True
 
-    def _goes_on(self, ticket: Ticket, fault: Fault, token_count: int, next_lease: Lease | None, now: float) -> bool:
-        """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
+    def _goes_on(
+        self,
+        ticket: Ticket,
+        fault: Fault,
+        token_count: int,
+        next_lease: Lease | None,
+        now: float,
+        *,
+        is_alone: bool,
+    ) -> bool:
+        """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to.
+        is_alone: no other that may be the cause was at the endpoint, too."""
         self._continuations.broke_off(ticket, fault, token_count)
         is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
-        ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
+        ticket.refusal = self._continuations.refusal(ticket, is_served=is_served, is_alone=is_alone)
         if ticket.refusal is not None:
             ticket.next_lease = next_lease
             self._drop_next_lease(ticket)
@@ -466,7 +477,7 @@ class RouterCore:
 
     def _grant_next(self, ticket: Ticket, now: float) -> bool:
         """Give one that is to leave its endpoint a second lease, if another one has room."""
-        in_hand = ticket.exchange(Lease(None, False, None, now))
+        in_hand = ticket.exchange(Lease(at=now))
         is_given = self._give(ticket, now)
         lease = ticket.exchange(in_hand)
         if is_given:

@@ -75,7 +75,8 @@ class EndpointState:
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get
     its share little by little. checks_total: health checks that found it well. hangs_total: how often it was left out
-    since it did not answer. fingerprint: of what computes there; None: it does not tell.
+    since it did not answer. suspects: requests here with which another endpoint broke; suspects_seen: the most since a
+    check found it well. fingerprint: of what computes there; None: it does not tell.
     role: which stages it is meant for; None: of disaggregated requests none.
     """
 
@@ -107,6 +108,8 @@ class EndpointState:
         self.ejections_total = 0
         self.checks_total = 0
         self.hangs_total = 0
+        self.suspects = 0
+        self.suspects_seen = 0
         self.fingerprint: str | None = None
         self.others = 0
         self.lease_share: int | None = None
@@ -260,6 +263,7 @@ class EndpointState:
             self._is_ejected_by_check = self.health is EndpointHealth.EJECTED
             return
         self.checks_total += 1
+        self.suspects_seen = self.suspects
         if self.health is EndpointHealth.EJECTED and self._is_ejected_by_check:
             self._move(EndpointHealth.PROBING)
         self.note_success(now)
@@ -287,6 +291,11 @@ class EndpointState:
         self._failures_in_a_row += 1
         if self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY, EndpointHealth.PROBING):
             self._eject(now)
+
+    def note_suspect(self, count: int) -> None:
+        """A request with which another endpoint broke comes (1) or has gone (-1)."""
+        self.suspects += count
+        self.suspects_seen = max(self.suspects_seen, self.suspects)
 
     def note_hung(self, now: float) -> None:
         """It does not answer any more, or says that it computes nothing: one such check is enough. It is back with the

@@ -182,6 +182,8 @@ class Endpoints:
             if state is not None:
                 ticket.is_probe = state.take(request.sequences)
                 ticket.endpoint = state.id
+                ticket.is_suspect = ticket.breaks > 0
+                state.note_suspect(ticket.is_suspect)
                 self._policy.note_sent(request, state.id)
                 return True
         return False
@@ -243,6 +245,8 @@ class Endpoints:
         """Nothing of it is there any more. Returns whether its model's endpoints have nothing at all to do now."""
         endpoint = self.of(ticket)
         endpoint.end_flight(ticket.request.sequences, ticket.sent_index)
+        endpoint.note_suspect(-ticket.is_suspect)
+        ticket.is_suspect = False
         is_idle = endpoint.in_flight == 0 and self.of_model(ticket.request.model).in_flight == 0
         self.note_drained(endpoint)
         return is_idle

@@ -39,7 +39,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         not begun.
     continuations_in_a_row_max: while newcomers of no better priority wait, so many streams go on before one of them.
     continuation_seconds_max: how long a stream waits for an endpoint to go on at.
-    breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends. progress_tokens_min:
+    breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends; one more, where
+        others were there each time, too. progress_tokens_min:
         those in a row between which its client got fewer tokens.
     moves_at_once_max: streams that are on their way from endpoints that are emptied to others, not answered there yet.
     """

@@ -48,12 +48,14 @@ _LEGAL_MOVES: frozenset[tuple[TicketState, TicketState]] = frozenset(
 
 
 class Lease(NamedTuple):
-    """What a ticket has at an endpoint. at: since when."""
+    """What a ticket has at an endpoint. is_suspect: an endpoint had broken with it already when it got that. at: since
+    when."""
 
-    endpoint: EndpointId | None
-    is_probe: bool
-    sent_index: int | None
-    at: float
+    endpoint: EndpointId | None = None
+    is_probe: bool = False
+    is_suspect: bool = False
+    sent_index: int | None = None
+    at: float = 0.0
 
 
 class Ticket:
@@ -94,6 +96,7 @@ class Ticket:
         "is_held",
         "is_moving",
         "is_probe",
+        "is_suspect",
         "leased_at",
         "next_lease",
         "own_deadline",
@@ -120,6 +123,7 @@ class Ticket:
         self.endpoint: EndpointId | None = None
         self.leased_at = 0.0
         self.is_probe = False
+        self.is_suspect = False
         self.sent_index: int | None = None
         self.again_index = 0
         self.has_token = False
@@ -148,8 +152,8 @@ class Ticket:
 
     def exchange(self, lease: Lease) -> Lease:
         """Have this one in hand from now on; returns the one before."""
-        before = Lease(self.endpoint, self.is_probe, self.sent_index, self.leased_at)
-        self.endpoint, self.is_probe, self.sent_index, self.leased_at = lease
+        before = Lease(self.endpoint, self.is_probe, self.is_suspect, self.sent_index, self.leased_at)
+        self.endpoint, self.is_probe, self.is_suspect, self.sent_index, self.leased_at = lease
         return before
 
     def move(self, state: TicketState) -> None:

@@ -192,7 +192,7 @@ class RouterBooks:
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
             self._check_least_loaded(entry, book, taking)
-        book.give(name, request.sequences)
+        book.give(name, request.sequences, is_suspect=entry.breaks > 0)
 
     def fail(self, entry: ExpectedRequest) -> bool:
         """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
@@ -209,10 +209,10 @@ class RouterBooks:
         """This endpoint failed it."""
         entry.tried = {**entry.tried, book.id: book.checks}
 
-    def break_off(self, entry: ExpectedRequest, fault: str) -> str | None:
+    def break_off(self, entry: ExpectedRequest, fault: str, book: EndpointBook) -> str | None:
         """Its stream broke off, at an endpoint that has been told of it. Returns why it does not go on, if so;
         otherwise it waits again."""
-        reason = self.continued.refusal(entry, fault, is_served=bool(self.serving(entry)))
+        reason = self.continued.refusal(entry, fault, book, is_served=bool(self.serving(entry)))
         if reason is not None:
             self.drop_next(entry)
             self.end(entry)

@@ -102,7 +102,7 @@ class ContinuedBook:
         self.note_turn(entry, now)
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
-    def refusal(self, entry: ExpectedRequest, fault: str, *, is_served: bool) -> str | None:
+    def refusal(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_served: bool) -> str | None:
         """Its stream broke off. Why it may not go on, if so."""
         world = self._world
         if fault in ("broke", "hung"):
@@ -110,7 +110,7 @@ class ContinuedBook:
             entry.breaks = 1 if has_got_on else entry.breaks + 1
         entry.tokens_at_break = entry.tokens
         reason = None
-        if entry.breaks >= world.breaks_max:
+        if entry.breaks >= world.breaks_max + (book.suspects_seen > 1):
             reason = "poisoned"
         elif entry.continuations >= world.continuations_max:
             reason = "too_many"

@@ -43,7 +43,8 @@ class Report(msgspec.Struct, frozen=True):
 class EndpointBook:
     """leased, running: the sequences of the requests that hold a lease here, with a seat or waiting for one
     (claims, in all); of those whose lease is back, but which run. there: those of both that were sent. health: by
-    the names of EndpointHealth. probe: who is out as one. checks: that found it well."""
+    the names of EndpointHealth. probe: who is out as one. checks: that found it well. suspects: with
+    which another endpoint broke before; suspects_seen: the most of them since a check found it well."""
 
     def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool) -> None:
         self.id = event.id
@@ -56,6 +57,8 @@ class EndpointBook:
         self.role = event.role
         self.fingerprint = event.fingerprint
         self.checks = 0
+        self.suspects: set[str] = set()
+        self.suspects_seen = 0
         self.health = "starting"
         self.question: Question | None = None
         self._world = world
@@ -168,7 +171,10 @@ class EndpointBook:
 
     # --- what it is given ---
 
-    def give(self, name: str, sequences: int) -> None:
+    def give(self, name: str, sequences: int, *, is_suspect: bool) -> None:
+        if is_suspect:
+            self.suspects.add(name)
+            self.suspects_seen = max(self.suspects_seen, len(self.suspects))
         if self.health == "probing":
             self.probe = name
         self.leased[name] = sequences
@@ -178,6 +184,7 @@ class EndpointBook:
         self.leased.pop(name, None)
         self.running.pop(name, None)
         self.there.pop(name, None)
+        self.suspects.discard(name)
         if self.question is not None:
             self.question.there -= {name}  # should it come back before the response, that is another sending
         if self.probe == name:
@@ -222,6 +229,7 @@ class EndpointBook:
             self._fails_checks = self.health == "ejected"
             return
         self.checks += 1
+        self.suspects_seen = len(self.suspects)
         if self.health == "ejected" and self._fails_checks:
             self.health = "probing"
         self.note_success(now)

@@ -319,7 +319,7 @@ class RouterSimulation:
             endpoint.note_busy(now, event.busy_seconds)
         self.books.note_tried(entry, endpoint)
         if entry.has_token:
-            self._break_off(entry, event)
+            self._break_off(entry, event, endpoint)
             return
         entry.stage_fault = None
         if entry.stage is Stage.PREFILL:
@@ -333,10 +333,10 @@ class RouterSimulation:
         said = self.core.failed(entry.ticket, fault, now, busy_seconds=event.busy_seconds)
         assert said == waits_again, f"{entry.name} failed at {entry.tried}, and is {'' if said else 'not '}tried again"
 
-    def _break_off(self, entry: ExpectedRequest, event: Fail) -> None:
+    def _break_off(self, entry: ExpectedRequest, event: Fail, endpoint: EndpointBook) -> None:
         ticket = entry.ticket
         assert ticket is not None
-        reason = self.books.break_off(entry, event.fault)
+        reason = self.books.break_off(entry, event.fault, endpoint)
         self._count(f"streams broken off: {event.fault}")
         self._count(f"streams that may not go on: {reason}" if reason else "streams that may go on")
         said = self.core.failed(
