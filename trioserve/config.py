@@ -179,6 +179,9 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "this router's name among them; default: that under which it finds itself there", "NAME")] = None
     health_interval: Annotated[float, _about(
         "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
+    continuations_per_second: Annotated[float, _about(
+        "streams that go on at another endpoint in a second, when theirs stops; the others wait", "N", gt=0, le=1e6,
+        )] = 100.0
     hang_timeout: Annotated[float, _about(
         "seconds in which an endpoint that answers nothing at all is given up, and its streams go on at others",
         "SECONDS", gt=0, le=3600)] = 6.0

@@ -219,6 +219,7 @@ def _router_settings(config: RouteConfig) -> RouterSettings:
         sequences_max=config.max_request_sequences,
         waiting_depth_max=config.endpoint_max_waiting,
         lease_until=config.lease_until,
+        continuations_per_second_max=config.continuations_per_second,
         # Several questions may get lost before what was known is worth nothing.
         load_seconds_max=max(2.0, 4 * config.load_interval),
     )
