@@ -22,6 +22,7 @@ from trioserve.bench.soak.settings import SoakSettings
 from trioserve.bench.startup_settings import StartupSettings
 from trioserve.bench.structured.settings import StructuredBenchSettings
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
+from trioserve.bench.survive.settings import SurviveSettings
 from trioserve.contracts.errors import StartupError
 
 __all__ = ["MEASUREMENTS", "Measurement", "main"]
@@ -123,6 +124,8 @@ def _refuse_flags_first(arguments: Sequence[str]) -> None:
 
 
 def _shown(default: object, unset: str) -> str:
+    if isinstance(default, tuple) and default:
+        return shlex.join(map(str, default))
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, float):
@@ -164,6 +167,10 @@ _FLAGS = {
     "server_flags": Flag(
         "--flags", "flags of serve in one text, such as --flags='--cpu-kernels torch'", {"type": _words}
     ),
+    "router_flags": Flag(
+        "--router-flags", "flags of route in one text, such as --router-flags='--policy session'", {"type": _words}
+    ),
+    "endpoints": Flag("--endpoints", "servers behind the router", _INTEGER),
     "model": Flag("--model", "model name to ask for", {"metavar": "NAME"}, unset="the first of /v1/models"),
     "endpoint": Flag("--endpoint", "API to use", {"choices": ["completions", "chat"]}),
     "http": Flag("--http", "HTTP version; 2 is prior knowledge on http://", {"type": int, "choices": [1, 2]}),
@@ -175,6 +182,7 @@ _FLAGS = {
     "rounds": Flag("--rounds", "how often each is measured", _INTEGER),
     "concurrency": Flag("--concurrency", "requests in flight", _INTEGER),
     "requests": Flag("--requests", "requests to measure", _INTEGER),
+    "period_seconds": Flag("--period", "seconds between two interruptions, on the average", _NUMBER),
     "rate_per_second": Flag("--rate", "requests/s, random arrivals", _NUMBER, unset="closed loop"),
     "prompt_tokens": Flag("--prompt-tokens", "tokens of each prompt", _INTEGER),
     "long_prompt_tokens": Flag("--long-prompt-tokens", "tokens of the long prompts", _INTEGER),
@@ -275,6 +283,22 @@ MEASUREMENTS = (
             "requests": "requests of each row in each round",
             "output_tokens": "tokens of each response, at most",
             "seed": "seed of what is drawn",
+        },
+    ),
+    Measurement(
+        name="survive",
+        meaning="start endpoints and a router, and judge whether every stream is whole and the same while endpoints are "
+        "killed, stopped, cut off and drained",
+        settings=SurviveSettings,
+        module="trioserve.bench.survive.run",
+        meanings={
+            "server_flags": "flags of every serve in one text; they have to make its tokens independent of a request's "
+            "company",
+            "model": "what every endpoint serves",
+            "requests": "streams, each of them twice: undisturbed, and disturbed",
+            "concurrency": "streams at a time",
+            "output_tokens": "tokens of a response, at most",
+            "seed": "seed of what is asked, and of what happens when",
         },
     ),
     Measurement(

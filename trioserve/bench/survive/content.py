@@ -1,0 +1,135 @@
+"""What a stream said, whatever pieces it came in: for comparing a disturbed stream with an undisturbed one.
+
+Left out is what is not of the response: when it was made, how much of its prompt was cached, comments, ids of events.
+Everything else is here, also how often it was said: a role, an end or a token that came twice is a difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["Content", "StreamFault", "content_of"]
+
+CONTINUED = b": x-trioserve-continued"
+
+
+class StreamFault(Exception):
+    """The stream is not a whole response. The message says why, in a sentence."""
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """choices: by index, everything joined. usage: without cached tokens; None where it was not asked for. ends: how
+    often [DONE] came. continued: comments that tell of a continuation, which count for nothing in a comparison."""
+
+    response_ids: tuple[str, ...]
+    choices: dict[int, dict[str, Any]]
+    usage: dict[str, Any] | None
+    ends: int
+    continued: int = 0
+
+    def differences(self, other: Content) -> list[str]:
+        """In which parts they differ, and how; empty: they are equal."""
+        found = []
+        for name in ("response_ids", "usage", "ends"):
+            if getattr(self, name) != getattr(other, name):
+                found.append(f"{name}: {getattr(self, name)!r} instead of {getattr(other, name)!r}")
+        for index in sorted({*self.choices, *other.choices}):
+            ours, theirs = self.choices.get(index, {}), other.choices.get(index, {})
+            for part in sorted({*ours, *theirs}):
+                if ours.get(part) != theirs.get(part):
+                    found.append(f"choice {index}, {part}: {_apart(ours.get(part), theirs.get(part))}")
+        return found
+
+
+def content_of(body: bytes) -> Content:
+    """Raises StreamFault for an error event, for what is no event, and for a stream that does not end as it should."""
+    choices: dict[int, dict[str, Any]] = {}
+    ids: dict[str, None] = {}
+    moments = set()
+    usage: dict[str, Any] | None = None
+    ends = continued = 0
+    for block in body.split(b"\n\n"):
+        data = b"\n".join(line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:"))
+        continued += sum(line.startswith(CONTINUED) for line in block.split(b"\n"))
+        if not data:
+            continue
+        if data == b"[DONE]":
+            ends += 1
+            continue
+        if ends:
+            raise StreamFault(f"something came behind the end: {data[:200]!r}")
+        event = _decoded(data)
+        ids[event.get("id", "")] = None
+        moments.add(event.get("created"))
+        if event.get("usage"):
+            if usage is not None:
+                raise StreamFault("usage was said twice")
+            usage = _without_cached(event["usage"])
+        for choice in event.get("choices", ()):
+            _take(choices.setdefault(choice["index"], {}), choice)
+    if ends != 1:
+        raise StreamFault(f"[DONE] came {ends} times")
+    if len(moments) > 1:
+        raise StreamFault(f"it says {len(moments)} moments of its making")
+    return Content(response_ids=tuple(ids), choices=choices, usage=usage, ends=ends, continued=continued)
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    try:
+        event = msgspec.json.decode(data)
+    except msgspec.MsgspecError:
+        raise StreamFault(f"an event is no JSON: {data[:200]!r}") from None
+    if not isinstance(event, dict):
+        raise StreamFault(f"an event is no object: {data[:200]!r}")
+    if "error" in event:
+        error = event["error"]
+        raise StreamFault(f"error event {error.get('code')}: {error.get('message')}")
+    return event
+
+
+def _take(known: dict[str, Any], choice: dict[str, Any]) -> None:
+    said = {name: value for name, value in choice.items() if name not in ("index", "delta")} | choice.get("delta", {})
+    for name, value in said.items():
+        if value is None:
+            continue
+        if name == "tool_calls":
+            for call in value:
+                _take_call(known.setdefault(name, {}).setdefault(call["index"], {}), call)
+        elif name == "logprobs":
+            lists = known.setdefault(name, {})
+            for part, entries in value.items():
+                if isinstance(entries, list):
+                    lists.setdefault(part, []).extend(entries)
+        elif name in ("role", "finish_reason", "stop_reason"):
+            known.setdefault(name, []).append(value)  # a second one is a difference
+        elif isinstance(value, str):
+            known[name] = known.get(name, "") + value
+        else:
+            known.setdefault(name, []).append(value)
+
+
+def _take_call(known: dict[str, Any], call: dict[str, Any]) -> None:
+    for name in ("id", "type"):
+        if call.get(name) is not None:
+            known.setdefault(name, []).append(call[name])
+    for name, value in (call.get("function") or {}).items():
+        if value is not None:
+            known[name] = known.get(name, "") + value
+
+
+def _without_cached(usage: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+
+
+def _apart(ours: object, theirs: object) -> str:
+    """From where on they differ."""
+    if isinstance(ours, str) and isinstance(theirs, str):
+        same = next(
+            (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(map(len, (ours, theirs)))
+        )
+        return f"from character {same} on {ours[same : same + 40]!r} instead of {theirs[same : same + 40]!r}"
+    if isinstance(ours, list) and isinstance(theirs, list) and ours and len(ours) != len(theirs):
+        return f"{len(ours)} entries instead of {len(theirs)}"
+    return f"{str(ours)[:120]} instead of {str(theirs)[:120]}"

@@ -1,0 +1,201 @@
+"""Endpoints behind cables that can be cut, a router before them, and what is done to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import trio
+
+from trioserve.bench.client import Failure, stream_opener
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.run import PlainResponse, common_headers
+from trioserve.bench.scrape import Scrape
+from trioserve.bench.settings import Target
+from trioserve.bench.survive.plan import Interruption, InterruptionKind
+from trioserve.bench.survive.processes import ServerProcess, start_all
+from trioserve.bench.survive.relay import Cable, Relay
+from trioserve.bench.survive.settings import SurviveSettings
+
+__all__ = ["SurviveFleet", "open_fleet"]
+
+QUIET_SECONDS_MAX = 60.0  # who is not at rest by then is not coming to rest
+QUIET_PERIOD_SECONDS = 0.2
+GONE_SECONDS_MAX = 30.0  # for an endpoint whose streams are moved away
+WELL_SECONDS_MAX = 60.0  # until a router takes notice that an endpoint is there again
+ASK_SECONDS_MAX = 10.0
+
+
+class _Endpoint:
+    def __init__(self, name: str, process: ServerProcess, relay: Relay) -> None:
+        self.name = name
+        self.process = process
+        self.relay = relay
+        self.is_well = True
+
+    @property
+    def spec(self) -> dict[str, str]:
+        return {"url": f"http://127.0.0.1:{self.relay.port}", "id": self.name}
+
+
+class SurviveFleet:
+    """router: where it listens. happened: interruptions, by kind. troubles: what an interruption itself could not do."""
+
+    def __init__(self, endpoints: list[_Endpoint], router: ServerProcess) -> None:
+        self.router = router
+        self.happened: Counter[InterruptionKind] = Counter()
+        self.troubles: list[str] = []
+        self._endpoints = endpoints
+
+    @property
+    def starts(self) -> int:
+        """Of endpoints."""
+        return sum(endpoint.process.starts for endpoint in self._endpoints)
+
+    # --- what is done to them ---
+
+    def take_well(self, interruption: Interruption) -> _Endpoint | None:
+        """An endpoint for this to happen to; None: it would be the last one that is well."""
+        well = [endpoint for endpoint in self._endpoints if endpoint.is_well]
+        return well[int(interruption.choice * len(well))] if len(well) > 1 else None
+
+    async def interrupt(self, endpoint: _Endpoint, interruption: Interruption) -> None:
+        """Do it, and return when the endpoint takes requests again. To be begun in the same moment as take_well."""
+        self.happened[interruption.kind] += 1
+        with self._ill(endpoint):
+            if interruption.kind is InterruptionKind.KILL:
+                endpoint.process.kill()
+                await trio.sleep(interruption.seconds)
+                endpoint.process.start()
+                await endpoint.process.wait_until_ready()
+            elif interruption.kind is InterruptionKind.STOP:
+                endpoint.process.stop()
+                try:
+                    await trio.sleep(interruption.seconds)
+                finally:
+                    endpoint.process.go_on()
+            elif interruption.kind is InterruptionKind.DRAIN:
+                await self._move_away(endpoint, interruption.seconds)
+            else:
+                cut = Cable.CUT if interruption.kind is InterruptionKind.DROP else Cable.SILENT
+                endpoint.relay.set_cable(cut)
+                try:
+                    await trio.sleep(interruption.seconds)
+                finally:
+                    endpoint.relay.set_cable(Cable.WHOLE)
+            await self._wait_until_well(endpoint)
+
+    @contextmanager
+    def _ill(self, endpoint: _Endpoint) -> Iterator[None]:
+        endpoint.is_well = False
+        try:
+            yield
+        finally:
+            endpoint.is_well = True
+
+    async def _move_away(self, endpoint: _Endpoint, seconds: float) -> None:
+        status, said = await self.ask("POST", f"/endpoints/{endpoint.name}/drain?move=true")
+        if status != 200:
+            self.troubles.append(f"draining {endpoint.name}: status {status}, {said[:200]!r}")
+            return
+        with trio.move_on_after(GONE_SECONDS_MAX) as patience:
+            while endpoint.name in await self._healths():
+                await trio.sleep(QUIET_PERIOD_SECONDS)
+        if patience.cancelled_caught:
+            self.troubles.append(f"{endpoint.name} was not empty {GONE_SECONDS_MAX:g} s after it was to be drained")
+        await trio.sleep(seconds)
+        status, said = await self.ask("POST", "/endpoints", msgspec.json.encode(endpoint.spec))
+        if status != 201:
+            self.troubles.append(f"adding {endpoint.name} again: status {status}, {said[:200]!r}")
+
+    async def _wait_until_well(self, endpoint: _Endpoint) -> None:
+        with trio.move_on_after(WELL_SECONDS_MAX) as patience:
+            while (await self._healths()).get(endpoint.name) != "healthy":
+                await trio.sleep(QUIET_PERIOD_SECONDS)
+        if patience.cancelled_caught:
+            self.troubles.append(f"{endpoint.name} was not taken for well within {WELL_SECONDS_MAX:g} s")
+
+    async def _healths(self) -> dict[str, str]:
+        """What the router says of each endpoint."""
+        status, said = await self.ask("GET", "/endpoints")
+        if status != 200:
+            return {}
+        return {one["id"]: str(one.get("health")) for one in msgspec.json.decode(said)["data"]}
+
+    # --- what they say ---
+
+    async def ask(self, method: str, path: str, body: bytes = b"", *, port: int | None = None) -> tuple[int, bytes]:
+        """Status 0: no response."""
+        target = Target.from_url(f"http://127.0.0.1:{port or self.router.port}")
+        client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
+        response = PlainResponse()
+        failure: Failure | None = None
+        try:
+            with trio.move_on_after(ASK_SECONDS_MAX):
+                failure = await client.request(method, path, body, response)
+        finally:
+            await client.aclose()
+        return (0, failure.message.encode()) if failure is not None else (response.status, response.text().encode())
+
+    async def scrape_router(self) -> Scrape:
+        return Scrape((await self.ask("GET", "/metrics"))[1].decode())
+
+    async def left_behind(self) -> dict[str, float]:
+        """What is still taken when all have had their responses, once nothing changes any more: by name, in the endpoints
+        and in the router. Empty: nothing is."""
+        left: dict[str, float] = {"the router does not answer": 1.0}
+        with trio.move_on_after(QUIET_SECONDS_MAX):
+            while left:
+                left = await self._left_now()
+                if left:
+                    await trio.sleep(QUIET_PERIOD_SECONDS)
+        return left
+
+    async def _left_now(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        router = await self.scrape_router()
+        for name in ("endpoint_leases", "endpoint_in_flight", "queued_requests", "continuing_requests"):
+            found[f"router: {name}"] = _shown(router, f"trioserve_router:{name}")
+        found["router: continuation_bytes_held"] = _shown(router, "trioserve_router:continuation_bytes_held")
+        for endpoint in self._endpoints:
+            said = Scrape((await self.ask("GET", "/metrics", port=endpoint.process.port))[1].decode())
+            for state in ("used", "held"):
+                found[f"{endpoint.name}: {state} blocks"] = _shown(said, "trioserve:kv_blocks", state=state)
+            for name in ("live_requests", "num_requests_running", "num_requests_waiting"):
+                found[f"{endpoint.name}: {name}"] = _shown(said, f"trioserve:{name}")
+        return {name: value for name, value in found.items() if value}
+
+
+def _shown(scrape: Scrape, name: str, **labels: str) -> float:
+    """A series that is not there counts as one that is not 0."""
+    value = scrape.total(name, **labels)
+    return -1.0 if value is None else value
+
+
+@asynccontextmanager
+async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
+    """All of them ready. Whatever happens, no process is left. Raises NotReady."""
+    words = ["serve", "--host", "127.0.0.1", "--model", settings.model, "--served-model-name", "survive"]
+    names = [f"e{index}" for index in range(settings.endpoints)]
+    processes = [ServerProcess(name, [*words, *settings.server_flags]) for name in names]
+    relays = [Relay(process.port) for process in processes]
+    endpoints = [_Endpoint(*parts) for parts in zip(names, processes, relays, strict=True)]
+    router: ServerProcess | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            for relay in relays:
+                await nursery.start(relay.serve)
+            named = [f"--endpoint={endpoint.name}={endpoint.spec['url']}" for endpoint in endpoints]
+            router = ServerProcess("the router", ["route", "--host", "127.0.0.1", *named, *settings.router_flags])
+            await start_all(processes)
+            await start_all([router])
+            fleet = SurviveFleet(endpoints, router)
+            for endpoint in endpoints:
+                await fleet._wait_until_well(endpoint)
+            yield fleet
+            nursery.cancel_scope.cancel()
+    finally:
+        for process in [*processes, *([] if router is None else [router])]:
+            process.close()

@@ -1,0 +1,81 @@
+"""The servers of a survival run: each a process of its own, which is killed at the end in any case."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import trio
+
+from trioserve.bench.startup import free_port, wait_until_ready
+
+__all__ = ["NotReady", "ServerProcess"]
+
+READY_SECONDS_MAX = 180.0
+
+
+class NotReady(Exception):
+    """A server has not become ready. The message says its last words."""
+
+
+class ServerProcess:
+    """words: of its command line, without the port, which stays the same for its life. starts: how often it was."""
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        self.name = name
+        self.port = free_port()
+        self.starts = 0
+        self._words = words
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() does
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "trioserve", *self._words, "--port", str(self.port)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
+        self.starts += 1
+
+    async def wait_until_ready(self) -> None:
+        """Raises NotReady."""
+        if await wait_until_ready(self.port, lambda: self.is_alive, READY_SECONDS_MAX) is None:
+            raise NotReady(f"{self.name} did not become ready; its last words: {self.last_words()}")
+
+    def kill(self) -> None:
+        """With -9, and wait for it: its port is free then."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill()
+        self._log.close()
+
+    def last_words(self) -> str:
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines()
+        return said[-1] if said else "nothing"
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+async def start_all(processes: Sequence[ServerProcess]) -> None:
+    """At the same time. Raises NotReady."""
+    for process in processes:
+        process.start()
+    async with trio.open_nursery() as nursery:
+        for process in processes:
+            nursery.start_soon(process.wait_until_ready)

@@ -1,0 +1,84 @@
+"""A cable between a router and an endpoint that can be cut: what stands in for a network that fails."""
+
+from __future__ import annotations
+
+import enum
+
+import trio
+
+__all__ = ["Cable", "Relay"]
+
+CHUNK_BYTES = 65_536
+
+
+class Cable(enum.Enum):
+    WHOLE = "whole"
+    CUT = "cut"  # connections break, and no new one is made
+    SILENT = "silent"  # connections stay, new ones are made, and nothing arrives
+
+
+class Relay:
+    """Takes connections at `port` of 127.0.0.1 and passes their bytes to and from `target_port` there."""
+
+    def __init__(self, target_port: int) -> None:
+        self.port = 0
+        self._target_port = target_port
+        self._cable = Cable.WHOLE
+        self._passes = trio.Event()
+        self._passes.set()
+        self._scopes: set[trio.CancelScope] = set()
+
+    def set_cable(self, cable: Cable) -> None:
+        if self._cable is Cable.SILENT:
+            self._passes.set()
+        if cable is Cable.SILENT:
+            self._passes = trio.Event()
+        self._cable = cable
+        if cable is Cable.CUT:
+            for scope in self._scopes:
+                scope.cancel()
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. Every connection is broken then."""
+        [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.port = listener.socket.getsockname()[1]
+        await trio.serve_listeners(self._connect, [listener], task_status=_Started(task_status))
+
+    async def _connect(self, near: trio.SocketStream) -> None:
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            far: trio.SocketStream | None = None
+            try:
+                if self._cable is Cable.CUT:
+                    return
+                await self._passes.wait()
+                far = await trio.open_tcp_stream("127.0.0.1", self._target_port)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._pass_on, near, far, nursery.cancel_scope)
+                    nursery.start_soon(self._pass_on, far, near, nursery.cancel_scope)
+            except OSError:
+                pass  # the endpoint is down: the router sees a connection that ends
+            finally:
+                self._scopes.discard(scope)
+                for stream in (near, far):
+                    if stream is not None:
+                        stream.socket.close()  # at once, also when cancelled
+
+    async def _pass_on(self, source: trio.SocketStream, to: trio.SocketStream, both: trio.CancelScope) -> None:
+        try:
+            while data := await source.receive_some(CHUNK_BYTES):
+                await self._passes.wait()
+                await to.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        both.cancel()
+
+
+class _Started:
+    """serve_listeners says its listeners, and nobody wants them."""
+
+    def __init__(self, task_status: trio.TaskStatus[None]) -> None:
+        self._task_status = task_status
+
+    def started(self, value: object = None) -> None:
+        self._task_status.started()

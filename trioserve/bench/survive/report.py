@@ -1,0 +1,97 @@
+"""How the verdict of a survival run is shown to people and to programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.bench.report import Machine
+from trioserve.bench.survive.settings import SurviveSettings
+
+__all__ = ["SurviveReport", "survive_json", "survive_text"]
+
+NOTES = (
+    "Compared is what a stream said: text, thoughts, calls with their ids, log probabilities, ends and usage, each as "
+    "often as it was said. Left out are the moment of its making, cached tokens, comments and ids of events.",
+    "A pause is the time between two pieces of a response with events in them; waiting for the first one is none.",
+)
+
+
+class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
+    """failed, differing: of the disturbed run; failures, differences: the first of them. compared: whole in both runs.
+    left_behind: what is taken when all is over. troubles: interruptions that went otherwise than planned. continued:
+    continuations that the router counted; told_streams: streams in which a comment said so."""
+
+    settings: SurviveSettings
+    date: str
+    machine: Machine
+    kinds: dict[str, int]
+    undisturbed_seconds: float
+    disturbed_seconds: float
+    undisturbed_failed: int
+    undisturbed_failures: list[str]
+    failed: int
+    failures: list[str]
+    compared: int
+    differing: int
+    differences: list[str]
+    left_behind: dict[str, float]
+    troubles: list[str]
+    interruptions: dict[str, int]
+    continued: int
+    told_streams: int
+    longest_pause_seconds: float
+    longest_pause_request: str
+    undisturbed_pause_seconds: float
+    pauses_seconds: dict[str, float]
+
+    @property
+    def all_hold(self) -> bool:
+        return not (self.failed or self.differing or self.left_behind or self.troubles or self.undisturbed_failed)
+
+
+def survive_json(report: SurviveReport) -> bytes:
+    return (
+        msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(report), "all_hold": report.all_hold})) + b"\n"
+    )
+
+
+def survive_text(report: SurviveReport) -> str:
+    settings = report.settings
+    title = f"{settings.label}: " if settings.label else ""
+    pauses = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.pauses_seconds.items())
+    lines = [
+        f"{title}{settings.requests} streams of {settings.model} over {settings.endpoints} endpoints "
+        f"({' '.join(settings.server_flags)}), {settings.concurrency} at a time, seed {settings.seed}",
+        f"{report.machine.cpu}, {report.machine.cores} cores, Python {report.machine.python}, {report.date}",
+        "",
+        _claim("failed requests", report.failed),
+        _claim(f"streams that differ, of {report.compared}", report.differing),
+        _claim("blocks, leases and requests left behind", len(report.left_behind)),
+        _claim("failed requests of the undisturbed run", report.undisturbed_failed),
+        _claim("interruptions that went wrong", len(report.troubles)),
+        "",
+        f"{'interruptions':<22}{sum(report.interruptions.values()):>12}: "
+        + ", ".join(f"{count} {kind}" for kind, count in report.interruptions.items()),
+        f"{'continuations':<22}{report.continued:>12}",
+        f"{'longest pause':<22}{report.longest_pause_seconds:>12.2f} s, of {report.longest_pause_request}",
+        f"{'':<22}{report.undisturbed_pause_seconds:>12.2f} s undisturbed",
+        f"{'longest of a stream':<22}  {pauses}",
+        f"{'duration':<22}{report.disturbed_seconds:>12.1f} s, {report.undisturbed_seconds:.1f} s undisturbed",
+        f"{'asked for':<22}  " + ", ".join(f"{count} {kind}" for kind, count in report.kinds.items()),
+        *_listed("failed", report.failures),
+        *_listed("differs", report.differences),
+        *_listed("left behind", [f"{name} {value:g}" for name, value in report.left_behind.items()]),
+        *_listed("failed undisturbed", report.undisturbed_failures),
+        *_listed("went wrong", report.troubles),
+        "",
+        *NOTES,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _claim(name: str, count: int) -> str:
+    return f"{'BROKEN' if count else 'holds':<12}{name:<52}{count:>10}"
+
+
+def _listed(name: str, lines: list[str]) -> list[str]:
+    return [f"{name:<22}  {line}" for line in lines]
