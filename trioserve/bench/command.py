@@ -287,8 +287,8 @@ MEASUREMENTS = (
     ),
     Measurement(
         name="survive",
-        meaning="start endpoints and a router, and judge whether every stream is whole and the same while endpoints are "
-        "killed, stopped, cut off and drained",
+        meaning="start endpoints and a router, and judge whether every stream is whole and the same while endpoints "
+        "are killed, stopped, cut off and drained",
         settings=SurviveSettings,
         module="trioserve.bench.survive.run",
         meanings={

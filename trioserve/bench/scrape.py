@@ -34,6 +34,15 @@ class Scrape:
         values = [value for _labels, value in self._matching(name, labels)]
         return sum(values) if values else None
 
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The series with this name by the value of one label, without those that are 0."""
+        found: dict[str, float] = {}
+        for labels, value in self._matching(name, {}):
+            if value:
+                key = labels.get(label, "")
+                found[key] = found.get(key, 0.0) + value
+        return found
+
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
         """A histogram's cumulated counts by upper bound, growing; of several series, their sums."""
         counts: dict[float, float] = {}

@@ -126,9 +126,8 @@ def _without_cached(usage: dict[str, Any]) -> dict[str, Any]:
 def _apart(ours: object, theirs: object) -> str:
     """From where on they differ."""
     if isinstance(ours, str) and isinstance(theirs, str):
-        same = next(
-            (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(map(len, (ours, theirs)))
-        )
+        shorter = min(len(ours), len(theirs))
+        same = next((at for at in range(shorter) if ours[at] != theirs[at]), shorter)
         return f"from character {same} on {ours[same : same + 40]!r} instead of {theirs[same : same + 40]!r}"
     if isinstance(ours, list) and isinstance(theirs, list) and ours and len(ours) != len(theirs):
         return f"{len(ours)} entries instead of {len(theirs)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import trio
@@ -19,16 +19,19 @@ from trioserve.bench.survive.processes import ServerProcess, start_all
 from trioserve.bench.survive.relay import Cable, Relay
 from trioserve.bench.survive.settings import SurviveSettings
 
-__all__ = ["SurviveFleet", "open_fleet"]
+__all__ = ["Endpoint", "SurviveFleet", "open_fleet"]
 
 QUIET_SECONDS_MAX = 60.0  # who is not at rest by then is not coming to rest
 QUIET_PERIOD_SECONDS = 0.2
 GONE_SECONDS_MAX = 30.0  # for an endpoint whose streams are moved away
 WELL_SECONDS_MAX = 60.0  # until a router takes notice that an endpoint is there again
 ASK_SECONDS_MAX = 10.0
+HEALTHY = "healthy"
 
 
-class _Endpoint:
+class Endpoint:
+    """is_well: nothing is being done to it."""
+
     def __init__(self, name: str, process: ServerProcess, relay: Relay) -> None:
         self.name = name
         self.process = process
@@ -41,30 +44,32 @@ class _Endpoint:
 
 
 class SurviveFleet:
-    """router: where it listens. happened: interruptions, by kind. troubles: what an interruption itself could not do."""
+    """happened: interruptions, by kind. troubles: what an interruption itself could not do."""
 
-    def __init__(self, endpoints: list[_Endpoint], router: ServerProcess) -> None:
+    def __init__(self, endpoints: list[Endpoint], router: ServerProcess) -> None:
         self.router = router
         self.happened: Counter[InterruptionKind] = Counter()
         self.troubles: list[str] = []
         self._endpoints = endpoints
-
-    @property
-    def starts(self) -> int:
-        """Of endpoints."""
-        return sum(endpoint.process.starts for endpoint in self._endpoints)
+        self._recovered = trio.Event()
 
     # --- what is done to them ---
 
-    def take_well(self, interruption: Interruption) -> _Endpoint | None:
-        """An endpoint for this to happen to; None: it would be the last one that is well."""
-        well = [endpoint for endpoint in self._endpoints if endpoint.is_well]
-        return well[int(interruption.choice * len(well))] if len(well) > 1 else None
+    async def take_well(self, interruption: Interruption) -> Endpoint:
+        """An endpoint for this to happen to, as soon as it is not the last one that is well. It counts as ill then."""
+        while True:
+            well = [endpoint for endpoint in self._endpoints if endpoint.is_well]
+            if len(well) > 1:
+                endpoint = well[int(interruption.choice * len(well))]
+                endpoint.is_well = False
+                return endpoint
+            self._recovered = trio.Event()
+            await self._recovered.wait()
 
-    async def interrupt(self, endpoint: _Endpoint, interruption: Interruption) -> None:
-        """Do it, and return when the endpoint takes requests again. To be begun in the same moment as take_well."""
+    async def interrupt(self, endpoint: Endpoint, interruption: Interruption) -> None:
+        """Do it to an endpoint that take_well gave, and return when it takes requests again."""
         self.happened[interruption.kind] += 1
-        with self._ill(endpoint):
+        try:
             if interruption.kind is InterruptionKind.KILL:
                 endpoint.process.kill()
                 await trio.sleep(interruption.seconds)
@@ -85,24 +90,18 @@ class SurviveFleet:
                     await trio.sleep(interruption.seconds)
                 finally:
                     endpoint.relay.set_cable(Cable.WHOLE)
-            await self._wait_until_well(endpoint)
-
-    @contextmanager
-    def _ill(self, endpoint: _Endpoint) -> Iterator[None]:
-        endpoint.is_well = False
-        try:
-            yield
+            await self.wait_until_well(endpoint)
         finally:
             endpoint.is_well = True
+            self._recovered.set()
 
-    async def _move_away(self, endpoint: _Endpoint, seconds: float) -> None:
+    async def _move_away(self, endpoint: Endpoint, seconds: float) -> None:
         status, said = await self.ask("POST", f"/endpoints/{endpoint.name}/drain?move=true")
         if status != 200:
             self.troubles.append(f"draining {endpoint.name}: status {status}, {said[:200]!r}")
             return
         with trio.move_on_after(GONE_SECONDS_MAX) as patience:
-            while endpoint.name in await self._healths():
-                await trio.sleep(QUIET_PERIOD_SECONDS)
+            await self._wait_for_health(endpoint, None)
         if patience.cancelled_caught:
             self.troubles.append(f"{endpoint.name} was not empty {GONE_SECONDS_MAX:g} s after it was to be drained")
         await trio.sleep(seconds)
@@ -110,12 +109,16 @@ class SurviveFleet:
         if status != 201:
             self.troubles.append(f"adding {endpoint.name} again: status {status}, {said[:200]!r}")
 
-    async def _wait_until_well(self, endpoint: _Endpoint) -> None:
+    async def wait_until_well(self, endpoint: Endpoint) -> None:
         with trio.move_on_after(WELL_SECONDS_MAX) as patience:
-            while (await self._healths()).get(endpoint.name) != "healthy":
-                await trio.sleep(QUIET_PERIOD_SECONDS)
+            await self._wait_for_health(endpoint, HEALTHY)
         if patience.cancelled_caught:
             self.troubles.append(f"{endpoint.name} was not taken for well within {WELL_SECONDS_MAX:g} s")
+
+    async def _wait_for_health(self, endpoint: Endpoint, wanted: str | None) -> None:
+        """None: until the router does not know it any more."""
+        while (await self._healths()).get(endpoint.name) != wanted:  # noqa: ASYNC110  # another process
+            await trio.sleep(QUIET_PERIOD_SECONDS)
 
     async def _healths(self) -> dict[str, str]:
         """What the router says of each endpoint."""
@@ -143,8 +146,8 @@ class SurviveFleet:
         return Scrape((await self.ask("GET", "/metrics"))[1].decode())
 
     async def left_behind(self) -> dict[str, float]:
-        """What is still taken when all have had their responses, once nothing changes any more: by name, in the endpoints
-        and in the router. Empty: nothing is."""
+        """What is still taken some time after all have had their responses: by name, in the endpoints and in the
+        router. Empty: nothing is."""
         left: dict[str, float] = {"the router does not answer": 1.0}
         with trio.move_on_after(QUIET_SECONDS_MAX):
             while left:
@@ -181,7 +184,7 @@ async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
     names = [f"e{index}" for index in range(settings.endpoints)]
     processes = [ServerProcess(name, [*words, *settings.server_flags]) for name in names]
     relays = [Relay(process.port) for process in processes]
-    endpoints = [_Endpoint(*parts) for parts in zip(names, processes, relays, strict=True)]
+    endpoints = [Endpoint(*parts) for parts in zip(names, processes, relays, strict=True)]
     router: ServerProcess | None = None
     try:
         async with trio.open_nursery() as nursery:
@@ -193,7 +196,7 @@ async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
             await start_all([router])
             fleet = SurviveFleet(endpoints, router)
             for endpoint in endpoints:
-                await fleet._wait_until_well(endpoint)
+                await fleet.wait_until_well(endpoint)
             yield fleet
             nursery.cancel_scope.cancel()
     finally:

@@ -58,8 +58,8 @@ class InterruptionKind(enum.Enum):
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
-    """after_seconds: since the one before it. choice: 0 <= choice < 1, of the endpoints that are well. seconds: how long
-    it lasts; one that was killed is down until it has started again."""
+    """after_seconds: since the one before it. choice: 0 <= choice < 1, of the endpoints that are well. seconds: how
+    long it lasts; one that was killed is down until it has started again."""
 
     kind: InterruptionKind
     after_seconds: float

@@ -12,7 +12,7 @@ import trio
 
 from trioserve.bench.startup import free_port, wait_until_ready
 
-__all__ = ["NotReady", "ServerProcess"]
+__all__ = ["NotReady", "ServerProcess", "start_all"]
 
 READY_SECONDS_MAX = 180.0
 
@@ -22,12 +22,11 @@ class NotReady(Exception):
 
 
 class ServerProcess:
-    """words: of its command line, without the port, which stays the same for its life. starts: how often it was."""
+    """words: of its command line, without the port, which stays the same for its life."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
         self.name = name
         self.port = free_port()
-        self.starts = 0
         self._words = words
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() does
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +38,6 @@ class ServerProcess:
     def start(self) -> None:
         command = [sys.executable, "-m", "trioserve", *self._words, "--port", str(self.port)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
-        self.starts += 1
 
     async def wait_until_ready(self) -> None:
         """Raises NotReady."""

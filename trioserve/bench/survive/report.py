@@ -18,8 +18,8 @@ NOTES = (
 
 class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
     """failed, differing: of the disturbed run; failures, differences: the first of them. compared: whole in both runs.
-    left_behind: what is taken when all is over. troubles: interruptions that went otherwise than planned. continued:
-    continuations that the router counted; told_streams: streams in which a comment said so."""
+    left_behind: what is taken when all is over. troubles: interruptions that went otherwise than planned. continued,
+    not_continued: what the router counted, by reason; told_streams: streams in which a comment said so."""
 
     settings: SurviveSettings
     date: str
@@ -37,7 +37,9 @@ class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
     left_behind: dict[str, float]
     troubles: list[str]
     interruptions: dict[str, int]
-    continued: int
+    continued: dict[str, float]
+    not_continued: dict[str, float]
+    retries: int
     told_streams: int
     longest_pause_seconds: float
     longest_pause_request: str
@@ -72,7 +74,9 @@ def survive_text(report: SurviveReport) -> str:
         "",
         f"{'interruptions':<22}{sum(report.interruptions.values()):>12}: "
         + ", ".join(f"{count} {kind}" for kind, count in report.interruptions.items()),
-        f"{'continuations':<22}{report.continued:>12}",
+        f"{'continued':<22}{sum(report.continued.values()):>12.0f}: {_counted(report.continued)}",
+        f"{'not continued':<22}{sum(report.not_continued.values()):>12.0f}: {_counted(report.not_continued)}",
+        f"{'retried':<22}{report.retries:>12} before the first token",
         f"{'longest pause':<22}{report.longest_pause_seconds:>12.2f} s, of {report.longest_pause_request}",
         f"{'':<22}{report.undisturbed_pause_seconds:>12.2f} s undisturbed",
         f"{'longest of a stream':<22}  {pauses}",
@@ -91,6 +95,10 @@ def survive_text(report: SurviveReport) -> str:
 
 def _claim(name: str, count: int) -> str:
     return f"{'BROKEN' if count else 'holds':<12}{name:<52}{count:>10}"
+
+
+def _counted(counts: dict[str, float]) -> str:
+    return ", ".join(f"{count:.0f} {name}" for name, count in counts.items()) or "none"
 
 
 def _listed(name: str, lines: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """One survival run from start to exit code: the same requests twice, once undisturbed and once while endpoints die.
 
-All servers are processes of their own, started by this command and seen from outside. What a client got in the first run
-is what it has to get in the second one.
+All servers are processes of their own, started by this command and seen from outside. What a client got in the first
+run is what it has to get in the second one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 import pathlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import msgspec
 import trio
 
 from trioserve.bench.client import Failure, stream_opener
@@ -192,7 +192,12 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
         left_behind=left,
         troubles=fleet.troubles,
         interruptions={kind.value: count for kind, count in fleet.happened.items()},
-        continued=round(scrape.total("trioserve_router:streams_continued_total") or 0),
+        continued=scrape.by_label("trioserve_router:streams_continued_total", "reason"),
+        not_continued={
+            **scrape.by_label("trioserve_router:stream_continuations_refused_total", "reason"),
+            **scrape.by_label("trioserve_router:streams_not_resumable_total", "reason"),
+        },
+        retries=round(scrape.total("trioserve_router:retries_total") or 0),
         told_streams=sum(content.continued > 0 for content in disturbed.contents.values()),
         longest_pause_seconds=disturbed.pauses[longest],
         longest_pause_request=f"{asked[longest].id} ({', '.join(kinds[longest])})",
@@ -204,13 +209,11 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
 async def _interrupt(settings: SurviveSettings, fleet: SurviveFleet, recoveries: trio.Nursery) -> None:
     for interruption in interruptions(settings):
         await trio.sleep(interruption.after_seconds)
-        while (endpoint := fleet.take_well(interruption)) is None:
-            await trio.sleep(0.05)
-        endpoint.is_well = False  # from this moment on, and not when the task has begun
+        endpoint = await fleet.take_well(interruption)
         recoveries.start_soon(fleet.interrupt, endpoint, interruption)
 
 
-def _examples(found: dict[int, object], kinds: dict[int, tuple[str, ...]], shown: Callable[..., str]) -> list[str]:
+def _examples(found: Mapping[int, Any], kinds: dict[int, tuple[str, ...]], shown: Callable[..., str]) -> list[str]:
     """The first of them, with what they asked for."""
     return [f"{index} ({', '.join(kinds[index])}): {shown(found[index])}" for index in sorted(found)[:EXAMPLES_MAX]]
 

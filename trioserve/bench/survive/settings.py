@@ -13,8 +13,8 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Raises StartupError, one sentence, when a value is out of range.
 
     model: what each endpoint serves. output_tokens: the most that a response may have. period_seconds: between two
-    interruptions, on the average. timeout_seconds: in which a response has to be whole. server_flags: of every endpoint;
-    they have to make its tokens independent of the company of a request, or streams differ for that alone.
+    interruptions, on the average. timeout_seconds: in which a response has to be whole. server_flags: of every
+    endpoint; they have to make its tokens independent of a request's company, or streams differ for that alone.
     """
 
     model: str = "smollm2"
