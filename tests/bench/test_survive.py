@@ -61,6 +61,17 @@ def test_a_call_is_joined_and_its_id_counts():
     assert content_of(call("a", "{", "{}")).differences(content_of(call("a", "{}")))
 
 
+def test_log_probabilities_may_differ_as_much_as_is_allowed():
+    def heard(logprob: float, token: str = "a") -> bytes:
+        return events(piece("a", logprobs={"content": [{"token": token, "logprob": logprob, "top_logprobs": []}]}))
+
+    expected = content_of(heard(-1.5))
+    assert content_of(heard(-1.501)).differences(expected, logprob_tolerance=0.01) == []
+    assert content_of(heard(-1.501)).differences(expected)
+    assert content_of(heard(-1.6)).differences(expected, logprob_tolerance=0.01)
+    assert content_of(heard(-1.5, token="b")).differences(expected, logprob_tolerance=0.01)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -92,7 +103,7 @@ def test_the_seed_settles_what_is_asked_and_what_happens():
     assert taken(3) != taken(4)
 
 
-def test_everything_is_asked_for_and_whoever_samples_says_the_seed():
+def test_everything_is_asked_for_and_everybody_says_the_seed():
     asked = requests(SurviveSettings(requests=1000))
     kinds = {kind for request in asked for kind in request.kinds}
     assert kinds == {
@@ -102,7 +113,7 @@ def test_everything_is_asked_for_and_whoever_samples_says_the_seed():
     for request in asked:
         body = msgspec.json.decode(request.body)
         assert body["stream"]
-        assert ("seed" in body) == (body["temperature"] > 0)
+        assert "seed" in body
     assert len({request.id for request in asked}) == 1000
 
 

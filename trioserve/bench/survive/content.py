@@ -29,8 +29,9 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     ends: int
     continued: int = 0
 
-    def differences(self, other: Content) -> list[str]:
-        """In which parts they differ, and how; empty: they are equal."""
+    def differences(self, other: Content, *, logprob_tolerance: float = 0.0) -> list[str]:
+        """In which parts they differ, and how; empty: they are equal. logprob_tolerance: by so much log probabilities
+        may differ."""
         found = []
         for name in ("response_ids", "usage", "ends"):
             if getattr(self, name) != getattr(other, name):
@@ -38,7 +39,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
         for index in sorted({*self.choices, *other.choices}):
             ours, theirs = self.choices.get(index, {}), other.choices.get(index, {})
             for part in sorted({*ours, *theirs}):
-                if ours.get(part) != theirs.get(part):
+                if not _are_equal(ours.get(part), theirs.get(part), logprob_tolerance if part == "logprobs" else 0.0):
                     found.append(f"choice {index}, {part}: {_apart(ours.get(part), theirs.get(part))}")
         return found
 
@@ -121,6 +122,18 @@ def _take_call(known: dict[str, Any], call: dict[str, Any]) -> None:
 
 def _without_cached(usage: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+
+
+def _are_equal(ours: object, theirs: object, tolerance: float) -> bool:
+    if not tolerance or ours == theirs:
+        return ours == theirs
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return abs(ours - theirs) <= tolerance
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(_are_equal(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_are_equal(ours[key], theirs[key], tolerance) for key in ours)
+    return False
 
 
 def _apart(ours: object, theirs: object) -> str:

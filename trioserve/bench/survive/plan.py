@@ -98,6 +98,7 @@ def _request(settings: SurviveSettings, index: int) -> SurviveRequest:
     is_chat = draws.random() < 0.55
     kinds = ["chat" if is_chat else "completions"]
     body: dict[str, Any] = {"stream": True, "max_tokens": draws.randint(8, settings.output_tokens)}
+    body["seed"] = draws.randrange(2**31)  # of greedy ones the ids of their calls follow from it
     if draws.random() < 0.8:
         body["stream_options"] = {"include_usage": True}
     words = [draws.choice(WORDS) for _ in range(draws.randint(0, 60))]
@@ -114,7 +115,7 @@ def _request(settings: SurviveSettings, index: int) -> SurviveRequest:
         body["temperature"] = 0.0
     else:
         kinds.append("sampled")
-        body |= {"temperature": draws.choice((0.7, 1.0)), "seed": draws.randrange(2**31)}
+        body["temperature"] = draws.choice((0.7, 1.0))
         if draws.random() < 0.5:
             body["top_p"] = 0.9
     _specialize(draws, body, kinds, is_chat=is_chat)

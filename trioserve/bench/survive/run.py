@@ -171,7 +171,9 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
     differing: dict[int, list[str]] = {}
     for index, content in disturbed.contents.items():
         expected = undisturbed.contents.get(index)
-        if expected is not None and (found := content.differences(expected)):
+        if expected is not None and (
+            found := content.differences(expected, logprob_tolerance=settings.logprob_tolerance)
+        ):
             differing[index] = found
     kinds = {request.index: request.kinds for request in asked}
     longest = max(disturbed.pauses, key=lambda index: disturbed.pauses[index])

@@ -15,6 +15,8 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: what each endpoint serves. output_tokens: the most that a response may have. period_seconds: between two
     interruptions, on the average. timeout_seconds: in which a response has to be whole. server_flags: of every
     endpoint; they have to make its tokens independent of a request's company, or streams differ for that alone.
+    logprob_tolerance: by so much a log probability may differ, as in float32 it does by rounding; 0 with
+    --batch-invariant.
     """
 
     model: str = "smollm2"
@@ -24,6 +26,7 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 64
     period_seconds: float = 6.0
     seed: int = 0
+    logprob_tolerance: float = 1e-3
     timeout_seconds: float = 300.0
     server_flags: tuple[str, ...] = ("--dtype", "float32", "--quantization", "none")
     router_flags: tuple[str, ...] = ("--health-interval", "0.5")
@@ -36,5 +39,6 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("--requests", self.requests, 1, 1_000_000)
         check_integer("--output-tokens", self.output_tokens, 8, 100_000)
         check_number("--period", self.period_seconds, 0.05, 86_400.0)
+        check_number("--logprob-tolerance", self.logprob_tolerance, 0.0, 100.0)
         check_number("--timeout", self.timeout_seconds, 1.0, 86_400.0)
         check_writable(self.json_path)
