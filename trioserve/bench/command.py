@@ -212,6 +212,7 @@ _FLAGS = {
     "warmup_requests": Flag("--warmup", "requests before the measured ones, same prefix", _INTEGER),
     "timeout_seconds": Flag("--timeout", "seconds after which a request has failed", {"type": float, "metavar": "S"}),
     "api_key": Flag("--api-key", "sent as a bearer token", {"metavar": "KEY"}),
+    "log_directory": Flag("--logs", "folder for what the servers write to their logs", {"metavar": "FOLDER"}),
     "json_path": Flag("--json", "write settings and figures to this file, - is standard output", {"metavar": "FILE"}),
     "markdown_path": Flag("--markdown", "write the table to this file", {"metavar": "FILE"}),
     "label": Flag("--label", "a name for this measurement in its report", {"metavar": "TEXT"}),

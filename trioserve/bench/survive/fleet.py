@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -182,7 +183,10 @@ async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
     """All of them ready. Whatever happens, no process is left. Raises NotReady."""
     words = ["serve", "--host", "127.0.0.1", "--model", settings.model, "--served-model-name", "survive"]
     names = [f"e{index}" for index in range(settings.endpoints)]
-    processes = [ServerProcess(name, [*words, *settings.server_flags]) for name in names]
+    logs = None if settings.log_directory is None else pathlib.Path(settings.log_directory)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    processes = [ServerProcess(name, [*words, *settings.server_flags], log_directory=logs) for name in names]
     relays = [Relay(process.port) for process in processes]
     endpoints = [Endpoint(*parts) for parts in zip(names, processes, relays, strict=True)]
     router: ServerProcess | None = None
@@ -191,7 +195,8 @@ async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
             for relay in relays:
                 await nursery.start(relay.serve)
             named = [f"--endpoint={endpoint.name}={endpoint.spec['url']}" for endpoint in endpoints]
-            router = ServerProcess("the router", ["route", "--host", "127.0.0.1", *named, *settings.router_flags])
+            routing = ["route", "--host", "127.0.0.1", *named, *settings.router_flags]
+            router = ServerProcess("router", routing, log_directory=logs)
             await start_all(processes)
             await start_all([router])
             fleet = SurviveFleet(endpoints, router)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import IO
 
 import trio
 
@@ -22,13 +24,18 @@ class NotReady(Exception):
 
 
 class ServerProcess:
-    """words: of its command line, without the port, which stays the same for its life."""
+    """words: of its command line, without the port, which stays the same for its life. log_directory: where what it
+    says is kept; None: nowhere."""
 
-    def __init__(self, name: str, words: Sequence[str]) -> None:
+    def __init__(self, name: str, words: Sequence[str], *, log_directory: pathlib.Path | None = None) -> None:
         self.name = name
         self.port = free_port()
         self._words = words
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() does
+        self._log: IO[bytes]
+        if log_directory is None:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() does
+        else:
+            self._log = (log_directory / f"{name}.log").open("w+b")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -30,6 +30,7 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float = 300.0
     server_flags: tuple[str, ...] = ("--dtype", "float32", "--quantization", "none")
     router_flags: tuple[str, ...] = ("--health-interval", "0.5")
+    log_directory: str | None = None
     json_path: str | None = None
     label: str = ""
 
