@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "a chat": (CHAT, "Hello you!", {"messages": [USER]}),
     "a chat with logprobs": (CHAT, "Hello you!", {"messages": [USER], "logprobs": True, "top_logprobs": 1, "n": 2}),
     "a call": (CHAT, f"Let me see.\n{CALL}", {"messages": [USER], "tools": [WEATHER]}),
+    "a call with logprobs": (CHAT, CALL, {"messages": [USER], "tools": [WEATHER], "logprobs": True}),
     "calls and token ids": (CHAT, CALL + CALL, {"messages": [USER], "tools": [WEATHER], "return_token_ids": True}),
     "functions": (CHAT, CALL, {"messages": [USER], "functions": [WEATHER["function"]]}),
     "a call that is forced": (CHAT, None, {"messages": [USER], "tools": [WASH], "tool_choice": "required"}),

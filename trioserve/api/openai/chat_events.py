@@ -99,6 +99,9 @@ class ChatEvents:
             self.of(delta)
         else:
             self.of_parts(parts, delta)
+        # Known tokens were told with an event, be it of log probabilities alone, which are not known any more.
+        if delta.index not in self._content_heads:
+            self._begin(delta.index)
         self._last = b""
 
     def end(self) -> bytes:
