@@ -1,0 +1,30 @@
+"""A small survival run: real servers, the real model, and no stream that tells of what happened to them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN_SECONDS_MAX = 400  # generous: it takes about 40, half of it for starting servers
+
+
+@pytest.mark.slow
+def test_streams_are_whole_and_the_same_while_endpoints_die(tmp_path: Path):
+    path = tmp_path / "survive.json"
+    command = (
+        f"{sys.executable} -m trioserve bench survive --json {path} --logs {tmp_path} --requests 40 --concurrency 6 "
+        "--output-tokens 32 --period 2 --flags='--dtype float32 --quantization none --kv-cache-memory 0.2 --threads 1'"
+    )
+    result = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=RUN_SECONDS_MAX, check=False)
+    assert path.exists(), result.stderr
+    report = json.loads(path.read_bytes())
+    assert result.returncode == 0, result.stdout
+    assert report["all_hold"], result.stdout
+    assert report["compared"] == 40
+    assert sum(report["interruptions"].values()) >= 2, result.stdout
+    assert sum(report["continued"].values()) + report["retries"] > 0, "nobody noticed anything"
