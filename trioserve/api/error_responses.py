@@ -28,11 +28,20 @@ from trioserve.contracts.errors import (
     UnknownModel,
 )
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import REQUEST_POISONED, Delta
 from trioserve.http.content_coding import CODINGS
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, UnknownCoding
 
-__all__ = ["REASON_HEADER", "ErrorResponse", "Refusal", "deadline_refusal", "error_response", "foreign_end"]
+__all__ = [
+    "REASON_HEADER",
+    "ErrorResponse",
+    "HandedOver",
+    "Refusal",
+    "deadline_refusal",
+    "error_response",
+    "foreign_end",
+]
 
 REASON_HEADER = "x-trioserve-reason"
 """On every refusal: one word for programs, where the message is a sentence for people."""
@@ -65,6 +74,14 @@ class Refusal(TrioserveError):
     def __init__(self, response: ErrorResponse) -> None:
         super().__init__(response.message)
         self.response = response
+
+
+class HandedOver(TrioserveError):
+    """No error: another server goes on with the response. kv_transfer: how it gets the KV; None: it computes."""
+
+    def __init__(self, kv_transfer: KVTransferParams | None) -> None:
+        super().__init__("the request was given away: another server goes on with its response")
+        self.kv_transfer = kv_transfer
 
 
 _CALLER = "invalid_request_error"
@@ -169,6 +186,8 @@ def foreign_end(delta: Delta) -> TrioserveError | None:
     if delta.finish_reason is FinishReason.ERROR:
         kind = RequestPoisoned if delta.stop_reason == REQUEST_POISONED else RequestFailed
         return kind(delta.message or "the engine could not go on with this request")
+    if delta.finish_reason is FinishReason.HANDED_OVER:
+        return HandedOver(delta.kv_transfer)
     if delta.finish_reason not in _ENDED:
         return None
     status, code, message = _ENDED[delta.finish_reason]

@@ -28,6 +28,7 @@ from trioserve.api.decisions.decisions import create_decisions
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
+from trioserve.api.error_responses import HandedOver
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
@@ -36,6 +37,7 @@ from trioserve.api.openai.completions import create_completion
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
+from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away, hand_over_event
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
@@ -72,7 +74,7 @@ async def read_openapi(context: RequestContext) -> None:
 
 @functools.cache
 def _openapi_json() -> bytes:
-    return encode(openapi_document([*ROUTES.values(), *TEMPLATES, MODEL, REQUEST]))
+    return encode(openapi_document([*ROUTES.values(), *TEMPLATES, MODEL, REQUEST, REQUEST_HAND_OVER]))
 
 
 ROUTES = {
@@ -109,6 +111,7 @@ ROUTES = {
 REQUEST = Route[RequestContext](
     path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
 )
+REQUEST_HAND_OVER = Route[RequestContext](path=HAND_OVER_PATH, operations={"POST": give_away})
 MODEL = Route[RequestContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
 TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),
@@ -207,6 +210,15 @@ class App(BaseApp[RequestContext]):
         await self.detached.wait_until_idle()
         await self.router_streams.wait_until_idle()
 
+    async def handle(self, context: RequestContext, operation: Operation[RequestContext]) -> None:
+        async def operate(context: RequestContext) -> None:
+            try:
+                await operation(context)
+            except HandedOver as handed:
+                await context.finish(hand_over_event(handed))
+
+        await super().handle(context, operate)
+
     async def operate(self, context: RequestContext, operation: Operation[RequestContext]) -> None:
         streams = self.detached
         wish = streams.wish_of(context)
@@ -226,11 +238,11 @@ class App(BaseApp[RequestContext]):
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
             return MODEL
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
-            return REQUEST
+            return REQUEST_HAND_OVER if path.endswith(HAND_OVER) else REQUEST
         return ROUTES.get(path) or (None if path in NOT_HERE else find_templated(TEMPLATES, path))
 
     def paths(self) -> Iterable[str]:
-        return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path]
+        return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, REQUEST_HAND_OVER.path]
 
     def new_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext(

@@ -15,6 +15,7 @@ __all__ = [
     "AbortResult",
     "EngineEvent",
     "FinishReason",
+    "HandOverOutcome",
     "Phase",
     "PooledReady",
     "PromptLogprobs",
@@ -30,6 +31,15 @@ class FinishReason(enum.Enum):
     ABORT = "abort"  # the client left, or somebody aborted it by id
     DEADLINE = "deadline"
     ERROR = "error"
+    HANDED_OVER = "handed_over"  # another engine goes on with it
+
+
+class HandOverOutcome(enum.Enum):
+    """What became of asking for a request to be given away to another engine."""
+
+    HANDED_OVER = "handed_over"
+    NOT_POSSIBLE = "not_possible"  # it does not run, or nobody could go on with it
+    UNKNOWN = "unknown"
 
 
 class Phase(enum.Enum):

@@ -64,12 +64,14 @@ class Transfers:
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
         """To be called once, while the request still has its blocks: those that somebody needs are held from now on.
         Returns how that somebody gets at them. Where too much is held already, the connector does not learn that this
-        request asks for it, too."""
+        request asks for it, too. To the connector, one that is handed over has ended by itself, and asked for it."""
         self._abandon(live, now)
         block_size = self._settings.block_size
         blocks = tuple(live.blocks[: -(-live.computed_count // block_size)])
         tokens = tuple(live.tokens[: live.computed_count])
         request = live.request
+        if reason is FinishReason.HANDED_OVER:
+            request, reason = _asking(request), FinishReason.STOP
         if _asks_to_be_held(request) and self._pool.held_count + len(blocks) > self._held_blocks_max:
             self.holds_refused_total += 1
             request = _without_asking(request)
@@ -146,6 +148,11 @@ class Transfers:
 
 def _asks_to_be_held(request: EngineRequest) -> bool:
     return request.kv_transfer is not None and request.kv_transfer.do_remote_decode
+
+
+def _asking(request: EngineRequest) -> EngineRequest:
+    kv_transfer = msgspec.structs.replace(request.kv_transfer or KVTransferParams(), do_remote_decode=True)
+    return msgspec.structs.replace(request, kv_transfer=kv_transfer)
 
 
 def _without_asking(request: EngineRequest) -> EngineRequest:

@@ -25,6 +25,7 @@ from trioserve.contracts.events import (
 )
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, TransferFault
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
@@ -39,6 +40,7 @@ __all__ = ["Delivery"]
 logger = logging.getLogger(__name__)
 
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # a response that ended so is complete
+MAY_BE_HELD = (*WHOLE, FinishReason.HANDED_OVER)
 
 
 class Delivery:
@@ -97,6 +99,31 @@ class Delivery:
         if not request.core_count:
             request.on_gone()
         self._wake()  # what a connector still needs of them has a deadline
+
+    def hand_over(self, request: OpenRequest) -> bool:
+        """End a request that another engine goes on with, at the latest when the step in flight has come back: its
+        reader gets a last delta with HANDED_OVER, of one choice. What that one has computed is held, where there is a
+        connector. False: nothing of it is in the core, or there is nothing to go on with."""
+        choices = [choice for choice in request.choices if choice.sequence_id in self._choices and not choice.is_ended]
+        if request.upcoming or not choices or any(choice.is_mute for choice in choices):
+            return False
+        first, *others = choices
+        now = trio.current_time()
+        request.is_hold_kept = True
+        request.kv_transfer = request.kv_transfer or KVTransferParams(do_remote_decode=True)
+        for choice in others:  # they say nothing more: their reader has the end of the first for all of them
+            choice.is_ended = True
+            self._cancelled[choice.sequence_id] = None
+        aborted = self._core.abort([choice.sequence_id for choice in others], now=now)
+        for choice in others:
+            if (finished := aborted[choice.sequence_id].finished) is not None:
+                del self._cancelled[choice.sequence_id]
+                self._let_go(finished, now, FinishReason.ABORT)
+        ended = self._core.abort([first.sequence_id], FinishReason.HANDED_OVER, now=now)[first.sequence_id].finished
+        if ended is not None:
+            self._on_finished(ended, None, now)
+        self._wake()
+        return True
 
     def end_holds(self, request: OpenRequest) -> None:
         """Nobody wants any more what is held of a request for another engine: the connector is told, and lets it go in
@@ -213,6 +240,8 @@ class Delivery:
                 self._timings.note_abort(event.phase, cancelled, now)
         elif event.reason is FinishReason.ERROR:
             choice.request.push_end(choice, FinishReason.ERROR, event.message)
+        elif event.reason is FinishReason.HANDED_OVER:  # what was held back is said by who goes on
+            choice.request.push_end(choice, FinishReason.HANDED_OVER, kv_transfer=event.kv_transfer)
         else:
             token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
             reason = self._feed(choice, token_ids, logprobs, event, now) or reason
@@ -283,7 +312,7 @@ class Delivery:
         if not request.core_count:
             request.on_gone()
         if event.kv_transfer is not None:
-            if has_reader and reason in WHOLE:
+            if has_reader and reason in MAY_BE_HELD:
                 choice.is_held, choice.held_since = True, now
                 self._held[event.request_id] = choice
                 logger.debug("hold begins request=%s tokens=%d", request.id, len(request.prompt_token_ids))

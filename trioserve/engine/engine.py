@@ -30,6 +30,7 @@ from trioserve.contracts.errors import EngineFault, InvalidRequest, Overloaded
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
+    HandOverOutcome,
 )
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -575,6 +576,27 @@ class Engine:
                 outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[request_id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def hand_over(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, HandOverOutcome]:
+        """Give requests away that run, for another engine to go on with them, by the ids that their callers gave. Never
+        waits. A reader gets what came before and, at the latest after the step in flight, a last delta with HANDED_OVER
+        and how the KV can be had, if a connector holds it now: until it was fetched, or kv_hold_timeout has passed.
+        Only requests that were made `resumable` are given away.
+
+        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error.
+        """
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        outcomes = {}
+        for request_id in dict.fromkeys(to_str("request_ids", request_id, verb="holds") for request_id in request_ids):
+            requests = [request for request in self._requests.of(request_id) if owner in (None, request.owner)]
+            resumable = [request for request in requests if request.is_resumable and not request.is_finished]
+            answers = [self._delivery.hand_over(request) for request in resumable]
+            if any(answers):
+                outcomes[request_id] = HandOverOutcome.HANDED_OVER
+            else:
+                outcomes[request_id] = HandOverOutcome.NOT_POSSIBLE if requests else HandOverOutcome.UNKNOWN
         return outcomes
 
     def end_thoughts(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, ThoughtOutcome]:

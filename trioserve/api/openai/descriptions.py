@@ -78,6 +78,15 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(*READS_BODY, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
+    ("POST", "/v1/requests/{request}/hand-over"): DescribedOperation(
+        summary="Give a stream away, for another server to go on with",
+        description="It ends at the latest after the step in flight, behind a last whole group. An event then says "
+        "how its KV can be fetched, where a connector holds it. Only streams that were asked for with "
+        "X-Trioserve-Resumable can be given away, and while they run; 409 otherwise.",
+        response=response_types.RequestHandOver,
+        errors=(404, 409),
+        path_parameter="the request's X-Request-Id",
+    ),
     ("POST", "/v1/requests/abort"): DescribedOperation(
         summary="Abort several requests",
         body=AbortBody,

@@ -309,6 +309,12 @@ class RequestControl(Response):
     result: Literal["ending"]
 
 
+class RequestHandOver(Response):
+    id: str
+    object: Literal["request.hand_over"]
+    result: Literal["handed_over"]
+
+
 class RequestAborts(Response):
     object: Literal["list"]
     data: list[RequestAbort]

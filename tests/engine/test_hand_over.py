@@ -1,0 +1,179 @@
+"""A request that is given away: it ends behind what was told, its KV is held for whoever goes on, and let go once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import AbortOutcome, FinishReason, HandOverOutcome
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.request_stream import RequestStream
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.memory_server import open_memory_server
+from trioserve.testing.scripted_connector import ScriptedConnector
+
+PROMPT = "a prompt of some blocks"
+LONG = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+
+
+async def rest_of(stream: RequestStream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def given_away(fake: FakeEngine, request_id: str = "r") -> HandOverOutcome:
+    return fake.hand_over(request_id)[request_id]
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
+async def test_its_blocks_are_held_beyond_its_scope_and_let_go_once(autojump_clock, in_step, options):
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake:
+        async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.045 if in_step else 0.04)
+            assert given_away(fake) is HandOverOutcome.HANDED_OVER
+            assert given_away(fake) is HandOverOutcome.HANDED_OVER, "it is on its way"
+            *_, last = await rest_of(stream)
+            assert last.finish_reason is FinishReason.HANDED_OVER
+            assert last.kv_transfer is not None
+            assert last.kv_transfer.do_remote_prefill
+            assert last.kv_transfer.remote_request_id in fake.connector.sends
+            told = sum(len(tokens) for tokens in stream.resume_state().token_ids)
+        assert fake.stats().blocks_held > 0
+        [send] = fake.connector.sends.values()
+        assert len(send.tokens) >= len(PROMPT) + told - 1, "all that was told is there, but for the last token"
+        assert fake.connector.calls["request_aborted_after_finish"] == 0
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+        fake.connector.check()
+
+
+async def test_nobody_who_fetches_it_is_waited_for_only_so_long(autojump_clock):
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, hold_seconds_max=7.0) as fake:
+        async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.04)
+            given_away(fake)
+            await rest_of(stream)
+        await trio.sleep(6.5)
+        assert fake.stats().blocks_held > 0
+        await trio.sleep(1.0)
+        assert fake.stats().blocks_held == 0
+        fake.assert_all_free()
+
+
+async def test_the_hold_of_a_given_request_can_be_aborted_by_its_id(autojump_clock):
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.04)
+            given_away(fake)
+            await rest_of(stream)
+        assert fake.abort("r") == {"r": AbortOutcome.ALREADY_FINISHED}
+        assert fake.connector.calls["request_aborted_after_finish"] == 1
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def test_without_a_connector_it_ends_and_nothing_is_held(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.045)
+            assert given_away(fake) is HandOverOutcome.HANDED_OVER
+            *_, last = await rest_of(stream)
+            assert (last.finish_reason, last.kv_transfer) == (FinishReason.HANDED_OVER, None)
+            state = stream.resume_state()
+            assert state.finished == (False,)
+        fake.assert_all_free()
+        async with fake.generate(PROMPT, LONG, resume=state) as stream:
+            resumed = [token for delta in await rest_of(stream) for token in delta.token_ids]
+        async with fake.generate(PROMPT, LONG) as stream:
+            whole = [token for delta in await rest_of(stream) for token in delta.token_ids]
+        assert [*state.token_ids[0], *resumed] == whole
+
+
+async def test_of_several_choices_one_says_it_for_all(autojump_clock):
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=3)
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.045)
+            given_away(fake)
+            while True:
+                delta = await anext(stream)
+                if delta.finish_reason is not None:
+                    break
+            assert (delta.index, delta.finish_reason) == (0, FinishReason.HANDED_OVER)
+        assert len(fake.connector.sends) == 1
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def test_a_reader_that_leaves_before_it_knows_of_the_hold_ends_it(autojump_clock):
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, LONG, request_id="r", resumable=True):
+            await trio.sleep(0.045)
+            given_away(fake)
+        await trio.sleep(0.1)
+        assert all(send.is_aborted for send in fake.connector.sends.values())
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def test_what_nobody_can_go_on_with_is_not_given_away(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
+        assert given_away(fake) is HandOverOutcome.UNKNOWN
+        async with fake.generate(PROMPT, LONG, request_id="r", owner="mine"):
+            await trio.sleep(0.045)
+            assert given_away(fake) is HandOverOutcome.NOT_POSSIBLE, "not made resumable"
+            assert fake.hand_over("r", owner="yours") == {"r": HandOverOutcome.UNKNOWN}
+            with pytest.raises(InvalidRequest):
+                fake.hand_over([1])
+        await trio.sleep(0.1)
+        fake.assert_all_free()
+
+
+async def groups_of(server: Any, body: dict[str, object]) -> tuple[int, dict[str, str], list[str]]:
+    response = await server.client().post(
+        "/v1/chat/completions", body, headers={"x-request-id": "r/1", "x-trioserve-resumable": "1"}
+    )
+    return response.status, response.headers, (await response.read()).decode().split("\n\n")
+
+
+async def test_over_http_a_stream_ends_with_a_group_that_says_it(autojump_clock):
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "stream": True, "seed": 1}
+    async with open_memory_server(
+        connector=ScriptedConnector, step_seconds=0.01, block_count=200, context_tokens_max=400
+    ) as server:
+        found: list[tuple[int, dict[str, str], list[str]]] = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                found.append(await groups_of(server, body))
+
+            nursery.start_soon(ask)
+            await trio.sleep(0.155)
+            response = await server.client().post("/v1/requests/r%2F1/hand-over", {})
+            assert response.status == 200, await response.read()
+            assert await response.json() == {"id": "r/1", "object": "request.hand_over", "result": "handed_over"}
+        [(status, _, groups)] = found
+        assert status == 200
+        assert groups[-1] == ""
+        event, id_line = groups[-2].split("\n")
+        assert id_line == "id: >"
+        said = json.loads(event.removeprefix("data: "))
+        assert said["object"] == "hand_over"
+        assert said["kv_transfer_params"]["do_remote_prefill"]
+        assert "[DONE]" not in "".join(groups)
+        assert server.engine.stats().blocks_held > 0
+        response = await server.client().post("/v1/requests/r%2F1/hand-over", {})
+        assert response.status == 404
+        server.engine.connector.release_all()
+        await wait_all_tasks_blocked()
+        server.engine.assert_all_free()
