@@ -10,7 +10,7 @@ import pytest
 from trioserve.api.openai import response_types as responses
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.openapi import OPERATIONS
-from trioserve.api.routes import MODEL, REQUEST, ROUTES, TEMPLATES
+from trioserve.api.routes import MODEL, REQUEST, REQUEST_HAND_OVER, ROUTES, TEMPLATES
 from trioserve.contracts.errors import Overloaded
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -25,7 +25,9 @@ async def described(api: Any) -> dict[str, Any]:
 
 def test_every_route_is_described_and_nothing_else() -> None:
     routes = {
-        (method, route.path) for route in (*ROUTES.values(), *TEMPLATES, MODEL, REQUEST) for method in route.operations
+        (method, route.path)
+        for route in (*ROUTES.values(), *TEMPLATES, MODEL, REQUEST, REQUEST_HAND_OVER)
+        for method in route.operations
     }
     assert set(OPERATIONS) == routes
 
