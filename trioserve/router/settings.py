@@ -41,7 +41,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     continuation_seconds_max: how long a stream waits for an endpoint to go on at.
     breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends; one more, where
         others were there each time, too. progress_tokens_min:
-        those in a row between which its client got fewer tokens.
+        those in a row between which its client got fewer tokens. As many may be lost on their way from an endpoint
+        that breaks; a bystander gets more, where endpoints do not die all the time.
     moves_at_once_max: streams that are on their way from endpoints that are emptied to others, not answered there yet.
     """
 
@@ -66,7 +67,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     continuations_in_a_row_max: int = 3
     continuation_seconds_max: float = 30.0
     breaks_max: int = 2
-    progress_tokens_min: int = 16
+    progress_tokens_min: int = 4
     moves_at_once_max: int = 16
 
     def __post_init__(self) -> None:
