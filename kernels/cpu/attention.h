@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 
+#include "attention_weights.h"
+#include "buffer.h"
 #include "product.h"
 
 namespace trioserve {
@@ -23,12 +25,9 @@ struct Chunk {
     const int32_t* table;
 };
 
-constexpr int SPAN = 64;  // context tokens that rows meet at a time
 constexpr int PIECE_TOKENS_MIN = 32;
 constexpr int DIRECT_TOKENS_MAX = 3;  // chunks up to this length read keys and values where they lie
-constexpr int SPLIT_TOKENS_MIN = 64;
 constexpr int SHARERS_MIN = 2;        // with fewer rows, packing what they share costs more than reading it again
-constexpr int SHARED_TOKENS_MIN = 64;
 
 // One piece of a step's attention: a kv head and some tokens of a prompt; a kv head, some rows and a part of the context
 // that they share; of one row, a part of the context that it has for itself.
@@ -36,14 +35,8 @@ struct AttentionPiece {
     enum Kind { PROMPT, SHARED, DIRECT } kind;
     int32_t chunk, token, tokens;         // not SHARED
     int32_t kv_head;                      // not DIRECT
-    int32_t from, to;                     // not PROMPT: positions
-    int32_t part;                         // not PROMPT: which of the row's; in SHARED, added to that of each sharer
+    int32_t from, to;                     // not PROMPT: positions; both where parts end, or where what a row sees does
     int32_t sharers_first, sharer_count;  // SHARED
-};
-
-// A row whose context begins with blocks of other rows, too.
-struct Sharer {
-    int32_t row, part;
 };
 
 inline int64_t first_seen(int64_t position, int64_t window) {
@@ -121,10 +114,11 @@ public:
     }
 
 private:
-    static constexpr int64_t TOKENS_AHEAD = 64, BYTES_AFTER = 32768;
+    static constexpr int64_t BYTES_AFTER = 32768;
 #if defined(__AMX_BF16__)
-    static constexpr int64_t BYTES = 256;
+    static constexpr int64_t TOKENS_AHEAD = 64, BYTES = 256;
 #else
+    static constexpr int64_t TOKENS_AHEAD = 96;
     static constexpr int64_t BYTES = 64;  // more than some dozen lines at once are not fetched at all
 #endif
 
@@ -177,98 +171,130 @@ private:
     Range now_, then_;
 };
 
-// The dot products of one query with 16 keys, which lie `key` behind the tokens' beginnings.
+// What sixteen rows have at `at`, one number of float32 or a pair of bfloat16 each, becomes 16 rows of columns.
 template <class T>
-inline Lanes score_tokens(const T* query, const T* const* tokens, int64_t key, int64_t dim, Fetch& fetch) {
-    Lanes sums[LANES];
-    for (int token = 0; token < LANES; token++) sums[token] = zero();
-    for (int64_t d = 0; d < dim; d += LANES) {
-        const Lanes part = load(query + d);
-        for (int token = 0; token < LANES; token++) {
-            sums[token] = fma(part, load(tokens[token] + key + d), sums[token]);
-            if (token % 8 == 7) fetch.some();
+inline void transpose_rows(const T* const* rows, int64_t at, Lanes* columns) {
+    for (int row = 0; row < LANES; row++) columns[row] = load(reinterpret_cast<const float*>(rows[row] + at));
+    transpose(columns);
+}
+
+// The same for the numbers of the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32.
+inline void transpose_tokens(const float* const* tokens, int64_t at, Lanes* columns) {
+    transpose_rows(tokens, at, columns);
+}
+inline void transpose_tokens(const bf16* const* tokens, int64_t at, Lanes* columns) {
+    for (int pair = 0; pair < LANES; pair++) columns[pair] = load_in_turn(tokens[2 * pair] + at, tokens[2 * pair + 1] + at);
+    transpose(columns);
+}
+
+// What a decode's row sees of a span: tokens begin .. end - 1 of it. Those before and behind have a neighbour's place.
+struct RowSpan {
+    int begin, end;
+    int first_block() const { return begin / LANES; }
+    int end_block() const { return (end + LANES - 1) / LANES; }
+};
+
+constexpr int UNITS_TOGETHER = 4;  // of a key: numbers of float32, pairs of bfloat16
+
+// Keys become a packed weight of 16 tokens a block, so that a score adds up in the order in which a prompt's does.
+template <class T>
+inline void pack_keys(const T* const* tokens, const RowSpan& span, int64_t key, int64_t dim, int64_t stride, T* packed,
+                      Fetch& fetch) {
+    for (int block = span.first_block(); block < span.end_block(); block++) {
+        const auto at = [&](int token, int64_t d) {
+            return reinterpret_cast<const float*>(tokens[block * LANES + token] + key + d);
+        };
+        for (int64_t d = 0; d < dim; d += UNITS_TOGETHER * Unit<T>::DEPTH) {
+            Lanes columns[4];
+            for (int token = 0; token < 4; token++)
+                columns[token] = load_quarters(at(token, d), at(token + 4, d), at(token + 8, d), at(token + 12, d));
+            transpose_quarters(columns);
+            float* to = reinterpret_cast<float*>(packed + (block * stride + d) * LANES);
+            for (int index = 0; index < 4; index++) store(to + index * LANES, columns[index]);
+            if (d % (2 * UNITS_TOGETHER * Unit<T>::DEPTH) == 0) fetch.some();
         }
     }
-    return sums_of(sums);
 }
 
-#if defined(__AVX512BF16__)
-// What every fourth of the tokens has at `at`, `count` numbers each, 32 at most, becomes four vectors with 8 numbers of each.
-inline void quarters_side_by_side(const bf16* const* tokens, int64_t at, int64_t count, __m512bh* parts) {
-    const __mmask32 are_there = count < 32 ? (1u << count) - 1 : ~0u;
-    const auto numbers = [=](int token) { return _mm512_maskz_loadu_epi16(are_there, tokens[token] + at); };
-    const __m512i a = numbers(0), b = numbers(4), c = numbers(8), d = numbers(12);
-    const __m512i ab_low = _mm512_shuffle_i32x4(a, b, 0x44), ab_high = _mm512_shuffle_i32x4(a, b, 0xee);
-    const __m512i cd_low = _mm512_shuffle_i32x4(c, d, 0x44), cd_high = _mm512_shuffle_i32x4(c, d, 0xee);
-    parts[0] = (__m512bh)_mm512_shuffle_i32x4(ab_low, cd_low, 0x88);
-    parts[1] = (__m512bh)_mm512_shuffle_i32x4(ab_low, cd_low, 0xdd);
-    parts[2] = (__m512bh)_mm512_shuffle_i32x4(ab_high, cd_high, 0x88);
-    parts[3] = (__m512bh)_mm512_shuffle_i32x4(ab_high, cd_high, 0xdd);
-}
-
-// The dot products of several queries, behind each of which lie zeros, with 16 keys. Eight numbers of each of four keys are
-// brought side by side, once for all queries: so four sums are left to be added up in the end, rather than sixteen.
-template <int HEADS>
-inline void score_quarters(const bf16* queries, int64_t stride, const bf16* const* tokens, int64_t key, int64_t dim,
-                            Lanes* scores, Fetch& fetch) {
-    constexpr int TOGETHER = 2;  // fours of keys
-    Lanes sums[HEADS][4];
-    for (int first = 0; first < 4; first += TOGETHER) {
-        Lanes sum[HEADS][TOGETHER];
-        for (int head = 0; head < HEADS; head++)
-            for (int four = 0; four < TOGETHER; four++) sum[head][four] = zero();
-        for (int64_t d = 0; d < dim; d += 32) {
-            __m512bh parts[TOGETHER][4];  // 8 numbers of each key
-// Without it compilers keep the parts in memory.
-#pragma GCC unroll 2
-            for (int four = 0; four < TOGETHER; four++) {
-                quarters_side_by_side(tokens + first + four, key + d, dim - d, parts[four]);
-                fetch.some();
-            }
-#pragma GCC unroll 4
-            for (int head = 0; head < HEADS; head++)
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; part++) {
-                    const bf16* from = queries + head * stride + d + 8 * part;
-                    const auto query = (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
-                    for (int four = 0; four < TOGETHER; four++)
-                        sum[head][four] = _mm512_dpbf16_ps(sum[head][four], query, parts[four][part]);
-                }
-        }
-        for (int head = 0; head < HEADS; head++)
-            for (int four = 0; four < TOGETHER; four++) sums[head][first + four] = sum[head][four];
-    }
-    for (int head = 0; head < HEADS; head++) scores[head] = sums_of_quarters(sums[head]);
-}
-#endif
-
-// The dot products of each head's query with 16 keys. fetch.some() is called dim / 8 times at least.
-template <int HEADS, class T>
-inline void score_heads(const T* queries, int64_t stride, const T* const* tokens, int64_t key, int64_t dim, Lanes* scores,
-                        Fetch& fetch) {
-#if defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == sizeof(bf16)) {
-        score_quarters<HEADS>(queries, stride, tokens, key, dim, scores, fetch);
-        return;
-    }
-#endif
+// The dot products of each head's query with 16 * BLOCKS packed keys.
+template <int HEADS, int BLOCKS, class T>
+inline void score_blocks(const T* queries, int64_t stride, const T* keys, int64_t dim, float* scores, Fetch& fetch) {
+    using U = Unit<T>;
+    Lanes sums[HEADS][BLOCKS];
     for (int head = 0; head < HEADS; head++)
-        scores[head] = score_tokens(queries + head * stride, tokens, key, dim, fetch);
+        for (int block = 0; block < BLOCKS; block++) sums[head][block] = zero();
+    for (int64_t d = 0; d < dim; d += U::DEPTH, keys += U::DEPTH * LANES) {
+        typename U::Weight weight[BLOCKS];
+        for (int block = 0; block < BLOCKS; block++) weight[block] = U::weight(keys + block * stride * LANES);
+        for (int head = 0; head < HEADS; head++) {
+            const typename U::Value value = U::value(queries + head * stride + d);
+            for (int block = 0; block < BLOCKS; block++)
+                sums[head][block] = U::add_product(sums[head][block], weight[block], value);
+        }
+        if (d % 4 == 0) fetch.some();
+    }
+    for (int head = 0; head < HEADS; head++)
+        for (int block = 0; block < BLOCKS; block++) store(scores + head * SPAN + block * LANES, sums[head][block]);
 }
 
-// sums[head] += weights of the tokens times 16 * VECTORS numbers that lie `value_at` behind the tokens' beginnings.
+// Weights of a span's tokens, as they are multiplied with values.
+template <class T>
+struct SpanOfWeights {
+    float numbers[SPAN];
+    void set(int block, Lanes weights) { store(numbers + block * LANES, weights); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct SpanOfWeights<bf16> {
+    bf16 numbers[SPAN];
+    void set(int block, Lanes weights) { store(numbers + block * LANES, weights); }  // exact: they were cut
+};
+
+// Sixteen numbers of two tokens in turn, from 32 of each.
+inline void in_turn(const bf16* even, const bf16* odd, __m512bh* pairs) {
+    const __m512i places = _mm512_or_si512(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(32 << 16));
+    const __m512i first = _mm512_add_epi32(places, _mm512_slli_epi32(places, 16));
+    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+    pairs[0] = (__m512bh)_mm512_permutex2var_epi16(a, first, b);
+    pairs[1] = (__m512bh)_mm512_permutex2var_epi16(a, _mm512_add_epi16(first, _mm512_set1_epi16(16)), b);
+}
+#endif
+
+// sums[head] += weights of the tokens times 16 * VECTORS numbers that lie `value_at` behind the tokens' beginnings. As a
+// product of a prompt does: bfloat16 in pairs of tokens, where the CPU adds up pairs.
 template <class T, int HEADS, int VECTORS>
-inline void add_values(const float* weights, int64_t weight_stride, const T* const* tokens, int64_t value_at,
-                       int count, float* sums, int64_t sums_stride, Fetch& fetch) {
+inline void add_values(const SpanOfWeights<T>* weights, const T* const* tokens, int64_t value_at, const RowSpan& span,
+                       float* sums, int64_t sums_stride, Fetch& fetch) {
     Lanes sum[HEADS][VECTORS];
     for (int head = 0; head < HEADS; head++)
         for (int vector = 0; vector < VECTORS; vector++)
             sum[head][vector] = load(sums + head * sums_stride + vector * LANES);
-    for (int token = 0; token < count; token++) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        for (int token = span.begin & ~1; token < span.end; token += 2) {
+            const bf16 *even = tokens[token] + value_at, *odd = tokens[token + 1] + value_at;
+            __m512bh value[VECTORS];
+            if constexpr (VECTORS % 2 == 0)
+                for (int vector = 0; vector < VECTORS; vector += 2)
+                    in_turn(even + vector * LANES, odd + vector * LANES, value + vector);
+            else
+                for (int vector = 0; vector < VECTORS; vector++)
+                    value[vector] = (__m512bh)load_in_turn(even + vector * LANES, odd + vector * LANES);
+            fetch.some();
+            for (int head = 0; head < HEADS; head++) {
+                const auto weight = Unit<bf16>::value(weights[head].numbers + token);
+                for (int vector = 0; vector < VECTORS; vector++)
+                    sum[head][vector] = _mm512_dpbf16_ps(sum[head][vector], weight, value[vector]);
+            }
+        }
+    } else
+#endif
+    for (int token = span.begin; token < span.end; token++) {
         Lanes value[VECTORS];
         for (int vector = 0; vector < VECTORS; vector++) value[vector] = load(tokens[token] + value_at + vector * LANES);
         for (int head = 0; head < HEADS; head++) {
-            const Lanes weight = set(weights[head * weight_stride + token]);
+            const Lanes weight = set(weights[head].numbers[token]);
             for (int vector = 0; vector < VECTORS; vector++)
                 sum[head][vector] = fma(weight, value[vector], sum[head][vector]);
         }
@@ -279,84 +305,106 @@ inline void add_values(const float* weights, int64_t weight_stride, const T* con
             store(sums + head * sums_stride + vector * LANES, sum[head][vector]);
 }
 
-// What a new largest score leaves of the weights so far. Most spans bring none.
-inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
-
-// How often fetch.some() is called, at least, while some heads meet so many tokens.
-inline int64_t fetches_of_span(int64_t tokens, int64_t dim) {
-    return (tokens + LANES - 1) / LANES * (dim / 8) + tokens * (dim / (4 * LANES) + dim % (4 * LANES) / LANES);
+// How often fetch.some() is called, at least, while the keys of a kv head are packed and while some heads meet them.
+template <class T>
+inline int64_t fetches_of_keys(const RowSpan& span, int64_t dim) {
+    return (span.end_block() - span.first_block()) * (dim / (2 * UNITS_TOGETHER * Unit<T>::DEPTH));
+}
+inline int64_t fetches_of_heads(const RowSpan& span, int64_t dim) {
+    return (span.end - span.begin) / 2 * (dim / (4 * LANES) + dim % (4 * LANES) / LANES) + dim / 4 + 4;
 }
 
+// Some heads of one kv head meet a span. best, totals: [HEADS]; sums: [HEADS][D].
 template <class T, int HEADS>
-void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t key, int tokens,
-                  float* best, float* total, float* sums, Fetch& fetch) {
-    const int64_t dim = shape.head_dim;
-    const float scale = 1.0f / std::sqrt(float(dim));
-    alignas(64) float weights[HEADS][SPAN];
-    for (int token = 0; token < tokens; token += LANES) {
-        for (int index = token; index < token + LANES; index++)
-            for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T)))
-                _mm_prefetch(reinterpret_cast<const char*>(tokens_at[index] + key + shape.kv_heads * dim + d), _MM_HINT_T0);
-        Lanes scores[HEADS];
-        score_heads<HEADS>(query, shape.query_stride(), tokens_at + token, key, dim, scores, fetch);
-        for (int head = 0; head < HEADS; head++) store(weights[head] + token, mul(scores[head], set(scale)));
-    }
-    const int padded = int(rounded_up(tokens, LANES));
-    for (int head = 0; head < HEADS; head++) {
-        for (int token = tokens; token < padded; token++) weights[head][token] = -std::numeric_limits<float>::infinity();
-        Lanes largest = load(weights[head]);
-        for (int token = LANES; token < padded; token += LANES) largest = max(largest, load(weights[head] + token));
-        const float new_best = std::max(best[head], max_of(largest));
-        Lanes sum = zero();
-        for (int token = 0; token < padded; token += LANES) {
-            const Lanes part = exp(sub(load(weights[head] + token), set(new_best)));
-            sum = add(sum, part);
-            store(weights[head] + token, part);
+void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t key, const RowSpan& span,
+                  const T* keys, float* best, float* totals, float* sums, Fetch& fetch) {
+    constexpr float INFINITE = std::numeric_limits<float>::infinity();
+#if defined(__AVX512F__)
+    constexpr int TOGETHER = HEADS < 4 ? 4 : 2;  // blocks of keys
+#else
+    constexpr int TOGETHER = 1;
+#endif
+    const int64_t dim = shape.head_dim, stride = shape.query_stride();
+    const Lanes scale = set(1.0f / std::sqrt(float(dim)));
+    alignas(64) float scores[HEADS][SPAN];
+    for (int block = span.first_block(); block < span.end_block();) {
+        const T* from = keys + block * stride * LANES;
+        if (block + TOGETHER <= span.end_block()) {
+            score_blocks<HEADS, TOGETHER>(query, stride, from, dim, scores[0] + block * LANES, fetch);
+            block += TOGETHER;
+        } else {
+            score_blocks<HEADS, 1>(query, stride, from, dim, scores[0] + block * LANES, fetch);
+            block++;
         }
-        const float kept = kept_share(best[head], new_best);
-        total[head] = total[head] * kept + sum_of(sum);
-        best[head] = new_best;
-        if (kept != 1.0f)
+    }
+    alignas(64) SpanOfWeights<T> weights[HEADS];
+    for (int head = 0; head < HEADS; head++) {
+        for (int token = span.first_block() * LANES; token < span.begin; token++) scores[head][token] = -INFINITE;
+        for (int token = span.end; token < span.end_block() * LANES; token++) scores[head][token] = -INFINITE;
+        Lanes largest = set(-INFINITE);
+        for (int block = span.first_block(); block < span.end_block(); block++)
+            largest = max(load(scores[head] + block * LANES), largest);  // in this order no NaN is taken
+        // As SpanWeights does for sixteen rows of a prompt.
+        const Lanes before = set(best[head]), most = Weighing<T>::base(mul(set(max_of(largest)), scale));
+        const Lanes limit = add(before, set(GROWTH_MAX)), now = where_at_least(most, limit, most, before);
+        best[head] = first_lane(now);
+        if (best[head] != first_lane(before)) {
+            const Lanes kept = Weighing<T>::kept(sub(now, before));
+            totals[head] = first_lane(mul(set(totals[head]), kept));
             for (int64_t d = 0; d < dim; d += LANES)
-                store(sums + head * dim + d, mul(load(sums + head * dim + d), set(kept)));
+                store(sums + head * dim + d, mul(load(sums + head * dim + d), kept));
+        }
+        const Weighing<T> weighing(scale, now);
+        Lanes parts[SPAN / LANES];
+        for (int block = 0; block < SPAN / LANES; block++) {
+            const bool is_there = block >= span.first_block() && block < span.end_block();
+            parts[block] = is_there ? weighing.weight(load(scores[head] + block * LANES)) : zero();
+            weights[head].set(block, parts[block]);
+            fetch.some();
+        }
+        totals[head] += sum_of_span(parts);
     }
     const int64_t value = key + shape.kv_heads * dim;
     for (int64_t d = 0; d < dim;) {
         if (d + 4 * LANES <= dim) {
-            add_values<T, HEADS, 4>(weights[0], SPAN, tokens_at, value + d, tokens, sums + d, dim, fetch);
+            add_values<T, HEADS, 4>(weights, tokens_at, value + d, span, sums + d, dim, fetch);
             d += 4 * LANES;
         } else {
-            add_values<T, HEADS, 1>(weights[0], SPAN, tokens_at, value + d, tokens, sums + d, dim, fetch);
+            add_values<T, HEADS, 1>(weights, tokens_at, value + d, span, sums + d, dim, fetch);
             d += LANES;
         }
     }
 }
 
-// partial: best [H], total [H], sums [H][D].
+// Of one part of a context. partial: best [H], total [H], sums [H][D]. keys: memory for a span's, [SPAN, query stride].
 template <class T>
 void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
-                   int64_t rows, const T* pages, float* partial, Fetch& fetch) {
+                   int64_t rows, const T* pages, float* partial, Fetch& fetch, T* keys) {
     constexpr int64_t HEADS_MAX = 4;
     const int64_t dim = shape.head_dim, group = shape.group(), stride = shape.query_stride();
-    const int64_t row = chunk.first_row + piece.token;
+    const int64_t row = chunk.first_row + piece.token, sets = (group + HEADS_MAX - 1) / HEADS_MAX;
     float* best = partial;
-    float* total = best + shape.heads;
-    float* sums = total + shape.heads;
-    std::fill(best, best + shape.heads, -std::numeric_limits<float>::infinity());
-    std::fill(total, total + shape.heads * (1 + dim), 0.0f);
+    float* totals = best + shape.heads;
+    float* sums = totals + shape.heads;
+    std::fill(best, best + shape.heads, NOTHING_SEEN);
+    std::fill(totals, totals + shape.heads * (1 + dim), 0.0f);
     const T* tokens_at[SPAN];
-    for (int64_t begin = piece.from; begin < piece.to; begin += SPAN) {
-        const int count = int(std::min<int64_t>(SPAN, piece.to - begin));
-        fetch.begin_span(count, shape.kv_heads * ((group + HEADS_MAX - 1) / HEADS_MAX) * fetches_of_span(count, dim));
-        find_tokens(pages, shape, chunk, begin, count, tokens_at);
-        // The lanes of the last 16 that have no token read the last one's key; their scores are overwritten.
-        for (int index = count; index < SPAN; index++) tokens_at[index] = tokens_at[count - 1];
+    for (int64_t from = piece.from / SPAN * SPAN; from < piece.to; from += SPAN) {
+        const RowSpan span{int(std::max<int64_t>(piece.from - from, 0)), int(std::min<int64_t>(piece.to - from, SPAN))};
+        fetch.begin_span(span.end - span.begin,
+                         shape.kv_heads * (fetches_of_keys<T>(span, dim) + sets * fetches_of_heads(span, dim)));
+        find_tokens(pages, shape, chunk, from + span.begin, span.end - span.begin, tokens_at + span.begin);
+        // What is not seen has a score that is overwritten, and a weight of 0.
+        for (int index = 0; index < span.begin; index++) tokens_at[index] = tokens_at[span.begin];
+        for (int index = span.end; index < SPAN; index++) tokens_at[index] = tokens_at[span.end - 1];
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+            const int64_t key = kv_head * dim;
+            pack_keys(tokens_at, span, key, dim, stride, keys, fetch);
             for (int64_t in_group = 0; in_group < group; in_group += HEADS_MAX) {
-                const int64_t head = kv_head * group + in_group, key = kv_head * dim;
+                const int64_t head = kv_head * group + in_group;
                 const T* query = queries + ((kv_head * rows + row) * group + in_group) * stride;
                 const auto attend = [&](auto run) {
-                    run(shape, query, tokens_at, key, count, best + head, total + head, sums + head * dim, fetch);
+                    run(shape, query, tokens_at, key, span, keys, best + head, totals + head, sums + head * dim, fetch);
                 };
                 switch (std::min(group - in_group, HEADS_MAX)) {
                     case 4: attend(attend_heads<T, 4>); break;
@@ -369,35 +417,39 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
     }
 }
 
-// Joins the parts of a row's context. What a part has as its largest scores becomes its shares.
+// Joins the parts of a row's context, one after the other. What a part has as its largest scores and its totals becomes what
+// the parts before and it are multiplied with.
 template <class T>
-void join_parts(const AttentionShape& shape, float* partials, int splits, const Rows<T>& attended, int64_t row) {
+void join_parts(const AttentionShape& shape, float* partials, int parts, const Rows<T>& attended, int64_t row) {
     const int64_t dim = shape.head_dim, stride = partial_count(shape);
     for (int64_t first = 0; first < shape.heads; first += LANES) {
         // Lanes of the last heads' vector that have none hold something else, and are not stored.
-        const int64_t heads = std::min<int64_t>(LANES, shape.heads - first);
-        Lanes best = load(partials + first), total = zero();
-        for (int split = 1; split < splits; split++) best = max(best, load(partials + split * stride + first));
-        const auto weight_of = [&](const float* partial) { return exp(sub(load(partial + first), best)); };
-        for (int split = 0; split < splits; split++) {
-            const float* partial = partials + split * stride;
-            total = fma(load(partial + shape.heads + first), weight_of(partial), total);
+        const size_t bytes = sizeof(float) * std::min<int64_t>(LANES, shape.heads - first);
+        alignas(64) float lanes[LANES];
+        const auto keep = [&](float* to, Lanes numbers) {
+            store(lanes, numbers);
+            std::memcpy(to, lanes, bytes);
+        };
+        Lanes best = load(partials + first), total = load(partials + shape.heads + first);
+        for (int part = 1; part < parts; part++) {
+            float *bests = partials + part * stride + first, *totals = bests + shape.heads;
+            const Joint<T> joint(best, load(bests));
+            best = joint.best;
+            total = joint.of(total, load(totals));
+            keep(bests, joint.first);
+            keep(totals, joint.second);
         }
-        for (int split = 0; split < splits; split++) {
-            float* partial = partials + split * stride;
-            alignas(64) float shares[LANES];
-            store(shares, div(weight_of(partial), total));
-            std::memcpy(partial + first, shares, sizeof(float) * heads);
-        }
+        keep(partials + first, div(set(1.0f), total));
     }
     for (int head = 0; head < shape.heads; head++)
         for (int64_t d = 0; d < dim; d += LANES) {
-            Lanes sum = zero();
-            for (int split = 0; split < splits; split++) {
-                const float* partial = partials + split * stride;
-                sum = fma(load(partial + 2 * shape.heads + head * dim + d), set(partial[head]), sum);
+            const float* sums = partials + 2 * shape.heads + head * dim + d;
+            Lanes sum = load(sums);
+            for (int part = 1; part < parts; part++) {
+                const float* shares = partials + part * stride + head;
+                sum = fma(load(sums + part * stride), set(shares[shape.heads]), mul(sum, set(shares[0])));
             }
-            store(attended.at(row, head * dim + d), sum);
+            store(attended.at(row, head * dim + d), mul(sum, set(partials[head])));
         }
 }
 

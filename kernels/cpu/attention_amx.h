@@ -7,7 +7,6 @@
 #pragma once
 
 #include "attention.h"
-#include "buffer.h"
 
 namespace trioserve {
 
@@ -53,18 +52,6 @@ struct TileScratch {
         best = totals + units * TILE_HEADS * LANES;
     }
 };
-
-// In each quarter of four vectors rows become columns.
-inline void transpose_quarters(Lanes* rows) {
-    const __m512d low_first = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
-    const __m512d low_last = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
-    const __m512d high_first = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
-    const __m512d high_last = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
-    rows[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low_first, low_last));
-    rows[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low_first, low_last));
-    rows[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high_first, high_last));
-    rows[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high_first, high_last));
-}
 
 // Where a number is after transpose_quarters of a narrow tile, and where it was: quarter and place in it are exchanged.
 inline __m512i exchanged_places() { return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
@@ -150,7 +137,7 @@ inline void score_blocks(const float* queries, const TileSpan& span, int64_t str
 // One unit's scores become weights: one softmax over all spans so far.
 inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, int64_t dim, bool is_first,
                          float* weights, float* best, float* totals, float* sums, Fetch& fetch) {
-    constexpr float INFINITE = std::numeric_limits<float>::infinity(), LOG2_E = 1.44269504f;
+    constexpr float INFINITE = std::numeric_limits<float>::infinity();
     const float scale = 1.0f / std::sqrt(float(dim));
     const __m512i places = exchanged_places();
     Lanes columns[BLOCKS][4];  // of each head; tokens in exchanged places
@@ -168,10 +155,13 @@ inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, i
     for (int head = 0; head < 4; head++)
         largest[head] = max(max(columns[0][head], columns[1][head]), max(columns[2][head], columns[3][head]));
     const __m128 old_best = _mm_load_ps(best);
-    const __m128 new_best = _mm_max_ps(_mm_mul_ps(largest_of(largest), _mm_set1_ps(scale)), old_best);
+    // As a part's largest score has to be, so that parts can be joined.
+    const Lanes rough = Weighing<bf16>::base(mul(_mm512_castps128_ps512(largest_of(largest)), set(scale)));
+    const __m128 new_best = _mm_max_ps(_mm512_castps512_ps128(rough), old_best);
     alignas(64) float starts[LANES], kept[LANES];
     store(starts, mul(_mm512_castps128_ps512(new_best), set(-LOG2_E)));
-    store(kept, exp(_mm512_castps128_ps512(_mm_sub_ps(old_best, new_best))));  // 1 where nothing has grown
+    // 1 where nothing has grown.
+    store(kept, Weighing<bf16>::kept(_mm512_castps128_ps512(_mm_sub_ps(new_best, old_best))));
     _mm_store_ps(best, new_best);
     for (int head = 0; head < heads; head++) {
         const Lanes start = set(starts[head]);
@@ -247,7 +237,7 @@ inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const 
             pack_queries(query + d, shape.query_stride(),
                          scratch.queries + (unit * tiles + d / 32) * NARROW_TILE);
         }
-    std::fill(scratch.best, scratch.best + units * TILE_HEADS, -std::numeric_limits<float>::infinity());
+    std::fill(scratch.best, scratch.best + units * TILE_HEADS, NOTHING_SEEN);
     // While one unit's scores become weights, the next one's are computed.
     float *scores = scratch.scores, *next_scores = scores + BLOCKS * NARROW_TILE;
     bf16 *copies = scratch.tokens, *next_copies = copies + SPAN * stride;
@@ -302,20 +292,20 @@ inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const 
 inline void configure_row_tiles() {}
 #endif
 
-// As attend_direct, in the way that suits the shape; tiles: the thread's memory for it.
+// As attend_direct, in the way that suits the shape; memory: the thread's for it.
 template <class T>
-void attend_row(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
-                int64_t rows, const T* pages, float* partial, Fetch& fetch, [[maybe_unused]] Buffer& tiles) {
+void attend_part(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
+                 int64_t rows, const T* pages, float* partial, Fetch& fetch, Buffer& memory) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
         if (shape.head_dim % 32 == 0) {
-            const TileScratch scratch(shape, tiles.of<float>(TileScratch::float_count(shape)));
+            const TileScratch scratch(shape, memory.of<float>(TileScratch::float_count(shape)));
             attend_tiles(shape, chunk, piece, queries, rows, pages, partial, fetch, scratch);
             return;
         }
     }
 #endif
-    attend_direct(shape, chunk, piece, queries, rows, pages, partial, fetch);
+    attend_direct(shape, chunk, piece, queries, rows, pages, partial, fetch, memory.of<T>(SPAN * shape.query_stride()));
 }
 
 }  // namespace trioserve

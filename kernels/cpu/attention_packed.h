@@ -1,4 +1,5 @@
-// Attention with keys and values packed for many rows: those of a prompt, and decodes that share blocks.
+// Attention with keys and values packed for many rows: those of a prompt, and decodes that share blocks. With AMX also
+// decodes whose bits must be those of a prompt's row.
 #pragma once
 
 #include <cmath>
@@ -24,107 +25,6 @@ inline int64_t piece_tokens_max(const AttentionShape& shape) {
 // Keys are the rows of the first product and queries its weight, so that 16 queries lie side by side in vectors: a softmax
 // over tokens then has no sums across lanes. Its weights are the second product's weight, and the values' numbers its rows.
 
-// What sixteen rows have at `at`, one number of float32 or a pair of bfloat16 each, becomes 16 rows of columns.
-template <class T>
-inline void transpose_rows(const T* const* rows, int64_t at, Lanes* columns) {
-    for (int row = 0; row < LANES; row++) columns[row] = load(reinterpret_cast<const float*>(rows[row] + at));
-    transpose(columns);
-}
-
-// The same for the numbers of the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32.
-inline void transpose_tokens(const float* const* tokens, int64_t at, Lanes* columns) {
-    transpose_rows(tokens, at, columns);
-}
-inline void transpose_tokens(const bf16* const* tokens, int64_t at, Lanes* columns) {
-    for (int pair = 0; pair < LANES; pair++) columns[pair] = load_in_turn(tokens[2 * pair] + at, tokens[2 * pair + 1] + at);
-    transpose(columns);
-}
-
-constexpr float LOG2_E = 1.44269504f;
-
-// How the scores of sixteen rows become weights of values: 2 ** ((score * scale - best) * LOG2_E), those of two tokens side
-// by side. total(): of all that were written; a NaN, if a score was no number.
-template <class T>
-class Weighing {
-public:
-    static constexpr bool NEEDS_BEST = true;          // else is_good() says whether `best` was good enough
-    static Lanes base(Lanes score) { return score; }  // what `best` may be, about as large
-    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // of weights, when `best` grows so much
-
-    Weighing(Lanes scale, Lanes best) : step_(mul(scale, set(LOG2_E))), start_(mul(best, set(-LOG2_E))) {}
-    void write(T* to, Lanes even, Lanes odd) {
-        even = fma(even, step_, start_);
-        odd = fma(odd, step_, start_);
-        if constexpr (sizeof(T) == sizeof(float)) {
-            store(to, even = power_of_two(even));
-            store(to + LANES, odd = power_of_two(odd));
-        } else {
-            store_cut_in_turn(to, even = cut(power_of_two_to_cut(even)), odd = cut(power_of_two_to_cut(odd)));
-        }
-        total_ = add(total_, add(even, odd));
-    }
-    Lanes total() const { return total_; }
-    bool is_good() const { return true; }
-
-private:
-    Lanes step_, start_;
-    Lanes total_ = zero();
-};
-
-#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-// Logarithms as numbers of fixed point, 7 bits behind the point, and bfloat16 have the same bits but for what 2 ** a - 1 is
-// less than a between whole numbers: a table has it, in units of 1 / 128. (As N. Schraudolph, A fast, compact approximation
-// of the exponential function, Neural Computation 11, 1999, without a table.) It takes a third of the multiplications and
-// comparisons of floats, of which AMX leaves one a cycle. The weights are off by 0.24 %, where rounding takes 0.16.
-template <>
-class Weighing<bf16> {
-public:
-    static constexpr bool NEEDS_BEST = false;
-    // The logarithm of a power of 2: so the digits of weights and sums are the same whatever is subtracted.
-    static Lanes base(Lanes score) { return mul(round_whole(mul(score, set(LOG2_E))), set(1.0f / LOG2_E)); }
-    static Lanes kept(Lanes growth) { return scale_by_power(set(1.0f), round_whole(mul(growth, set(-LOG2_E)))); }
-
-    Weighing(Lanes scale, Lanes best)
-        : step_(mul(scale, set(UNITS))), start_(fma(best, set(-UNITS), set(ZERO + 127 * 128))) {}
-    void write(bf16* to, Lanes even, Lanes odd) {
-        even = max(set(ZERO), fma(even, step_, start_));  // in this order a NaN stays one
-        odd = max(set(ZERO), fma(odd, step_, start_));
-        const __m512i even_bits = _mm512_castps_si512(even), odd_bits = _mm512_castps_si512(odd);
-        bits_ = _mm512_ternarylogic_epi32(bits_, even_bits, odd_bits, 0xfe);  // or
-        const __m512i to_upper_halves = _mm512_set4_epi32(0x0d0c'0000, 0x0908'0000, 0x0504'0000, 0x0100'0000);
-        const __m512i logarithms = _mm512_mask_shuffle_epi8(even_bits, 0xcccccccccccccccc, odd_bits, to_upper_halves);
-        const __m512i places = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x0031'0021'0011'0001), logarithms);
-        const __m512i less = _mm512_maskz_permutexvar_epi8(0x5555555555555555, places, _mm512_load_si512(LESS));
-        const __m512i weights = _mm512_sub_epi16(logarithms, less);
-        _mm512_storeu_si512(to, weights);
-        total_ = _mm512_dpbf16_ps(total_, (__m512bh)weights, (__m512bh)_mm512_set1_epi16(0x3f80));
-    }
-    Lanes total() const {
-        return _mm512_mask_blend_ps(strange(), total_, set(std::numeric_limits<float>::quiet_NaN()));
-    }
-    bool is_good() const { return (strange() | _mm512_cmp_ps_mask(total_, set(TOTAL_MAX), _CMP_NLE_UQ)) == 0; }
-
-private:
-    static constexpr float UNITS = 128 * LOG2_E;
-    static constexpr float ZERO = 8388608.0f;  // 2 ** 23: what is added to it lies in its lower bits, as a whole number
-    static constexpr float TOTAL_MAX = 1e4f;   // far from all that float32 or the bits of a weight cannot hold
-    // By the upper 6 bits of the fraction.
-    alignas(64) static constexpr uint8_t LESS[64] = {
-        0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 11, 11, 11,
-        11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9, 9, 9, 8, 8, 8, 7, 7, 6, 6, 5, 5,
-        4, 3, 3, 2, 1, 1};
-
-    // Where something else than ZERO and 15 bits was written: a score that is no number, or 90 and more above `best`.
-    __mmask16 strange() const { return _mm512_test_epi32_mask(bits_, _mm512_set1_epi32(~0x4b007fff)); }
-
-    Lanes step_, start_;
-    Lanes total_ = zero();
-    __m512i bits_ = _mm512_setzero_si512();
-};
-#endif
-
-constexpr float NOTHING_SEEN = -1e30f;  // as the largest score; no infinity: two of them have no difference
-
 #if defined(__AMX_BF16__)
 template <class T>
 constexpr bool IN_TILES = sizeof(T) == sizeof(bf16);
@@ -138,7 +38,7 @@ constexpr bool IN_TILES = false;
 template <class T>
 struct PackedScratch {
     static constexpr int STRIP = IN_TILES<T> ? LANES : PANEL_BLOCKS * LANES;
-    static constexpr int TOKENS = IN_TILES<T> ? 512 : SPAN;  // packed at a time, at most
+    static constexpr int TOKENS = IN_TILES<T> ? PART_TOKENS : SPAN;  // packed at a time, at most
 
     // For so many rows: few meet tokens that are in the first cache still.
     static int64_t tokens_for(int64_t rows) { return rows < 96 ? SPAN : TOKENS; }
@@ -147,9 +47,10 @@ struct PackedScratch {
     T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, TOKENS]
     T* nothing;            // a token that is absent, a query that is absent
     float* scores;         // [2][SPAN, STRIP]
-    float* sums;           // a strip's [D, STRIP], strip by strip
+    float* sums;           // a strip's [D, STRIP], strip by strip; of the part that is met
     float* totals;         // [width], of weights
     float* best;           // [width], about the largest score so far
+    float *joined_sums, *joined_totals, *joined_best;  // of the parts before
     float *first, *last;   // [width], what a row sees
 
     static int64_t width_max(const AttentionShape& shape) {
@@ -161,7 +62,7 @@ struct PackedScratch {
                width_max(shape) * shape.query_stride();
     }
     static int64_t float_count(const AttentionShape& shape) {
-        return 2 * STRIP * SPAN + width_max(shape) * (shape.head_dim + 4);
+        return 2 * STRIP * SPAN + width_max(shape) * (2 * shape.head_dim + 6);
     }
 
     PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
@@ -174,7 +75,10 @@ struct PackedScratch {
         sums = scores + 2 * STRIP * SPAN;
         totals = sums + width_max(shape) * shape.head_dim;
         best = totals + width_max(shape);
-        first = best + width_max(shape);
+        joined_sums = best + width_max(shape);
+        joined_totals = joined_sums + width_max(shape) * shape.head_dim;
+        joined_best = joined_totals + width_max(shape);
+        first = joined_best + width_max(shape);
         last = first + width_max(shape);
     }
 
@@ -198,8 +102,6 @@ struct PackedScratch {
     void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of, const SeenOf& seen_of) const {
         constexpr int64_t DEPTH = Unit<T>::DEPTH;
         const int64_t width = rounded_up(count, STRIP), stride = shape.query_stride();
-        std::fill(best, best + width, NOTHING_SEEN);
-        std::fill(totals, totals + width, 0.0f);
         for (int64_t row = 0; row < width; row++) {
             const Seen seen = seen_of(std::min(row, count - 1));
             first[row] = float(seen.begin);
@@ -218,6 +120,44 @@ struct PackedScratch {
                 for (int index = 0; index < LANES; index++) store(to + index * LANES, columns[index]);
             }
         }
+    }
+
+    void begin_part(int64_t count) const {
+        const int64_t width = rounded_up(count, STRIP);
+        std::fill(best, best + width, NOTHING_SEEN);
+        std::fill(totals, totals + width, 0.0f);
+    }
+    // Of what sixteen rows see there is nothing between these positions.
+    bool is_blind(int64_t row, int64_t from, int64_t to) const {
+        return int64_t(last[row + LANES - 1]) < from || int64_t(first[row]) >= to;
+    }
+    // The first part's sums of rows that see nothing of it, and so have met nothing.
+    void clear_blind(const AttentionShape& shape, int64_t count, int64_t from, int64_t to) const {
+        for (int64_t row = 0; row < count; row += LANES)
+            for (int64_t d = 0; is_blind(row, from, to) && d < shape.head_dim; d++)
+                store(sums_of(shape, row) + d * STRIP, zero());
+    }
+    // The part at positions from .. to - 1 is met: it is joined with those before.
+    void join(const AttentionShape& shape, int64_t count, int64_t from, int64_t to) const {
+        for (int64_t row = 0; row < count; row += LANES) {
+            if (is_blind(row, from, to)) continue;
+            const Joint<T> joint(load(joined_best + row), load(best + row));
+            store(joined_best + row, joint.best);
+            store(joined_totals + row, joint.of(load(joined_totals + row), load(totals + row)));
+            const float* part = sums_of(shape, row);
+            float* joined = joined_sums + (part - sums);
+            for (int64_t d = 0; d < shape.head_dim; d++)
+                store(joined + d * STRIP, joint.of(load(joined + d * STRIP), load(part + d * STRIP)));
+        }
+    }
+
+    // The scratch in which the first part of a context is met: it has nothing to be joined with.
+    PackedScratch first_part() const {
+        PackedScratch first = *this;
+        first.sums = joined_sums;
+        first.totals = joined_totals;
+        first.best = joined_best;
+        return first;
     }
 
     // finish(row, d, Lanes) gets the sums of each row's numbers d .. d + 15; is_share: divided by its total.
@@ -275,32 +215,36 @@ public:
     SpanWeights(const AttentionShape& shape, int64_t row, int64_t from, int64_t present, const Met& met,
                 const PackedScratch<T>& scratch, float* scores, T* weights, const Grow& grow)
         : shape_(shape), scratch_(scratch), row_(row), from_(from), met_(met),
-          end_(std::min(rounded_up(present, 2), met.end)), scores_(scores), weights_(weights), grow_(grow),
+          end_(std::min(rounded_up(present, 4), met.end)), scores_(scores), weights_(weights), grow_(grow),
           scale_(set(1.0f / std::sqrt(float(shape.head_dim)))), weighing_(scale_, load(scratch.best + row)), at_(met.from) {
         const bool all_see_all = first_of_all() <= met.from && last_of_all() + 1 >= end_;
         if (!all_see_all || scratch.best[row] == NOTHING_SEEN || Weighing<T>::NEEDS_BEST) find_best();
     }
 
-    // So many pairs of tokens.
-    void some(int pairs) {
-        for (; pairs > 0 && at_ < end_; pairs--, at_ += 2)
-            weighing_.write(weights_ + at_ * LANES, load(scores_ + at_ * STRIP), load(scores_ + (at_ + 1) * STRIP));
+    // So many fours of tokens.
+    void some(int fours) {
+        for (; fours > 0 && at_ < end_; fours--, at_ += 4) {
+            const float* scores = scores_ + at_ * STRIP;
+            sixteen_ = add(sixteen_, weighing_.write(weights_ + at_ * LANES, load(scores), load(scores + STRIP),
+                                                     load(scores + 2 * STRIP), load(scores + 3 * STRIP)));
+            if (at_ % LANES < LANES - 4) continue;
+            total_ = add(total_, sixteen_);
+            sixteen_ = zero();
+        }
     }
     void end() {
-        some(SPAN / 2);
-        if (!has_best_ && !weighing_.is_good()) {
+        some(SPAN / 4);
+        if (!has_best_ && !weighing_.are_good(add(total_, sixteen_))) {
             find_best();
-            some(SPAN / 2);
+            some(SPAN / 4);
         }
         if (at_ < met_.end) std::memset(weights_ + at_ * LANES, 0, sizeof(T) * LANES * (met_.end - at_));
         float* totals = scratch_.totals + row_;
-        store(totals, add(load(totals), weighing_.total()));
+        store(totals, add(load(totals), weighing_.checked(add(total_, sixteen_))));
     }
 
 private:
     static constexpr int STRIP = PackedScratch<T>::STRIP;
-    static constexpr float GROWTH_MAX = 5.0f;  // of a score, before what was added up is scaled anew
-
     // Of the span's tokens, which all rows see.
     int64_t first_of_all() const { return int64_t(scratch_.first[row_ + LANES - 1]) - from_; }
     int64_t last_of_all() const { return int64_t(scratch_.last[row_]) - from_; }
@@ -346,6 +290,7 @@ private:
         }
         has_best_ = true;
         at_ = met_.from;
+        total_ = sixteen_ = zero();
         weighing_ = Weighing<T>(scale_, best);
     }
 
@@ -359,6 +304,7 @@ private:
     const Grow& grow_;
     const Lanes scale_;
     Weighing<T> weighing_;
+    Lanes total_ = zero(), sixteen_ = zero();
     int64_t at_;
     bool has_best_ = false;
 };
@@ -442,7 +388,7 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
     const int64_t end = std::min(int64_t(scratch.last[row + LANES - 1]) + 1 - from, present);
     if (first >= end || end <= 0) return;
     const int64_t begin = std::max<int64_t>(first, 0) / 32 * 32;
-    bool is_first = first >= 0;
+    bool is_first = first >= 0 || from % PART_TOKENS == 0;
     int64_t met_from = begin;  // weights from here on wait for their values
     const auto add_values = [&](int64_t met_end) {
         const int64_t steps = (met_end - met_from) / 32;
@@ -480,7 +426,7 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
         finish_writes();
     };
     // While a span's scores are computed, those of the one before become weights.
-    const int pairs = int(std::max<int64_t>(SPAN / 2 / (SPAN / LANES * (stride / 32)), 1));
+    const int fours = int(std::max<int64_t>(SPAN / 4 / (SPAN / LANES * (stride / 32)), 1));
     const int64_t first_span = begin / SPAN * SPAN;
     score(first_span, [] {});
     for (int64_t span = first_span; span < end; span += SPAN) {
@@ -491,15 +437,14 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
         };
         SpanWeights<bf16, decltype(grow)> weights(shape, row, from + span, end - span, met, scratch, scores_of(span),
                                                   scratch.weights + span * LANES, grow);
-        if (span + SPAN < end) score(span + SPAN, [&] { weights.some(pairs); });
+        if (span + SPAN < end) score(span + SPAN, [&] { weights.some(fours); });
         weights.end();
     }
     add_values(rounded_up(end, 32));
 }
 #endif
 
-// The scratch's `count` rows meet packed tokens, from .. from + present - 1. The weighted values are added up as one
-// softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
+// The scratch's `count` rows meet packed tokens, from .. from + present - 1.
 template <class T>
 inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from, int64_t present,
                         const PackedScratch<T>& scratch) {
@@ -516,7 +461,7 @@ inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from
         const int64_t first = int64_t(scratch.first[row]) - from;
         const int64_t end = std::min(int64_t(scratch.last[row + STRIP - 1]) + 1 - from, present);
         if (first >= SPAN || end <= 0) continue;
-        const bool is_first = first >= 0;
+        const bool is_first = first >= 0 || from % PART_TOKENS == 0;
         const auto grow = [=] { return !is_first; };
         const Met met{std::max<int64_t>(first, 0) / 32 * 32, rounded_up(end, 32)};
         add_products<T>(scratch.keys + met.from * stride, stride, int(met.end - met.from), scratch.queries + row * stride,
@@ -528,6 +473,30 @@ inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from
         add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim), scratch.weights + met.from * LANES,
                         LANES * SPAN, PANEL_BLOCKS, met.end - met.from, scratch.sums_of(shape, row), STRIP, is_first,
                         nullptr);
+    }
+}
+
+// `count` rows of the scratch meet what they see of positions from .. to - 1 of a kv head, part by part: end_part(part, scratch)
+// is called when one is met, and the scratch has its sums.
+template <class T, class EndPart>
+inline void meet_parts(const AttentionShape& shape, const Chunk& chunk, int64_t kv_head, int64_t count, int64_t from,
+                       int64_t to, const T* pages, const PackedScratch<T>& scratch, const EndPart& end_part) {
+    const int64_t together = PackedScratch<T>::tokens_for(count);
+    for (int64_t part = from / PART_TOKENS; part * PART_TOKENS < to; part++) {
+        const bool is_first = part == from / PART_TOKENS;
+        const PackedScratch<T> of_part = is_first ? scratch.first_part() : scratch;
+        const int64_t end = std::min<int64_t>((part + 1) * PART_TOKENS, to);
+        of_part.begin_part(count);
+        for (int64_t at = std::max(part * PART_TOKENS, from / together * together); at < end; at += together) {
+            const int64_t present = std::min(together, end - at);
+            // Behind a window lie pages that may be somebody else's by now.
+            const int64_t hidden = std::max<int64_t>(from - at, 0);
+            const T* tokens_at[PackedScratch<T>::TOKENS];
+            find_tokens(pages, shape, chunk, at + hidden, present - hidden, tokens_at + hidden);
+            pack_tokens(shape, tokens_at, kv_head, hidden, present, of_part);
+            meet_tokens(shape, count, at, present, of_part);
+        }
+        end_part(part, of_part, is_first);
     }
 }
 
@@ -546,26 +515,24 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
             const int64_t position = first + row / group;
             return Seen{first_seen(position, window), position + 1};
         });
-    const int64_t together = PackedScratch<T>::tokens_for(count);
-    for (int64_t from = first_seen(first, window) / together * together; from <= last; from += together) {
-        const int64_t present = std::min(together, last + 1 - from);
-        // Behind a window lie pages that may be somebody else's by now.
-        const int64_t hidden = std::max<int64_t>(first_seen(first, window) - from, 0);
-        const T* tokens_at[PackedScratch<T>::TOKENS];
-        find_tokens(pages, shape, chunk, from, present, tokens_at);
-        pack_tokens(shape, tokens_at, piece.kv_head, hidden, present, scratch);
-        meet_tokens(shape, count, from, present, scratch);
-    }
-    scratch.end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
+    meet_parts(shape, chunk, piece.kv_head, count, first_seen(first, window), last + 1, pages, scratch,
+               [&](int64_t part, const PackedScratch<T>& of_part, bool is_first) {
+                   const int64_t from = part * PART_TOKENS, to = from + PART_TOKENS;
+                   if (is_first)
+                       of_part.clear_blind(shape, count, from, to);
+                   else
+                       of_part.join(shape, count, from, to);
+               });
+    scratch.first_part().end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
         store(attended.at(chunk.first_row + piece.token + row / group, (piece.kv_head * group + row % group) * dim + d), part);
     });
 }
 
 // --- decodes that share the beginning of their contexts: each span is packed once for all of them -----------------------
 
-// Blocks are found through `chunk`, the first sharer's. partial_of(sharer) is where its part goes.
+// Blocks are found through `chunk`, the first sharer's. partial_of(sharer, part) is where its part goes.
 template <class T, class PartialOf>
-void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const Sharer* sharers,
+void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const int32_t* sharers,
                    const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,
                    const PartialOf& partial_of) {
     const int64_t group = shape.group(), dim = shape.head_dim;
@@ -573,27 +540,23 @@ void attend_shared(const AttentionShape& shape, const Chunk& chunk, const Attent
     scratch.begin(
         shape, count,
         [&](int64_t row) {
-            const int64_t sharer = sharers[row / group].row;
+            const int64_t sharer = sharers[row / group];
             return queries + ((piece.kv_head * rows + sharer) * group + row % group) * shape.query_stride();
         },
         [&](int64_t) { return Seen{piece.from, piece.to}; });
-    const int64_t together = PackedScratch<T>::tokens_for(count);
-    for (int64_t from = piece.from; from < piece.to; from += together) {
-        const int64_t present = std::min(together, piece.to - from);
-        const T* tokens_at[PackedScratch<T>::TOKENS];
-        find_tokens(pages, shape, chunk, from, present, tokens_at);
-        pack_tokens(shape, tokens_at, piece.kv_head, 0, present, scratch);
-        meet_tokens(shape, count, from, present, scratch);
-    }
-    for (int64_t row = 0; row < count; row++) {
-        float* partial = partial_of(sharers[row / group]) + piece.kv_head * group + row % group;
-        partial[0] = scratch.best[row];
-        partial[shape.heads] = scratch.totals[row];
-    }
-    scratch.end(shape, count, false, [&](int64_t row, int64_t d, Lanes part) {
-        const int64_t head = piece.kv_head * group + row % group;
-        store(partial_of(sharers[row / group]) + 2 * shape.heads + head * dim + d, part);
-    });
+    meet_parts(shape, chunk, piece.kv_head, count, piece.from, piece.to, pages, scratch,
+               [&](int64_t index, const PackedScratch<T>& of_part, bool) {
+                   const auto partial_at = [&](int64_t row) { return partial_of(sharers[row / group], index); };
+                   for (int64_t row = 0; row < count; row++) {
+                       float* partial = partial_at(row) + piece.kv_head * group + row % group;
+                       partial[0] = of_part.best[row];
+                       partial[shape.heads] = of_part.totals[row];
+                   }
+                   of_part.end(shape, count, false, [&](int64_t row, int64_t d, Lanes sums) {
+                       const int64_t head = piece.kv_head * group + row % group;
+                       store(partial_at(row) + 2 * shape.heads + head * dim + d, sums);
+                   });
+               });
 }
 
 }  // namespace trioserve

@@ -154,12 +154,13 @@ inline void tile(const T* x, int64_t x_stride, const T* w, int64_t block_stride,
 template <class T>
 using Tile = void (*)(const T*, int64_t, const T*, int64_t, int64_t, float*, int64_t, bool, const T* const*);
 
-template <class T, int BLOCKS>
+// No table: loaders join tables of the same name, and another level's library, if it is loaded too, has other tiles.
+template <class T, int BLOCKS, int ROWS = TILE_ROWS>
 inline Tile<T> tile_of(int rows) {
-    static constexpr Tile<T> TILES[TILE_ROWS] = {
-        tile<T, 1, BLOCKS>, tile<T, 2, BLOCKS>, tile<T, 3, BLOCKS>, tile<T, 4, BLOCKS>,
-        tile<T, 5, BLOCKS>, tile<T, 6, BLOCKS>, tile<T, 7, BLOCKS>, tile<T, 8, BLOCKS>};
-    return TILES[rows - 1];
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return tile_of<T, BLOCKS, ROWS - 1>(rows);
+    }
+    return tile<T, ROWS, BLOCKS>;
 }
 
 // The sums of a product on their way to results: finish(first row, row count, first output block, block count, sums) gets

@@ -41,6 +41,7 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 inline Lanes div_roughly(Lanes a, Lanes b) { return mul(a, _mm512_rcp14_ps(b)); }
 inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
 inline Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
+inline float first_lane(Lanes a) { return _mm512_cvtss_f32(a); }
 inline float sum_of(Lanes a) { return _mm512_reduce_add_ps(a); }
 inline float max_of(Lanes a) { return _mm512_reduce_max_ps(a); }
 
@@ -88,6 +89,29 @@ inline void transpose(Lanes* rows) {
         rows[column + 8] = _mm512_shuffle_f32x4(even_first, even_last, 0xdd);
         rows[column + 12] = _mm512_shuffle_f32x4(odd_first, odd_last, 0xdd);
     }
+}
+
+// In each quarter of four vectors rows become columns.
+inline void transpose_quarters(Lanes* rows) {
+    const __m512d low_first = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
+    const __m512d low_last = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
+    const __m512d high_first = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
+    const __m512d high_last = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
+    rows[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low_first, low_last));
+    rows[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low_first, low_last));
+    rows[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high_first, high_last));
+    rows[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high_first, high_last));
+}
+template <int QUARTER>
+inline __m128 quarter(Lanes a) {
+    return _mm512_extractf32x4_ps(a, QUARTER);
+}
+// Four numbers from each place. A load into a mask shuffles nothing.
+inline Lanes load_quarters(const float* a, const float* b, const float* c, const float* d) {
+    Lanes quarters = _mm512_castps128_ps512(_mm_loadu_ps(a));
+    quarters = _mm512_mask_broadcast_f32x4(quarters, 0x00f0, _mm_loadu_ps(b));
+    quarters = _mm512_mask_broadcast_f32x4(quarters, 0x0f00, _mm_loadu_ps(c));
+    return _mm512_mask_broadcast_f32x4(quarters, 0xf000, _mm_loadu_ps(d));
 }
 
 // Sixteen of `even` and sixteen of `odd` in turn: a pair is a lane.
@@ -153,25 +177,6 @@ inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {
     _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(odd)));
 }
 
-// In each quarter of the result, the sums of the four rows' lanes there.
-inline Lanes sums_of_quarters(const Lanes* rows) {
-    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
-    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
-    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-    return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-}
-// Lane i of the result is the sum of all lanes of rows[i].
-inline Lanes sums_of(const Lanes* rows) {
-    __m512 quads[4];
-    for (int group = 0; group < 4; group++) quads[group] = sums_of_quarters(rows + 4 * group);
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88),
-                                    _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88),
-                                    _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-}
-
 #else
 
 struct Lanes {
@@ -195,6 +200,8 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) {
 }
 inline Lanes max(Lanes a, Lanes b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 inline Lanes min(Lanes a, Lanes b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+
+inline float first_lane(Lanes a) { return _mm256_cvtss_f32(a.low); }
 
 inline float sum_of(Lanes a) {
     const __m256 both = _mm256_add_ps(a.low, a.high);
@@ -306,6 +313,26 @@ inline void transpose(Lanes* rows) {
     for (int row = 0; row < LANES; row++) rows[row] = {parts[0][row / 8][row % 8], parts[1][row / 8][row % 8]};
 }
 
+inline void transpose_quarters(Lanes* rows) {
+    const auto half = [](__m256& a, __m256& b, __m256& c, __m256& d) {
+        const __m256 low_first = _mm256_unpacklo_ps(a, b), low_last = _mm256_unpacklo_ps(c, d);
+        const __m256 high_first = _mm256_unpackhi_ps(a, b), high_last = _mm256_unpackhi_ps(c, d);
+        a = _mm256_shuffle_ps(low_first, low_last, 0x44);
+        b = _mm256_shuffle_ps(low_first, low_last, 0xee);
+        c = _mm256_shuffle_ps(high_first, high_last, 0x44);
+        d = _mm256_shuffle_ps(high_first, high_last, 0xee);
+    };
+    half(rows[0].low, rows[1].low, rows[2].low, rows[3].low);
+    half(rows[0].high, rows[1].high, rows[2].high, rows[3].high);
+}
+template <int QUARTER>
+inline __m128 quarter(Lanes a) {
+    return _mm256_extractf128_ps(QUARTER < 2 ? a.low : a.high, QUARTER % 2);
+}
+inline Lanes load_quarters(const float* a, const float* b, const float* c, const float* d) {
+    return {_mm256_set_m128(_mm_loadu_ps(b), _mm_loadu_ps(a)), _mm256_set_m128(_mm_loadu_ps(d), _mm_loadu_ps(c))};
+}
+
 inline __m256 half_in_turn(const bf16* even, const bf16* odd) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even));
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd));
@@ -361,12 +388,6 @@ inline int store_kept(float* to, Lanes a, Lanes limit) {
         count += (values[lane] >= least) == IS_UPPER;
     }
     return count;
-}
-
-inline Lanes sums_of(const Lanes* rows) {
-    alignas(64) float sums[LANES];
-    for (int row = 0; row < LANES; row++) sums[row] = sum_of(rows[row]);
-    return load(sums);
 }
 
 #endif

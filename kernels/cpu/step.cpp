@@ -39,10 +39,11 @@ inline Lanes silu(Lanes gate) {
     return div_roughly(gate, add(set(1.0f), power_of_two_roughly(power)));
 }
 
-// The parts of one row's context: where the first one lies, in parts; how many they are; how many pieces write them.
+// The parts of one row's context: where the first one's sums lie, in parts; which part of the context that is; how many they
+// are; how many pieces write them.
 struct RowParts {
-    int64_t first = 0;
-    int32_t count = 0, writes = 0;
+    int64_t place = 0;
+    int32_t first = 0, count = 0, writes = 0;
 };
 
 // A decode's row while it is found out which others have the same blocks: those that it sees whole are pages_seen.
@@ -60,7 +61,7 @@ int64_t common_pages(const DecodeRow& a, const DecodeRow& b) {
 // Which thread computes which attention, for one sliding window.
 struct AttentionPlan {
     std::vector<AttentionPiece> pieces;
-    std::vector<Sharer> sharers;
+    std::vector<int32_t> sharers;  // rows
     std::vector<RowParts> parts;  // by row; those of prompts have none
     int64_t part_count = 0;
 };
@@ -88,13 +89,13 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, dequantized, packed, floats, tiles;
+        Buffer normed, quantized, dequantized, packed, floats, memory;
         Buffer best_values, best_ids, doubts, scores, weights, work, marks, allowed;
     };
 
     void plan_rows(const Model& model, const Step& step);
     AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
-    void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages, AttentionPlan& plan) const;
+    void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t from, AttentionPlan& plan) const;
     // Rows as a product of so many wants them.
     template <class T>
     Rows<T> rows_for(T* memory, int64_t count, int64_t k) const {
@@ -141,6 +142,7 @@ private:
     int64_t rows_ = 0, parts_done_count_ = 0;
     std::atomic<bool> is_abandoned_{false};
     bool is_invariant_ = false;
+    bool packs_decodes_ = false;  // where a decode's own way to add up is not that of a prompt, and has to be
     Buffer hidden_, normed_, quantized_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
 };
 
@@ -149,6 +151,7 @@ static int64_t readable(int64_t rows) { return rounded_up(rows, 16) + 16; }
 
 void Engine::plan_rows(const Model& model, const Step& step) {
     rows_ = step.row_count;
+    packs_decodes_ = is_invariant_ && model.dtype == BFLOAT16 && IN_TILES<bf16>;
     chunks_.clear();
     chunk_of_row_.clear();
     for (int32_t index = 0; index < step.chunk_count; index++) {
@@ -176,27 +179,23 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     }
 }
 
-// Pieces for what the rows first .. end - 1, which are in the order of their tables, have in common behind `pages` pages,
-// and then for the groups among them that have more in common.
-void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages,
-                   AttentionPlan& plan) const {
+// Pieces for the parts that the rows first .. end - 1, which are in the order of their tables, have in common behind position
+// `from`, and then for the groups among them that have more in common.
+void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t from, AttentionPlan& plan) const {
     if (end - first < SHARERS_MIN) return;
     const int64_t common = common_pages(*first, end[-1]);
-    const int64_t from = pages * shape.page_tokens, to = common * shape.page_tokens;
-    if (to - from >= SHARED_TOKENS_MIN) {
+    const int64_t to = common * shape.page_tokens / PART_TOKENS * PART_TOKENS;
+    if (to > from) {
         const int64_t batch = piece_tokens_max(shape), batches = (end - first + batch - 1) / batch;
         const int64_t wanted = int64_t(team.thread_count()) * PIECES_OF_THREAD / (shape.kv_heads * batches) + 1;
-        const int64_t part_tokens = std::max<int64_t>(rounded_up((to - from + wanted - 1) / wanted, SPAN), 2 * SPAN);
-        const int32_t parts = int32_t((to - from + part_tokens - 1) / part_tokens);
+        const int64_t tokens = rounded_up((to - from + wanted - 1) / wanted, PART_TOKENS);  // of a piece
         const int32_t sharers_first = int32_t(plan.sharers.size());
         for (DecodeRow* decode = first; decode < end; decode++) {
-            RowParts& row = plan.parts[decode->row];
-            plan.sharers.push_back({decode->row, row.count});
-            row.count += parts;
-            row.writes += parts * shape.kv_heads;
+            plan.sharers.push_back(decode->row);
+            plan.parts[decode->row].writes += int32_t((to - from + tokens - 1) / tokens * shape.kv_heads);
             decode->shared_tokens = to;
         }
-        for (int32_t part = 0; part < parts; part++)
+        for (int64_t begin = from; begin < to; begin += tokens)
             for (int64_t index = 0; index < batches; index++) {
                 const int32_t sharer = int32_t((end - first) * index / batches);
                 const int32_t count = int32_t((end - first) * (index + 1) / batches) - sharer;
@@ -205,22 +204,21 @@ void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end
                     piece.kind = AttentionPiece::SHARED;
                     piece.chunk = first->chunk;
                     piece.kv_head = kv_head;
-                    piece.from = int32_t(from + part * part_tokens);
-                    piece.to = int32_t(std::min(from + (part + 1) * part_tokens, to));
-                    piece.part = part;
+                    piece.from = int32_t(begin);
+                    piece.to = int32_t(std::min(begin + tokens, to));
                     piece.sharers_first = sharers_first + sharer;
                     piece.sharer_count = count;
                     plan.pieces.push_back(piece);
                 }
             }
-        pages = common;
+        from = to;
     }
     // Those that end here come first.
     while (first < end && first->pages_seen == common) first++;
     while (first < end) {
         DecodeRow* next = first;
         while (next < end && next->table[common] == first->table[common]) next++;
-        share(shape, first, next, pages, plan);
+        share(shape, first, next, from, plan);
         first = next;
     }
 }
@@ -272,26 +270,36 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
     int64_t direct_tokens = 0;
     for (const DecodeRow& decode : decodes) direct_tokens += own_tokens(decode).end - own_tokens(decode).begin;
     const int64_t wanted = direct_tokens / (int64_t(team.thread_count()) * PIECES_OF_THREAD) + 1;
-    const int64_t part_tokens = rounded_up(std::max<int64_t>(wanted, SPLIT_TOKENS_MIN), SPAN);
+    const int64_t part_count = (wanted + PART_TOKENS - 1) / PART_TOKENS;  // of a piece
     for (const DecodeRow& decode : decodes) {
         const Seen own = own_tokens(decode);
-        const int64_t length = own.end - own.begin, splits = (length + part_tokens - 1) / part_tokens;
+        const int64_t end = (own.end + PART_TOKENS - 1) / PART_TOKENS;
         RowParts& parts = plan.parts[decode.row];
-        for (int64_t split = 0; split < splits; split++) {
+        for (int64_t part = own.begin / PART_TOKENS; part < end; part += part_count) {
             AttentionPiece piece{};
-            piece.kind = AttentionPiece::DIRECT;
             piece.chunk = decode.chunk;
-            piece.token = int32_t(decode.row - chunks_[decode.chunk].first_row);
-            piece.tokens = 1;
-            // Parts end at multiples of 16 tokens.
-            piece.from = int32_t(own.begin + length * split / splits / LANES * LANES);
-            piece.to = int32_t(split + 1 == splits ? own.end
-                                                   : own.begin + length * (split + 1) / splits / LANES * LANES);
-            piece.part = parts.count++;
-            parts.writes++;
-            plan.pieces.push_back(piece);
+            piece.from = int32_t(std::max(own.begin, part * PART_TOKENS));
+            piece.to = int32_t(std::min(own.end, (part + part_count) * PART_TOKENS));
+            if (!packs_decodes_) {
+                piece.kind = AttentionPiece::DIRECT;
+                piece.token = int32_t(decode.row - chunks_[decode.chunk].first_row);
+                piece.tokens = 1;
+                parts.writes++;
+                plan.pieces.push_back(piece);
+                continue;
+            }
+            piece.kind = AttentionPiece::SHARED;
+            piece.sharers_first = int32_t(plan.sharers.size());
+            piece.sharer_count = 1;
+            plan.sharers.push_back(decode.row);
+            for (piece.kv_head = 0; piece.kv_head < shape.kv_heads; piece.kv_head++) {
+                parts.writes++;
+                plan.pieces.push_back(piece);
+            }
         }
-        parts.first = plan.part_count;
+        parts.first = decode.shared_tokens > 0 ? 0 : int32_t(own.begin / PART_TOKENS);
+        parts.count = int32_t(end) - parts.first;
+        parts.place = plan.part_count;
         plan.part_count += parts.count;
     }
     return plan;
@@ -499,13 +507,13 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
                                    own_[thread].floats.of<float>(PackedScratch<T>::float_count(shape)));
     float* partials = partials_.of<float>(0);
     const auto partial_at = [&](int64_t row, int64_t part) {
-        return partials + (plan.parts[row].first + part) * partial_count(shape);
+        return partials + (plan.parts[row].place + part - plan.parts[row].first) * partial_count(shape);
     };
     // Whoever writes the last part of a row joins them.
     const auto count_write = [&](int64_t row) {
         if (parts_done_[row].fetch_add(1) + 1 != plan.parts[row].writes) return;
         parts_done_[row].store(0);
-        join_parts(shape, partial_at(row, 0), plan.parts[row].count, attended, row);
+        join_parts(shape, partial_at(row, plan.parts[row].first), plan.parts[row].count, attended, row);
     };
     const int64_t count = int64_t(plan.pieces.size());
     int64_t index = team.take();
@@ -517,10 +525,9 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
             attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, scratch);
             continue;
         }
-        const Sharer* sharers = plan.sharers.data() + piece.sharers_first;
-        attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch,
-                      [&](const Sharer& sharer) { return partial_at(sharer.row, sharer.part + piece.part); });
-        for (int32_t sharer = 0; sharer < piece.sharer_count; sharer++) count_write(sharers[sharer].row);
+        const int32_t* sharers = plan.sharers.data() + piece.sharers_first;
+        attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch, partial_at);
+        for (int32_t sharer = 0; sharer < piece.sharer_count; sharer++) count_write(sharers[sharer]);
     }
     if (index >= count) return;
     configure_row_tiles();
@@ -534,7 +541,12 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
         else
             fetch.begin_piece(chunk, piece, nullptr, nullptr);
         const int64_t row = chunk.first_row + piece.token;
-        attend_row(shape, chunk, piece, queries, rows_, pages, partial_at(row, piece.part), fetch, own_[thread].tiles);
+        AttentionPiece part = piece;
+        for (part.from = piece.from; part.from < piece.to; part.from = part.to) {
+            part.to = std::min((part.from / PART_TOKENS + 1) * PART_TOKENS, piece.to);
+            float* partial = partial_at(row, part.from / PART_TOKENS);
+            attend_part(shape, chunk, part, queries, rows_, pages, partial, fetch, own_[thread].memory);
+        }
         count_write(row);
     }
     configure_tiles();

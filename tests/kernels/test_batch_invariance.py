@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import gguf
@@ -13,9 +15,14 @@ from trioserve_kernels.native import (
     BLOCK_FORMATS,
     DTYPES,
     Engine,
+    LayerStruct,
     MatrixStruct,
+    ModelStruct,
+    StepStruct,
     WeightFormat,
     WeightMemory,
+    address,
+    int32_array,
     matrix_of,
 )
 
@@ -38,10 +45,12 @@ COMPANIES = ((0, 1), (2, 4), (7, 12), (150, 151), (33, 41), (40, 57), (100, 133)
 """First and last row of some products, all of the same 300 rows."""
 
 
-def check_product(engine: Engine, x: Array, matrix: MatrixStruct, outputs: int) -> None:
-    whole = engine.product(x, matrix, outputs, batch_invariant=True)
+def check_product(
+    engine: Engine, x: Array, matrix: MatrixStruct, outputs: int, *, batch_invariant: bool = True
+) -> None:
+    whole = engine.product(x, matrix, outputs, batch_invariant=batch_invariant)
     for first, end in COMPANIES:
-        part = engine.product(np.ascontiguousarray(x[first:end]), matrix, outputs, batch_invariant=True)
+        part = engine.product(np.ascontiguousarray(x[first:end]), matrix, outputs, batch_invariant=batch_invariant)
         assert part.tobytes() == whole[first:end].tobytes(), f"rows {first} to {end - 1}"
 
 
@@ -77,3 +86,118 @@ def test_a_row_times_a_quantized_weight_has_the_same_bits_in_any_company(
     library.pack_blocks(block_type, np.ascontiguousarray(blocks), inputs, packed)
     check_product(engine, random(300, inputs, dtype=dtype), matrix_of((packed, outputs, inputs, format)), outputs)
     memory.close()
+
+
+def test_without_the_mode_amx_computes_few_rows_in_another_way(engine: Engine) -> None:
+    if not engine.library.level.startswith("amx"):
+        pytest.skip("the other levels have one way")
+    memory = WeightMemory(engine.library, engine.library.packed_bytes(96, 800, "bfloat16") + 4096)
+    packed = memory.take(engine.library.packed_bytes(96, 800, "bfloat16"))
+    engine.library.pack(random(96, 800, dtype="bfloat16", seed=1), packed)
+    x, matrix = random(300, 800, dtype="bfloat16"), matrix_of((packed, 96, 800, WeightFormat.DENSE))
+    with pytest.raises(AssertionError):
+        check_product(engine, x, matrix, 96, batch_invariant=False)
+    memory.close()
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+PAGE_TOKENS = 16
+TOKENS = 420  # of each sequence: more than one part, and ends within a span
+
+Chunk = tuple[int, int, int]  # sequence, start, count
+
+
+class Sequences:
+    """Some sequences' queries, keys and values. The first `shared` blocks are the same for all."""
+
+    def __init__(
+        self,
+        dtype: str,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int = 0,
+        shared: int = 0,
+        spread: float = 1,
+    ) -> None:
+        self.dtype, self.heads, self.kv_heads, self.head_dim, self.window = dtype, heads, kv_heads, head_dim, window
+        blocks, count = -(-TOKENS // PAGE_TOKENS), 5
+        self._pages = random(count * blocks, PAGE_TOKENS, 2, kv_heads, head_dim, dtype=dtype, seed=3)
+        order = np.random.default_rng(4).permutation(count * blocks)
+        self._tables = order.reshape(count, blocks)
+        self._tables[:, :shared] = self._tables[0, :shared]
+        queries = np.random.default_rng(5).normal(0, spread, (count, TOKENS, heads * head_dim)).astype(np.float32)
+        self._queries = queries if dtype == "float32" else bfloat16_bits(queries)
+
+    def attended(self, engine: Engine, chunks: Sequence[Chunk]) -> dict[tuple[int, int], bytes]:
+        """The bits of each row, by sequence and position; all chunks are one step."""
+        tables = [self._tables[index, : -(-(start + count) // PAGE_TOKENS)] for index, start, count in chunks]
+        counts, starts = [count for _, _, count in chunks], [start for _, start, _ in chunks]
+        firsts = np.cumsum([0, *map(len, tables)])[:-1]
+        arrays = [int32_array([int(number) for number in numbers]) for numbers in (counts, starts, firsts)]
+        blocks = np.concatenate(tables).astype(np.int32)
+        layer = LayerStruct(window=self.window)
+        model = ModelStruct(
+            dtype=DTYPES[self.dtype],
+            layer_count=1,
+            head_count=self.heads,
+            kv_head_count=self.kv_heads,
+            head_dim=self.head_dim,
+            page_tokens=PAGE_TOKENS,
+            batch_invariant=1,
+            layers=ctypes.addressof(layer),
+        )
+        pages = (ctypes.c_void_p * 1)(address(self._pages))
+        step = StepStruct(
+            row_count=sum(counts),
+            chunk_count=len(chunks),
+            chunk_counts=arrays[0].buffer_info()[0],
+            chunk_starts=arrays[1].buffer_info()[0],
+            table_firsts=arrays[2].buffer_info()[0],
+            tables=address(blocks),
+            pages=ctypes.addressof(pages),
+        )
+        queries = np.concatenate([self._queries[index, start : start + count] for index, start, count in chunks])
+        places = [(index, start + offset) for index, start, count in chunks for offset in range(count)]
+        rows = engine.attention(model, step, np.ascontiguousarray(queries))
+        return dict(zip(places, (row.tobytes() for row in rows), strict=True))
+
+
+HISTORIES: dict[str, list[list[Chunk]]] = {
+    "decodes alone": [[(0, position, 1)] for position in (0, 63, 64, 127, 128, 129, 255, 300, 419)],
+    "short chunks": [[(0, position, 3)] for position in (126, 254, 400)],
+    "a prompt in chunks": [[(0, start, count)] for start, count in ((0, 4), (4, 60), (64, 61), (125, 200), (325, 95))],
+    "decodes side by side": [[(index, 380 + index, 1) for index in range(5)], [(index, 419, 1) for index in range(5)]],
+    "a decode beside prompts": [[(1, 0, 420), (0, 419, 1), (2, 300, 40)], [(0, 0, 300), (1, 260, 1), (3, 129, 2)]],
+    "one decode and many": [[(1, 419, 1), (1, 418, 1), (2, 130, 1), (3, 9, 1), (4, 300, 2), (0, 350, 3)]],
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "9 heads of 64": {"heads": 9, "kv_heads": 3, "head_dim": 64},
+    "scores that grow": {"heads": 4, "kv_heads": 1, "head_dim": 32, "spread": 9},
+    "48": {"heads": 5, "kv_heads": 1, "head_dim": 48},
+    "a window": {"heads": 2, "kv_heads": 2, "head_dim": 64, "window": 150},
+    "a narrow window": {"heads": 2, "kv_heads": 1, "head_dim": 96, "window": 21},
+    "shared blocks": {"heads": 6, "kv_heads": 2, "head_dim": 128, "shared": 22},
+    "no whole part shared": {"heads": 2, "kv_heads": 1, "head_dim": 32, "shared": 7},
+}
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_of_a_row_has_the_same_bits_in_any_history(engine: Engine, dtype: str, shape: str) -> None:
+    """Alone or in company, as a decode or in a prompt, in one chunk or several, with any number of threads."""
+    sequences = Sequences(dtype, **SHAPES[shape])
+    whole: dict[tuple[int, int], bytes] = {}
+    for index in range(5):
+        whole |= sequences.attended(engine, [(index, 0, TOKENS)])
+    others = [engine, *(Engine(engine.library, threads) for threads in (1, 3))]
+    for name, steps in HISTORIES.items():
+        for number, chunks in enumerate(steps):
+            found = sequences.attended(others[number % len(others)], chunks)
+            wrong = [place for place, row in found.items() if row != whole[place]]
+            assert not wrong, f"{name}: {chunks}"
+    for other in others[1:]:
+        other.close()

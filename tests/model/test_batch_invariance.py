@@ -27,10 +27,10 @@ from trioserve.model import torch_step_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels import reference_invariant
-from trioserve_kernels.build import CannotBuild, build_library
+from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 from trioserve_kernels.native import Library, NoNativeKernels
 
-LEVELS: tuple[str, ...] = ()
+LEVELS = supported_levels()
 BLOCK_SIZE = 5  # a divisor of no tile
 BLOCK_COUNT = 200
 VOCAB = range(5, 320)
@@ -267,6 +267,7 @@ def test_logprobs_of_an_answer_are_those_of_the_same_text_as_a_prompt(
 def test_without_the_mode_the_comparison_sees_a_difference(
     histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
+    """In plain torch. Most native kernels compute so anyway; for AMX see tests/kernels/test_batch_invariance.py."""
     runner = load("llama", "bfloat16", "none", level=None, batch_invariant=False)
     with pytest.raises(AssertionError):
         check(histories, busy_history(histories), runner, runner, {})

@@ -183,8 +183,7 @@ def test_twenty_prompts_give_the_tokens_of_torch(tiny_checkpoint: Callable[..., 
 
 
 def test_the_number_of_threads_changes_nothing(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
-    """Pieces are the same whoever computes them, so a token does not depend on the machine's cores; only a decode's
-    context is cut by the number of threads, and its parts are joined in float32."""
+    """Pieces are the same whoever computes them, so a token does not depend on the machine's cores."""
     tokens = []
     for threads in (1, 2, 3):
         runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="native", threads=threads)

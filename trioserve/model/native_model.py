@@ -2,7 +2,8 @@
 
 Weights are packed one by one as they are read, so that nothing is held twice. What is computed is said in
 families/llama.py; only roundings differ: between two products numbers stay in float32 here, and what is multiplied with
-a quantized weight is rounded to 8 bits, or, with AMX and from 5 rows on, the weight to bfloat16.
+a quantized weight is rounded to 8 bits, or, with AMX and from 5 rows on, the weight to bfloat16; for any number of rows
+where the model is batch-invariant.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
@@ -79,9 +79,7 @@ class NativeModel:
         batch_invariant: bool = False,
     ) -> None:
         """block_types: of the checkpoint's quantized matrices, by name. batch_invariant: the bits of a row's logits
-        depend on its tokens and the weights alone, and not on what is computed beside it. Raises StartupError."""
-        if batch_invariant:
-            raise StartupError("batch_invariant is not yet for the native kernels: take cpu_kernels torch")
+        depend on its tokens and the weights alone, not on what is computed beside it. Without AMX they always do."""
         self.config = config
         self.dtype = dtype
         self.device: DeviceType = "cpu"

@@ -1,0 +1,151 @@
+// How scores become weights, and how parts of a context are joined: the same arithmetic in the same order for a decode's
+// row and for a prompt's, so that a row's bits do not depend on which of them it is.
+//
+// A context is cut into parts at multiples of PART_TOKENS, and each has a softmax of its own. A part is met span by span,
+// by an online softmax (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867): what was added up is scaled
+// anew when a score has grown by GROWTH_MAX. Weights are added up by fours, these by sixteens, and these one by one.
+#pragma once
+
+#include <limits>
+
+#include "simd.h"
+
+namespace trioserve {
+
+constexpr int SPAN = 64;  // context tokens that rows meet at a time
+#if defined(__AMX_BF16__)
+constexpr int PART_TOKENS = 256;  // a multiple of SPAN; where a part ends, a prompt's tiles have to be added up
+#else
+constexpr int PART_TOKENS = 128;
+#endif
+
+constexpr float LOG2_E = 1.44269504f;
+constexpr float NOTHING_SEEN = -1e30f;  // as the largest score; no infinity: two of them have no difference
+constexpr float GROWTH_MAX = 5.0f;      // of a score, before what was added up is scaled anew
+
+// Weights are 2 ** ((score * scale - best) * LOG2_E), as exactly as they are kept: in T.
+template <class T>
+class Weighing {
+public:
+    static constexpr bool NEEDS_BEST = true;          // else are_good() says whether `best` was good enough
+    static Lanes base(Lanes score) { return score; }  // what `best` may be, about as large
+    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // of weights, when `best` grows so much
+
+    Weighing(Lanes scale, Lanes best) : step_(mul(scale, set(LOG2_E))), start_(mul(best, set(-LOG2_E))) {}
+    Lanes weight(Lanes score) const {
+        score = fma(score, step_, start_);
+        if constexpr (sizeof(T) == sizeof(float)) return power_of_two(score);
+        return cut(power_of_two_to_cut(score));
+    }
+    // Those of four tokens, for sixteen rows: one token behind the other, or two side by side. Their sum.
+    Lanes write(T* to, Lanes a, Lanes b, Lanes c, Lanes d) {
+        a = weight(a), b = weight(b), c = weight(c), d = weight(d);
+        if constexpr (sizeof(T) == sizeof(float)) {
+            store(to, a);
+            store(to + LANES, b);
+            store(to + 2 * LANES, c);
+            store(to + 3 * LANES, d);
+        } else {
+            store_cut_in_turn(to, a, b);
+            store_cut_in_turn(to + 2 * LANES, c, d);
+        }
+        return add(add(a, b), add(c, d));
+    }
+    // total: of all that were written. A NaN, if a score was no number.
+    Lanes checked(Lanes total) const { return total; }
+    bool are_good(Lanes) const { return true; }
+
+private:
+    Lanes step_, start_;
+};
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+// Logarithms as numbers of fixed point, 7 bits behind the point, and bfloat16 have the same bits but for what 2 ** a - 1 is
+// less than a between whole numbers: a table has it, in units of 1 / 128. (As N. Schraudolph, A fast, compact approximation
+// of the exponential function, Neural Computation 11, 1999, without a table.) It takes a third of the multiplications and
+// comparisons of floats, of which AMX leaves one a cycle. The weights are off by 0.24 %, where rounding takes 0.16.
+template <>
+class Weighing<bf16> {
+public:
+    static constexpr bool NEEDS_BEST = false;
+    // The logarithm of a power of 2: so the digits of weights and sums are the same whatever is subtracted.
+    static Lanes base(Lanes score) { return mul(round_whole(mul(score, set(LOG2_E))), set(1.0f / LOG2_E)); }
+    static Lanes kept(Lanes growth) { return scale_by_power(set(1.0f), round_whole(mul(growth, set(-LOG2_E)))); }
+
+    Weighing(Lanes scale, Lanes best)
+        : step_(mul(scale, set(UNITS))), start_(fma(best, set(-UNITS), set(ZERO + 127 * 128))) {}
+    Lanes weight(Lanes score) const {
+        const __m512i bits = _mm512_castps_si512(max(set(ZERO), fma(score, step_, start_)));
+        const __m512i less = _mm512_maskz_permutexvar_epi8(0x1111111111111111, _mm512_srli_epi32(bits, 1),
+                                                           _mm512_load_si512(LESS));
+        const Lanes found = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(bits, less), 16));
+        return _mm512_mask_blend_ps(strange(bits), found, set(std::numeric_limits<float>::quiet_NaN()));
+    }
+    Lanes write(bf16* to, Lanes a, Lanes b, Lanes c, Lanes d) {
+        const __m512i first = pair(a, b), last = pair(c, d);
+        _mm512_storeu_si512(to, first);
+        _mm512_storeu_si512(to + 2 * LANES, last);
+        return add(sum_of_pairs(first), sum_of_pairs(last));
+    }
+    Lanes checked(Lanes total) const {
+        return _mm512_mask_blend_ps(strange(bits_), total, set(std::numeric_limits<float>::quiet_NaN()));
+    }
+    bool are_good(Lanes total) const {
+        return (strange(bits_) | _mm512_cmp_ps_mask(total, set(TOTAL_MAX), _CMP_NLE_UQ)) == 0;
+    }
+
+private:
+    static constexpr float UNITS = 128 * LOG2_E;
+    static constexpr float ZERO = 8388608.0f;  // 2 ** 23: what is added to it lies in its lower bits, as a whole number
+    static constexpr float TOTAL_MAX = 1e4f;   // far from all that float32 or the bits of a weight cannot hold
+    // By the upper 6 bits of the fraction.
+    alignas(64) static constexpr uint8_t LESS[64] = {
+        0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 11, 11, 11,
+        11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9, 9, 9, 8, 8, 8, 7, 7, 6, 6, 5, 5,
+        4, 3, 3, 2, 1, 1};
+
+    // Where something else than ZERO and 15 bits was written: a score that is no number, or 90 and more above `best`.
+    static __mmask16 strange(__m512i bits) { return _mm512_test_epi32_mask(bits, _mm512_set1_epi32(~0x4b007fff)); }
+    static Lanes sum_of_pairs(__m512i pairs) {
+        return _mm512_dpbf16_ps(zero(), (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
+    }
+    __m512i pair(Lanes even, Lanes odd) {
+        even = max(set(ZERO), fma(even, step_, start_));  // in this order a NaN stays one
+        odd = max(set(ZERO), fma(odd, step_, start_));
+        const __m512i even_bits = _mm512_castps_si512(even), odd_bits = _mm512_castps_si512(odd);
+        bits_ = _mm512_ternarylogic_epi32(bits_, even_bits, odd_bits, 0xfe);  // or
+        const __m512i to_upper_halves = _mm512_set4_epi32(0x0d0c'0000, 0x0908'0000, 0x0504'0000, 0x0100'0000);
+        const __m512i logarithms = _mm512_mask_shuffle_epi8(even_bits, 0xcccccccccccccccc, odd_bits, to_upper_halves);
+        const __m512i places = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x0031'0021'0011'0001), logarithms);
+        const __m512i less = _mm512_maskz_permutexvar_epi8(0x5555555555555555, places, _mm512_load_si512(LESS));
+        return _mm512_sub_epi16(logarithms, less);
+    }
+
+    Lanes step_, start_;
+    __m512i bits_ = _mm512_setzero_si512();
+};
+#endif
+
+// The sum of a span's weights, sixteen tokens a vector, in the order that is said above.
+inline float sum_of_span(const Lanes* weights) {
+    Lanes fours[4] = {weights[0], weights[1], weights[2], weights[3]};
+    transpose_quarters(fours);
+    const Lanes sums = add(add(fours[0], fours[1]), add(fours[2], fours[3]));
+    alignas(16) float sixteens[4];
+    _mm_store_ps(sixteens, _mm_add_ps(_mm_add_ps(_mm_add_ps(quarter<0>(sums), quarter<1>(sums)), quarter<2>(sums)),
+                                      quarter<3>(sums)));
+    return ((sixteens[0] + sixteens[1]) + sixteens[2]) + sixteens[3];
+}
+
+// Two parts of a context become one: what each part's weights and sums are multiplied with.
+template <class T>
+struct Joint {
+    Lanes best, first, second;
+
+    Joint(Lanes first_best, Lanes second_best)
+        : best(max(first_best, second_best)), first(Weighing<T>::kept(sub(best, first_best))),
+          second(Weighing<T>::kept(sub(best, second_best))) {}
+    Lanes of(Lanes first_sum, Lanes second_sum) const { return fma(second_sum, second, mul(first_sum, first)); }
+};
+
+}  // namespace trioserve
