@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import trio
 
 from trioserve.admission.ended_ids import EndedIds
+from trioserve.admission.sent_times import SentTimes
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
 from trioserve.contracts.events import AbortOutcome
@@ -68,6 +69,8 @@ class Dispatch:
         self.on_paired: Callable[[float], object] = lambda seconds: None
         self._admissions: dict[int, AdmissionScope] = {}
         self._ended_ids = EndedIds()
+        self._sent_times = SentTimes()
+        self.load_reports_total = {"asked": 0, "pushed": 0}
         self._ticks_at = math.inf
         self._sooner = trio.Event()
         self._idle = trio.Event()
@@ -149,7 +152,17 @@ class Dispatch:
         """Every request that is entered and not left, oldest first. owner: only theirs."""
         return [admission for admission in self._admissions.values() if owner in (None, admission.owner)]
 
-    def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
+    def note_sent(self) -> None:
+        """A request goes to its endpoint now."""
+        self._sent_times.note(trio.current_time())
+
+    def sent_total_at(self, moment: float) -> int:
+        """What `sent_total` was then."""
+        return self._sent_times.count_at(moment)
+
+    def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int, is_pushed: bool = False) -> None:
+        """is_pushed: nobody has asked for it."""
+        self.load_reports_total["pushed" if is_pushed else "asked"] += 1
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
         self.retime()
 
@@ -409,6 +422,7 @@ class AdmissionScope:
     def sent(self) -> None:
         """The request goes to its endpoint: for those whose attempt is not a `with` block here."""
         self._core.sent(self.ticket)
+        self._dispatch.note_sent()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
     seen = dispatch.stats()
     ejections_seen: dict[EndpointId, int] = {}
     hangs_seen: dict[EndpointId, int] = {}
+    reports_seen = dict(dispatch.load_reports_total)
 
     def show() -> None:
         nonlocal seen
@@ -32,6 +33,9 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
             metrics.stream_continuations_refused_total.labels(reason).inc(more)
         for reason, total in stats.rejections_total.items():
             metrics.rejections_total.labels(reason).inc(total - seen.rejections_total.get(reason, 0))
+        for how, total in dispatch.load_reports_total.items():
+            metrics.endpoint_load_reports_total.labels(how).inc(total - reports_seen[how])
+            reports_seen[how] = total
         for outcome, total in stats.pairs_total.items():
             metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats

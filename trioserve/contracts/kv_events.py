@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.endpoint import EndpointLoad
 
 __all__ = ["BlocksRemoved", "BlocksStored", "KvEvent", "ResidencySnapshot"]
 
@@ -42,6 +43,12 @@ class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, tag="removed"):
 
     sequence: int
     hashes: list[BlockHash]
+
+
+class LoadTold(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """How much there is to do, where only that is asked for: when it has changed, and once in a while."""
+
+    load: EndpointLoad
 
 
 KvEvent = ResidencySnapshot | BlocksStored | BlocksRemoved

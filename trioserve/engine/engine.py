@@ -51,6 +51,7 @@ from trioserve.engine.engine_parts import EngineParts, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_view import view_of
+from trioserve.engine.load_changes import LoadChanges
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest, ScopeState
 from trioserve.engine.part_stream import PartStream
@@ -162,6 +163,7 @@ class Engine:
         self._reopened = trio.Event()
         self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
         self.kv_events: KvEvents | None = None
+        self.load_changes = LoadChanges()
         self._forget_connector: Callable[[], None] = lambda: None
         self._install(EngineParts(core, steps, connector, readers_first, when_idle))
         metrics.on_scrape(self._set_gauges)
@@ -180,7 +182,7 @@ class Engine:
             self._delivery,
             readers_first=readers_first,
             when_idle=when_idle,
-            after_step=self._readmission.look,
+            after_step=self._after_step,
         )
         self._steps_scope = trio.CancelScope()
         self._connector_error: Exception | None = None
@@ -699,6 +701,7 @@ class Engine:
             request.begin_next = lambda: self._begin_next(request)
             self._set_alarms(request)
             self._preparing_count += count
+            self.load_changes.note()
             try:
                 with request.preparation:
                     await self._admission.lease(request, admission)
@@ -710,6 +713,7 @@ class Engine:
                         await self._reopened.wait()
             finally:
                 self._preparing_count -= count
+                self.load_changes.note()
             if request.is_finished:
                 return  # aborted meanwhile; its reader finds the final delta
             if not self._is_open:
@@ -734,6 +738,7 @@ class Engine:
             self._delivery.end_holds(request)
         self._requests.remove(request)
         self._ended_ids.note(request.id, request.owner)
+        self.load_changes.note()
         self._note_idle()
 
     # --- inside ---
@@ -818,7 +823,12 @@ class Engine:
         """When the first of those that wait or run has come; None if nobody does."""
         return min((request.entered_at for request in self._requests if not request.is_finished), default=None)
 
+    def _after_step(self) -> None:
+        self._readmission.look()
+        self.load_changes.note()
+
     def _end_kv_events(self) -> None:
+        self.load_changes.end()
         if self.kv_events is not None:
             self.kv_events.end()
 

@@ -857,6 +857,14 @@ CATALOGUE: tuple[Metric, ...] = (
         part="router",
     ),
     Metric(
+        name="endpoint_load_reports_total",
+        kind="counter",
+        unit="reports",
+        meaning="Loads that endpoints have told, by whether they were asked or sent it by themselves.",
+        labels=(Label("how", ("asked", "pushed")),),
+        part="router",
+    ),
+    Metric(
         name="pairs_total",
         kind="counter",
         unit="requests",

@@ -128,6 +128,7 @@ class Metrics:
     admissions_total: Counter
     rejections_total: Counter
     retries_total: Counter
+    endpoint_load_reports_total: Counter
     stream_continuations_total: Counter
     stream_continuations_refused_total: Counter
     stream_moves_total: Counter

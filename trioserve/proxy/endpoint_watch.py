@@ -16,6 +16,7 @@ from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.proxy.pushed_load import PushedLoad
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, Unreachable
 
 __all__ = ["PeerReports", "WatchSettings", "load_from_metrics", "watch_endpoint"]
@@ -42,12 +43,14 @@ class PeerReports(Protocol):
 class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """health_seconds, load_seconds: between two questions. response_seconds_max: how long a response may take.
     hang_seconds_max: how long no question at all may be answered; then what runs there is taken elsewhere.
+    listens: endpoints that send their load by themselves are asked for it seldom.
     move_seconds: in which an endpoint that says that it stops is emptied; None: what runs there ends there."""
 
     health_seconds: float = 2.0
     load_seconds: float = 0.25
     response_seconds_max: float = 2.0
     hang_seconds_max: float = 6.0
+    listens: bool = True
     move_seconds: float | None = 30.0
 
     def __post_init__(self) -> None:
@@ -72,6 +75,8 @@ async def watch_endpoint(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.ask_health)
         nursery.start_soon(watch.ask_load)
+        if settings.listens:
+            nursery.start_soon(watch.listen_to_load)
 
 
 class _Watch:
@@ -96,6 +101,7 @@ class _Watch:
         self._is_refused = False
         self._health_path = "/ready"  # ours; others have /health alone
         self._load_path: str | None = "/load"
+        self._pushed = PushedLoad()
 
     async def ask_health(self) -> None:
         while True:
@@ -141,24 +147,36 @@ class _Watch:
 
     async def ask_load(self) -> None:
         while self._load_path is not None:
-            sent_total = self._dispatch.sent_total
-            name = None if self._peers is None else self._peers.own_name
-            response = await self._ask(self._load_path, [] if name is None else [(ROUTER_HEADER, name)])
-            if response is not None:
-                # Requests that had ended there before it told its load are not in that. Their responses are here, too,
-                # but perhaps not read: taken for ones that run, they would make room a second time once they are.
-                for _ in range(TURNS_FOR_RESPONSES):
-                    await trio.lowlevel.checkpoint()
-                load = self._read_load(response)
+            if not self._pushed.is_pushing(trio.current_time()):
+                asked_at, sent_total = trio.current_time(), self._dispatch.sent_total
+                response = await self._ask(self._load_path, self._own_headers())
+                load = None if response is None else self._read_load(response)
                 if load is not None:
-                    self._dispatch.note_fingerprint(
-                        self._remote.id, None if load.fingerprint is UNSET else load.fingerprint
-                    )
-                    self._on_role(None if load.role is UNSET else load.role)
-                    if self._peers is not None:
-                        self._peers.note_report(self._remote.id, {} if load.routers is UNSET else load.routers)
-                    self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
+                    self._pushed.note_asked(load, asked_at)
+                    await self._take_load(load, sent_total, is_pushed=False)
             await trio.sleep(self._settings.load_seconds)
+
+    async def listen_to_load(self) -> None:
+        async def take(load: EndpointLoad, asked_at: float) -> None:
+            await self._take_load(load, self._dispatch.sent_total_at(asked_at), is_pushed=True)
+
+        await self._pushed.listen(self._remote, self._own_headers, take)
+
+    def _own_headers(self) -> list[tuple[str, str]]:
+        name = None if self._peers is None else self._peers.own_name
+        return [] if name is None else [(ROUTER_HEADER, name)]
+
+    async def _take_load(self, load: EndpointLoad, sent_total: int, *, is_pushed: bool) -> None:
+        """sent_total: of the requests that were sent anywhere, those that it may know."""
+        # Requests that had ended there before it told its load are not in that. Their responses are here, too, but
+        # perhaps not read: taken for ones that run, they would make room a second time once they are.
+        for _ in range(TURNS_FOR_RESPONSES):
+            await trio.lowlevel.checkpoint()
+        self._dispatch.note_fingerprint(self._remote.id, None if load.fingerprint is UNSET else load.fingerprint)
+        self._on_role(None if load.role is UNSET else load.role)
+        if self._peers is not None:
+            self._peers.note_report(self._remote.id, {} if load.routers is UNSET else load.routers)
+        self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total, is_pushed=is_pushed)
 
     def _read_load(self, response: tuple[int, bytes]) -> EndpointLoad | None:
         status, body = response

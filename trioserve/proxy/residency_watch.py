@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import msgspec
 import trio
 
 from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
 from trioserve.contracts.errors import EndpointLost
-from trioserve.contracts.kv_events import BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.proxy.event_lines import BrokenEvents, EventLines
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteResponse
 from trioserve.router.policies import Policy
 from trioserve.router.residency import BLOCKS_MAX
@@ -23,7 +23,6 @@ KV_EVENTS_PATH = "/kv_events"
 STALE_SECONDS = 7.0  # an endpoint gives a sign of life every two
 RETRY_SECONDS_MIN = 0.5
 RETRY_SECONDS_MAX = 10.0  # of a server that tells nothing (vLLM), it is asked as often whether it does by now
-EVENT_BYTES_MAX = 1024 * 1024  # ours have 14 KB
 
 
 async def watch_residency(remote: RemoteEndpoint, policy: Policy) -> None:
@@ -37,10 +36,6 @@ async def watch_residency(remote: RemoteEndpoint, policy: Policy) -> None:
         finally:
             watch.lose()
         await trio.sleep(retry_seconds)
-
-
-class _Broken(Exception):
-    """What came cannot be followed; the stream has to begin anew."""
 
 
 class _Watch:
@@ -65,7 +60,7 @@ class _Watch:
                         self._say("the stream ended")
                     else:
                         self._say(f"status {response.status} {response.header('x-trioserve-reason') or ''}".rstrip())
-            except (EndpointLost, _Broken) as error:
+            except (EndpointLost, BrokenEvents) as error:
                 self._say(str(error))
         if silence.cancelled_caught:
             self._say(f"nothing came for {STALE_SECONDS:g} s")
@@ -76,7 +71,7 @@ class _Watch:
         self._policy.note_unknown(self._remote.id)
 
     async def _read(self, response: RemoteResponse, silence: trio.CancelScope) -> None:
-        lines = _Lines()
+        lines: EventLines[KvEvent] = EventLines(ResidencySnapshot | BlocksStored | BlocksRemoved)
         while (piece := await response.next_piece()) is not None:
             silence.deadline = trio.current_time() + STALE_SECONDS
             for event in lines.events(piece):
@@ -88,7 +83,7 @@ class _Watch:
             return
         if self._sequence is None or event.sequence != self._sequence:
             expected = "a snapshot" if self._sequence is None else self._sequence
-            raise _Broken(f"change {event.sequence} came, expected was {expected}")
+            raise BrokenEvents(f"change {event.sequence} came, expected was {expected}")
         self._sequence += len(event.hashes)
         if isinstance(event, BlocksStored):
             self._policy.note_stored(self._remote.id, event.hashes)
@@ -97,7 +92,7 @@ class _Watch:
 
     def _take_snapshot(self, part: ResidencySnapshot) -> None:
         if part.hash_scheme != HASH_SCHEME or part.block_size < 1:
-            raise _Broken(f'its blocks are named by "{part.hash_scheme}", and here by "{HASH_SCHEME}"')
+            raise BrokenEvents(f'its blocks are named by "{part.hash_scheme}", and here by "{HASH_SCHEME}"')
         if self._sequence is not None:
             self._sequence = None  # changes were missed
             self.lose()
@@ -116,23 +111,3 @@ class _Watch:
                 "residency unknown endpoint=%s reason=%s", self._remote.id, msgspec.json.encode(reason).decode()
             )
             self._reason_told = reason
-
-
-class _Lines:
-    """Server-sent events out of bytes that are cut anywhere."""
-
-    def __init__(self) -> None:
-        self._held = b""
-        self._decode = msgspec.json.Decoder(KvEvent).decode
-
-    def events(self, piece: bytes) -> Iterator[KvEvent]:
-        """Raises _Broken for what is no event of ours."""
-        *blocks, self._held = (self._held + piece).split(b"\n\n")
-        if len(self._held) > EVENT_BYTES_MAX:
-            raise _Broken("its events have no end")
-        for block in blocks:
-            if block.startswith(b"data: "):
-                try:
-                    yield self._decode(block[len(b"data: ") :])
-                except msgspec.DecodeError as error:
-                    raise _Broken(f"its events are not ours: {error}") from None

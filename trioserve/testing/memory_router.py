@@ -138,7 +138,7 @@ async def open_memory_router(
     streams = {f"http://{id}": opened for id, opened in endpoints.items()}
     fleet = Fleet(
         dispatch,
-        watch=watch or WatchSettings(health_seconds=SELDOM_SECONDS, load_seconds=SELDOM_SECONDS),
+        watch=watch or WatchSettings(health_seconds=SELDOM_SECONDS, load_seconds=SELDOM_SECONDS, listens=False),
         aliases=aliases,
         connect=connect,
         peers=peer_watch,

@@ -12,7 +12,7 @@ from trioserve.api.openai.request_types import (
     DetokenizeBody,
     TokenizeBody,
 )
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadTold, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 from trioserve.contracts.thinking import THINKING_TOKENS_MAX
@@ -112,9 +112,11 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("GET", "/kv_events"): DescribedOperation(
         summary="Read which blocks the prefix cache holds, and each change from then on",
         description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
-        "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's.",
+        "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's. "
+        "With ?load=only it is the load instead, as /load has it: when it has changed, at most ten times a second, and "
+        "once a second in any case; always there, for every key.",
         response="text/event-stream",
-        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved),
+        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved, LoadTold),
         errors=(400, 403, 404, 429, 503),
     ),
     ("GET", "/health"): DescribedOperation(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.api.error_responses import REASON_HEADER
-from trioserve.api.operations.routers_heard import ROUTER_HEADER
+from trioserve.api.operations.kv_events import told_load
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.version import VERSION
 
@@ -51,12 +49,7 @@ async def read_ready(context: RequestContext) -> None:
 async def read_load(context: RequestContext) -> None:
     """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much. To one
     that says its name it tells which others it has heard from."""
-    load = context.engine.load()
-    router = context.exchange.headers.get(ROUTER_HEADER)
-    if router is not None:
-        context.routers_heard.note(router)
-        load = msgspec.structs.replace(load, routers=context.routers_heard.told())
-    await context.respond_json(load)
+    await context.respond_json(told_load(context))
 
 
 async def read_version(context: RequestContext) -> None:

@@ -1,0 +1,111 @@
+"""Endpoints that send their load by themselves: what is believed of it, and when they are asked all the same."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from trioserve.admission.sent_times import KEPT_SECONDS, SentTimes
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
+from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.proxy.pushed_load import ANCHOR_SECONDS, SILENT_SECONDS, PushedLoad
+from trioserve.testing.memory_server import open_memory_server
+
+A = EndpointId("a")
+STREAM = "/kv_events?load=only"
+WATCH = WatchSettings(health_seconds=100, load_seconds=0.25)
+
+
+def told(at: float, *, clock: str = "c", running: int = 0) -> EndpointLoad:
+    return EndpointLoad(running=running, waiting=0, clock=clock, told_at=at)
+
+
+# --- when it would have been asked for ---
+
+
+def test_a_pushed_load_counts_as_asked_for_as_long_after_the_question_as_it_was_told_after_its_response():
+    pushed = PushedLoad()
+    pushed.note_asked(told(5000.0), asked_at=100.0)
+    assert pushed.asked_at(told(5001.0)) == pytest.approx(101.0, abs=0.002)
+    assert pushed.asked_at(told(5001.0)) < 101.0, "never later, should the clocks drift"
+
+
+def test_of_another_clock_nothing_follows_before_it_is_asked():
+    pushed = PushedLoad()
+    assert pushed.asked_at(told(5000.0)) is None
+    pushed.note_asked(told(5000.0), asked_at=100.0)
+    assert pushed.asked_at(told(1.0, clock="started anew")) is None
+    pushed.note_asked(told(2.0, clock="started anew"), asked_at=200.0)
+    assert pushed.asked_at(told(3.0, clock="started anew")) == pytest.approx(201.0, abs=0.002)
+
+
+def test_a_server_that_tells_no_clock_does_not_push():
+    pushed = PushedLoad()
+    pushed.note_asked(EndpointLoad(running=1, waiting=0), asked_at=100.0)
+    assert pushed.asked_at(EndpointLoad(running=1, waiting=0)) is None
+
+
+def test_requests_that_were_sent_by_a_moment_are_counted():
+    times = SentTimes()
+    for moment in (1.0, 2.0, 2.0, 3.0):
+        times.note(moment)
+    assert [times.count_at(moment) for moment in (0.5, 1.0, 2.0, 2.5, 9.0)] == [0, 1, 3, 3, 4]
+
+
+def test_few_moments_are_kept_and_the_count_goes_on():
+    times = SentTimes()
+    for index in range(10_000):
+        times.note(index * 0.1)
+    assert len(times._times) < 64 + 2 * KEPT_SECONDS / 0.1
+    assert times.count_at(999.0) == 9_991
+    assert times.count_at(5.0) == 0, "so long ago nobody knows"
+
+
+# --- an engine and a router ---
+
+
+async def test_the_stream_tells_a_change_at_once_and_signs_of_life_in_between(autojump_clock):
+    async with open_memory_server() as server, server.client().ask(STREAM) as events:
+        first = await anext(events)
+        assert (first["type"], first["load"]["running"]) == ("load", 0)
+        server.engine.pause()
+        await trio.sleep(0.3)  # until it waits for a change
+        began = trio.current_time()
+        async with server.client().ask("/v1/completions", {"prompt": "hello", "max_tokens": 4}):
+            busy = await anext(events)
+            assert busy["load"]["running"] + busy["load"]["waiting"] == 1
+            assert trio.current_time() - began < 0.5
+        server.engine.resume()
+        load = busy["load"]
+        while load["running"] or load["waiting"]:
+            load = (await anext(events))["load"]
+        idle_at = trio.current_time()
+        assert (await anext(events))["load"]["clock"] == load["clock"]
+        assert 0.5 < trio.current_time() - idle_at <= 1.1
+
+
+async def test_an_endpoint_that_pushes_is_hardly_asked_and_its_load_is_known(open_setup, autojump_clock):
+    async with open_setup("a", watch=WATCH) as setup:
+        await trio.sleep(10)
+        reports = setup.router.dispatch.load_reports_total
+        assert reports["asked"] <= 8, "in the beginning, and no more"
+        assert reports["pushed"] >= 8, "a sign of life a second"
+        server, state = setup.servers["a"], setup.router.dispatch.core.endpoints[A]
+        server.engine.pause()
+        async with server.client().ask("/v1/completions", {"prompt": "of somebody else"}):
+            await trio.sleep(0.5)
+            assert state.others == 1
+        server.engine.resume()
+        asked = reports["asked"]
+        await trio.sleep(ANCHOR_SECONDS + 1)
+        assert asked < reports["asked"] < asked + 8, "its clock is compared again"
+
+
+async def test_a_stream_that_is_silent_brings_the_questions_back(open_setup, autojump_clock, monkeypatch):
+    monkeypatch.setattr("trioserve.api.operations.kv_events.LOAD_ALIVE_SECONDS", 1e6)
+    async with open_setup("a", watch=WATCH) as setup:
+        await trio.sleep(SILENT_SECONDS + 1)
+        reports = setup.router.dispatch.load_reports_total
+        asked = reports["asked"]
+        await trio.sleep(10)
+        assert reports["asked"] > asked + 30
