@@ -57,6 +57,15 @@ def test_groups_without_a_token_are_told_apart():
     assert told(stream, ids(told(stream))[1]) == told(stream)[len(told(stream[:2])) :]
 
 
+def test_a_state_of_the_apis_own_stands_behind():
+    stream = [b"data: {}\nid: 0: begun\n\n", b"data: {}\nid: 0:12 7\n\n", b"data: {}\nid: 0:9 a b\n\n"]
+    first, second, third = ids(told(stream))
+    assert [id.split("~")[2:] for id in (first, second, third)] == [["begun"], ["7"], []]
+    assert parse_position(second).state == "7"
+    for index, known in enumerate((first, second, third)):
+        assert told(stream, known) == told(stream)[len(told(stream[: index + 1])) :]
+
+
 def test_choices_have_their_own_counts():
     stream = [group("a", "0:5"), group("b", "1:6"), group("c", "1:7!"), group("d", "0:8")]
     assert [id.partition("~")[0] for id in ids(told(stream))] == ["1", "1.1", "1.2!", "2.2!"]
@@ -119,7 +128,9 @@ def test_a_position_does_not_depend_on_how_its_tokens_came(groups):
     assert str(keeper) == str(at_once)
 
 
-@pytest.mark.parametrize("text", ["17", "x", "17~9f3a01b", "17~9F3A01BC", "-1~9f3a01bc", "1..2~9f3a01bc", "1" * 2000])
+@pytest.mark.parametrize(
+    "text", ["17", "x", "17~9f3a01b", "17~9F3A01BC", "-1~9f3a01bc", "1..2~9f3a01bc", "1~9f3a01bc~", "1" * 2000]
+)
 def test_what_is_no_position_is_refused(text):
     with pytest.raises(InvalidRequest, match="Last-Event-ID"):
         parse_position(text)

@@ -289,6 +289,8 @@ APIS = {
     "two choices": ("/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 100}),
     "chat": ("/v1/chat/completions", CHAT),
     "chat with usage": ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}),
+    "messages": ("/v1/messages", {**CHAT, "max_tokens": 100}),
+    "responses": ("/v1/responses", {"input": "Hi", "store": False}),
 }
 
 
@@ -316,7 +318,8 @@ def told(raw: bytes) -> tuple[dict[int, str], list[str]]:
             if choice["finish_reason"]:
                 ends.append((choice["index"], choice["finish_reason"]))
         if event.get("usage"):
-            ends.append(event["usage"])
+            usage = event["usage"]
+            ends.append(usage.get("completion_tokens") or usage["output_tokens"])
         if str(event.get("type")).endswith((".done", "_start", "_stop", ".created", ".completed", ".added")):
             ends.append(event["type"])
     ends += re.findall(rb"data: \[DONE\]", raw)
@@ -358,7 +361,7 @@ async def test_a_client_whose_router_has_died_gets_each_event_once(autojump_cloc
 
 
 @pytest.mark.parametrize("steps", [2, 7])
-@pytest.mark.parametrize("api", ["completions", "two choices", "chat"])
+@pytest.mark.parametrize("api", ["completions", "two choices", "chat", "messages", "responses"])
 async def test_what_nobody_keeps_any_more_is_computed_once_more(autojump_clock, api, steps):
     expected = await undisturbed(api)
     async with opened() as setup:

@@ -118,7 +118,7 @@ class _Start:
         ended = zip(exact, self._known.counts, self._known.finished, strict=True)
         if any(finishes and had != count for had, count, finishes in ended):
             raise not_the_same("a choice ends elsewhere")
-        if self._state is not None and exact != list(self._known.counts):
+        if self._state is not None and self._known.state is None and exact != list(self._known.counts):
             raise not_the_same("its events come in other groups")
 
     def resume(self) -> dict[str, object]:
@@ -127,11 +127,13 @@ class _Start:
             "token_ids": [[int(token) for token in tokens] for tokens in self._token_ids],
             "finished": list(self._known.finished),
         }
-        return fields if self._state is None else {**fields, "state": self._state.decode("latin-1")}
+        state = self._known.state or (None if self._state is None else self._state.decode("latin-1"))
+        return fields if state is None else {**fields, "state": state}
 
     def keeper(self) -> PositionKeeper:
         """At the place where the client is."""
         keeper = PositionKeeper()
+        state = "" if self._known.state is None else f" {self._known.state}"
         for choice, (tokens, finishes) in enumerate(zip(self._token_ids, self._known.finished, strict=True)):
-            keeper.note(b"%d:%b%b" % (choice, b",".join(tokens), b"!" if finishes else b""))
+            keeper.note(b"%d:%b%b%b" % (choice, b",".join(tokens), b"!" if finishes else b"", state.encode()))
         return keeper

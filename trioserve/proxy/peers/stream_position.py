@@ -4,6 +4,7 @@ with which it comes back, at whichever router.
     17~9f3a01bc          one choice, 17 tokens; the check is of these tokens
     3!.4~1c09d2aa        two choices, the first has ended
     17+1~9f3a01bc        a second group of events without a new token
+    17~9f3a01bc~41       and 41 is the state of the API's own that the endpoint has told there
     .                    the end: there is nothing more
 
 A position is a function of the tokens, not of their way: a response that is computed once more passes through the same
@@ -23,24 +24,28 @@ __all__ = ["END", "LAST_EVENT_ID", "Position", "PositionKeeper", "parse_position
 
 LAST_EVENT_ID = "last-event-id"
 POSITION_CHARACTERS_MAX = 1024
-_POSITION = re.compile(r"(\d{1,9}!?(?:\.\d{1,9}!?)*)(?:\+(\d{1,9}))?~([0-9a-f]{8})")
+_POSITION = re.compile(r"(\d{1,9}!?(?:\.\d{1,9}!?)*)(?:\+(\d{1,9}))?~([0-9a-f]{8})(?:~([\w-]{1,32}))?", re.ASCII)
+_STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")  # what fits into an id; another one is left out
 
 
 class Position(msgspec.Struct, frozen=True):
     """counts: tokens of each choice. finished: of each, whether it has ended. more: groups of events since the last
-    one that brought any of that. check: of the tokens."""
+    one that brought any of that. check: of the tokens. state: of the API's own; None: there is none, or it is not told.
+    """
 
     counts: tuple[int, ...]
     finished: tuple[bool, ...]
     more: int
     check: int
+    state: str | None = None
 
     def __str__(self) -> str:
         choices = ".".join(
             f"{count}{'!' if is_finished else ''}"
             for count, is_finished in zip(self.counts, self.finished, strict=True)
         )
-        return f"{choices}{f'+{self.more}' if self.more else ''}~{self.check:08x}"
+        more = f"+{self.more}" if self.more else ""
+        return f"{choices}{more}~{self.check:08x}{'' if self.state is None else f'~{self.state}'}"
 
     @property
     def is_empty(self) -> bool:
@@ -84,11 +89,12 @@ class PositionKeeper:
         self._finished: list[bool] = []
         self._checks: list[int] = []
         self._check = 0
+        self._state = ""
         self._more = -1  # the first group without a token is the position 0
 
     def note(self, id: bytes) -> None:
         """A group that ended with this id. One that is of another form says nothing."""
-        told = id.split(b" ", 1)[0]
+        told, _, state = id.partition(b" ")
         if told == b".":
             self.is_at_end = True
             return
@@ -111,10 +117,14 @@ class PositionKeeper:
             self._check = (self._check + (after - before) * (2 * choice + 1)) % 2**32
             self._counts[choice] += tokens.count(b",") + 1
         self._more = 0 if tokens or ends else self._more + 1
+        if state:
+            self._state = f"~{state.decode()}" if _STATE.fullmatch(state) else ""
 
     @property
     def position(self) -> Position:
-        return Position(tuple(self._counts), tuple(self._finished), max(0, self._more), self._check)
+        return Position(
+            tuple(self._counts), tuple(self._finished), max(0, self._more), self._check, self._state[1:] or None
+        )
 
     def __str__(self) -> str:
         if self.is_at_end:
@@ -122,7 +132,7 @@ class PositionKeeper:
         # As str(position), without the value between: it is written for every group.
         if len(self._counts) == 1:
             more = f"+{self._more}" if self._more > 0 else ""
-            return f"{self._counts[0]}{'!' if self._finished[0] else ''}{more}~{self._check:08x}"
+            return f"{self._counts[0]}{'!' if self._finished[0] else ''}{more}~{self._check:08x}{self._state}"
         return str(self.position)
 
 
@@ -144,4 +154,5 @@ def parse_position(text: str) -> Position | str | None:
         tuple(choice.endswith("!") for choice in choices),
         int(match[2] or 0),
         int(match[3], 16),
+        match[4],
     )
