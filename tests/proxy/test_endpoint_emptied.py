@@ -65,7 +65,9 @@ async def test_a_stream_goes_elsewhere_and_its_endpoint_is_gone(open_pair):
 
 
 async def test_an_endpoint_that_can_gives_the_stream_away_with_its_kv(open_pair):
-    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+    """It is asked in the client's name."""
+    key = {"authorization": "Bearer mine"}
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=key) as response:
         [(first, ask)] = await asks_of(pair)
         pair[first].gives_away = True
         begin(ask, "0:1")

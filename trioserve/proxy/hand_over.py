@@ -29,15 +29,16 @@ async def hand_over(remote: RemoteEndpoint, admission: AdmissionScope) -> None:
     assert admission.id is not None
     attempt = admission.attempts
     with trio.move_on_after(HAND_OVER_SECONDS_MAX):
-        if await _is_given_away(remote, f"/v1/requests/{quote(admission.id, safe='')}/hand-over"):
+        path = f"/v1/requests/{quote(admission.id, safe='')}/hand-over"
+        if await _is_given_away(remote, path, admission.headers()):
             await admission.wait_for_end(attempt)
     if admission.attempts == attempt:
         admission.take()
 
 
-async def _is_given_away(remote: RemoteEndpoint, path: str) -> bool:
+async def _is_given_away(remote: RemoteEndpoint, path: str, headers: list[tuple[str, str]]) -> bool:
     try:
-        async with remote.request("POST", path, [], b"") as response:
+        async with remote.request("POST", path, headers, b"") as response:
             await response.whole(RESPONSE_BYTES_MAX)
             return response.status < 300
     except (EndpointLost, InvalidRequest):

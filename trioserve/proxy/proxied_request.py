@@ -7,6 +7,7 @@ connection to the endpoint is closed, in that order and at once.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,7 @@ from trioserve.contracts.errors import Overloaded
 from trioserve.proxy.continuation import Continuation
 from trioserve.proxy.disaggregated_body import can_be_disaggregated
 from trioserve.proxy.disaggregated_request import serve_disaggregated
+from trioserve.proxy.forwarded_headers import request_headers
 from trioserve.proxy.kept_request import check_references, endpoint_of_response
 from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field, sent_body
 from trioserve.proxy.request_clock import RequestClock
@@ -111,6 +113,7 @@ async def _pass_through(
         with context.continued(Continuation.of(context, body, request)) as continuation:
             if continuation is not None:
                 admission.can_go_on = continuation.can_go_on
+                admission.headers = partial(request_headers, context, None, with_body=False)
             if admission.stage is not None:
                 await serve_disaggregated(context, admission, raw, body, clock)
                 return

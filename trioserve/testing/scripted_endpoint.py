@@ -195,7 +195,9 @@ class ScriptedEndpoint:
             return
         id = asked.path.removesuffix(HAND_OVER_SUFFIX).rsplit("/", 1)[1]
         found = [ask for ask in self.open if ask.headers["x-request-id"] == id]
-        if not (self.gives_away and found):
+        if not (
+            self.gives_away and found and asked.headers.get("authorization") == found[0].headers.get("authorization")
+        ):
             asked.refuse(404)
             return
         asked.respond({"id": id})
