@@ -109,9 +109,9 @@ async def test_the_share_of_a_router_that_dies_is_the_others_in_time(autojump_cl
         await trio.sleep(3)
         await setup.ask("one", LIMIT)
         await setup.kill("two")
-        await trio.sleep(4)
+        await trio.sleep(2.5)
         assert setup.leases("one") == LIMIT // 2  # it may only have stalled
-        await trio.sleep(LOST_SECONDS - 4)
+        await trio.sleep(LOST_SECONDS - 2.5)
         assert setup.share("one") == setup.leases("one") == LIMIT
 
 
@@ -205,3 +205,21 @@ def test_there_is_a_bound_and_no_name_comes_twice():
     with pytest.raises(StartupError, match="two routers"):
         peers.set_all([specs[0], specs[0]], source="x")
     assert len(peers.peers) == PEERS_MAX
+
+
+async def test_an_endpoint_that_sends_its_load_hears_of_a_router_all_the_same(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(20)
+        async with setup.server.client().ask("/load", headers={"x-trioserve-router": "three"}) as response:
+            heard = (await response.json())["routers"]
+        assert heard.keys() == {"one", "two", "three"}
+        assert max(heard.values()) < 2.5
+
+
+async def test_who_is_only_told_the_load_does_not_count_as_alive(autojump_clock):
+    headers = {"x-trioserve-router": "three"}
+    async with opened("one") as setup, setup.server.client().ask("/kv_events?load=only", headers=headers) as told:
+        await told.head()
+        await trio.sleep(10)
+        async with setup.server.client().ask("/load", headers={"x-trioserve-router": "one"}) as response:
+            assert (await response.json())["routers"].keys() == {"one"}

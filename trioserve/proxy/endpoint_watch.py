@@ -24,6 +24,7 @@ __all__ = ["PeerReports", "WatchSettings", "load_from_metrics", "watch_endpoint"
 logger = logging.getLogger(__name__)
 
 RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
+SIGN_OF_LIFE_SECONDS = 2.0  # between two questions of a router with peers, whatever the endpoint sends by itself
 ROUTER_HEADER = "x-trioserve-router"
 TURNS_FOR_RESPONSES = 2  # one in which their sockets are seen, one in which they are read
 NO_SUCH_PAGE = frozenset({404, 405, 501})
@@ -146,8 +147,10 @@ class _Watch:
         return True
 
     async def ask_load(self) -> None:
+        asked_at = -math.inf
         while self._load_path is not None:
-            if not self._pushed.is_pushing(trio.current_time()):
+            is_owed = self._peers is not None and trio.current_time() >= asked_at + SIGN_OF_LIFE_SECONDS
+            if is_owed or not self._pushed.is_pushing(trio.current_time()):
                 asked_at, sent_total = trio.current_time(), self._dispatch.sent_total
                 response = await self._ask(self._load_path, self._own_headers())
                 load = None if response is None else self._read_load(response)

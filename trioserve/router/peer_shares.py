@@ -20,7 +20,7 @@ from trioserve.router.shares import lease_share
 
 __all__ = ["HEARD_SECONDS", "SETTLE_SECONDS", "PeerShares"]
 
-HEARD_SECONDS = 5.0  # some twenty questions for its load, and longer than a router is away that only stalls
+HEARD_SECONDS = 5.0  # two questions and a half, see SIGN_OF_LIFE_SECONDS, and longer than most stalls of a router
 SETTLE_SECONDS = 2.0  # of several questions each, so that every router has heard of this one
 
 

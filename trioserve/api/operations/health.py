@@ -49,7 +49,7 @@ async def read_ready(context: RequestContext) -> None:
 async def read_load(context: RequestContext) -> None:
     """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much. To one
     that says its name it tells which others it has heard from."""
-    await context.respond_json(told_load(context))
+    await context.respond_json(told_load(context, is_asked=True))
 
 
 async def read_version(context: RequestContext) -> None:

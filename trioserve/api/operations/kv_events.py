@@ -74,15 +74,17 @@ async def _stream_load(context: RequestContext) -> None:
     await context.finish()
 
 
-def told_load(context: RequestContext) -> EndpointLoad:
-    """With the clock, and for a router that says its name, with those that the server has heard from."""
+def told_load(context: RequestContext, *, is_asked: bool = False) -> EndpointLoad:
+    """With the clock, and for a router that says its name, with those that the server has heard from. is_asked: it asks
+    right now, and so it lives. One that is only told may be gone, and its connection not know."""
     router = context.exchange.headers.get(ROUTER_HEADER)
     load = msgspec.structs.replace(
         context.engine.load(), clock=context.engine.load_changes.clock, told_at=trio.current_time()
     )
     if router is None:
         return load
-    context.routers_heard.note(router)
+    if is_asked:
+        context.routers_heard.note(router)
     return msgspec.structs.replace(load, routers=context.routers_heard.told())
 
 
