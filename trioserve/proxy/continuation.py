@@ -18,6 +18,7 @@ from trioserve.admission.dispatch import Fault, Taken
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
 from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
+from trioserve.proxy.foreign_stream import TOKEN_IDS, ForeignStream, foreign_body
 from trioserve.proxy.remote_endpoint import Unreachable
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
 
@@ -107,19 +108,19 @@ class LiveStreams:
     """Of one router, those that may be continued; what of them is kept."""
 
     def __init__(self) -> None:
-        self._streams: set[ContinuedStream] = set()
+        self._live: set[Continuation] = set()
 
     @contextmanager
-    def kept(self, stream: ContinuedStream) -> Iterator[None]:
-        self._streams.add(stream)
+    def kept(self, continuation: Continuation) -> Iterator[None]:
+        self._live.add(continuation)
         try:
             yield
         finally:
-            self._streams.discard(stream)
+            self._live.discard(continuation)
 
     @property
     def kept_bytes(self) -> int:
-        return sum(stream.kept_bytes for stream in self._streams)
+        return sum(continuation.stream.kept_bytes for continuation in self._live)
 
 
 class Continuation:
@@ -130,9 +131,11 @@ class Continuation:
     """
 
     def __init__(self, stream: ContinuedStream, metrics: Metrics, *, shows_ids: bool) -> None:
-        self.stream = stream
+        self.stream: ContinuedStream | ForeignStream = stream
         self.shows_ids = shows_ids
         self.made_id: str | None = None
+        self._own_stream = stream
+        self._foreign_fields: dict[str, msgspec.Raw] | None = None  # of a request that could go on as a completion
         self._metrics = metrics
         self._fingerprint: str | None = None
         self._resume: dict[str, object] | None = None
@@ -159,27 +162,49 @@ class Continuation:
 
     # --- what the next endpoint is told ---
 
-    def fields(self) -> dict[str, object]:
-        """Of the body for the next endpoint, in place of its own."""
+    def fields(self, context: RouterContext, raw: bytes) -> dict[str, object]:
+        """Of the body for the endpoint of its lease, in place of its own. raw: as the client sent it."""
         if self._resume is None:
-            return {}
+            is_foreign = context.endpoint is not None and context.fleet.tells_token_ids(context.endpoint)
+            self._foreign_fields = foreign_body(context.exchange.path, raw) if is_foreign else None
+            return {} if self._foreign_fields is None else {TOKEN_IDS: True}
         params, self._params = self._params, None  # for the first that is asked; another one computes
         given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}
         return {RESUME: self._resume, **given}
 
+    def know(self, resume: bytes) -> None:
+        """Its client has that already: the field `resume`, as JSON."""
+        self._own_stream.know(resume)
+
+    def completion(self) -> dict[str, object] | None:
+        """The whole body for /v1/completions, where that is how another endpoint goes on."""
+        return self._resume if isinstance(self.stream, ForeignStream) else None
+
+    def check_endpoint(self, context: RouterContext, id: EndpointId) -> None:
+        """To be asked before a request is sent. Raises NotResumed where the endpoint could not go on."""
+        if self.completion() is not None and not context.fleet.tells_token_ids(id):
+            raise NotResumed(f'the endpoint "{id}" does not go on by token ids')
+
     # --- what comes back ---
 
-    def begin(self, id: EndpointId, response: RemoteResponse) -> bytes:
+    def begin(self, context: RouterContext, id: EndpointId, response: RemoteResponse) -> bytes:
         """An endpoint begins to answer; what the client is to be told of that. Raises NotResumed if it does not go on
         where the last one stopped."""
-        told = response.header(RESUME_HEADER)
-        if self._resume is not None and told is None:
-            raise NotResumed(f'the endpoint "{id}" does not go on where another one stopped')
-        self.stream.begin(told)
-        fingerprint = response.header(FINGERPRINT_HEADER)
+        told, fingerprint = response.header(RESUME_HEADER), response.header(FINGERPRINT_HEADER)
         if self._resume is None:
-            self._fingerprint = fingerprint
-        elif fingerprint is None or fingerprint != self._fingerprint or not fingerprint.endswith(EXACT):
+            self._fingerprint, self.stream = fingerprint, self._own_stream
+            if told is None and self._foreign_fields is not None:
+                path, bytes_max = context.exchange.path, context.rules.continuation_bytes_max
+                self.stream = ForeignStream(path, self._foreign_fields, bytes_max=bytes_max)
+        elif told is None and not isinstance(self.stream, ForeignStream):
+            raise NotResumed(f'the endpoint "{id}" does not go on where another one stopped')
+        if isinstance(self.stream, ForeignStream):
+            self.stream.begin()
+        else:
+            self.stream.begin(told)
+        if self._resume is None:
+            return b""
+        if fingerprint is None or fingerprint != self._fingerprint or not fingerprint.endswith(EXACT):
             return f": {CONTINUED} endpoint={quote(id, safe='/:[]')} tokens=not-promised\n\n".encode()
         return b""
 

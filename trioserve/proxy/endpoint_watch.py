@@ -69,10 +69,13 @@ async def watch_endpoint(
     learns_models: bool,
     on_role: Callable[[EngineRole | None], None],
     peers: PeerReports | None = None,
+    on_vllm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs until cancelled. on_role: told, with each report of load, what the endpoint says it is meant for. peers: the
-    same of the routers that it has heard from."""
-    watch = _Watch(remote, dispatch, settings, learns_models=learns_models, on_role=on_role, peers=peers)
+    """Runs until cancelled. on_vllm: told when it turns out to be one. on_role: told, with each report of load, what
+    the endpoint says it is meant for. peers: the same of the routers that it has heard from."""
+    watch = _Watch(
+        remote, dispatch, settings, learns_models=learns_models, on_role=on_role, peers=peers, on_vllm=on_vllm
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.ask_health)
         nursery.start_soon(watch.ask_load)
@@ -90,8 +93,10 @@ class _Watch:
         learns_models: bool,
         on_role: Callable[[EngineRole | None], None],
         peers: PeerReports | None,
+        on_vllm: Callable[[], None],
     ) -> None:
         self._on_role = on_role
+        self._on_vllm = on_vllm
         self._peers = peers
         self._remote = remote
         self._dispatch = dispatch
@@ -195,6 +200,8 @@ class _Watch:
         if status in NO_SUCH_PAGE:
             self._load_path = None  # it never tells
             return None
+        if status == 200 and _RUNNING[0].encode() in body:
+            self._on_vllm()
         return load_from_metrics(body) if status == 200 else None
 
     async def _ask(self, path: str, headers: Sequence[tuple[str, str]] = ()) -> tuple[int, bytes] | None:

@@ -51,6 +51,7 @@ class _Member:
         self.remote = remote
         self.watch: trio.CancelScope | None = None
         self.told_role: EngineRole | None = None
+        self.is_vllm = False
 
 
 class Fleet:
@@ -161,6 +162,10 @@ class Fleet:
         """Whether it said itself what it is meant for, as our servers do."""
         return self._members[id].told_role is not None
 
+    def tells_token_ids(self, id: EndpointId) -> bool:
+        """Whether it can be asked for the token ids of a stream, as vLLM's servers can."""
+        return self._members[id].is_vllm
+
     def specs(self) -> dict[EndpointId, EndpointSpec]:
         return {id: member.spec for id, member in self._members.items()}
 
@@ -253,6 +258,9 @@ class Fleet:
             if member.spec.role is None:
                 self.dispatch.set_role(member.remote.id, role)
 
+        def note_vllm() -> None:
+            member.is_vllm = True
+
         with scope:
             async with trio.open_nursery() as nursery:
                 if policy.wants_residency:
@@ -264,6 +272,7 @@ class Fleet:
                     learns_models=learns,
                     on_role=note_role,
                     peers=self._peers,
+                    on_vllm=note_vllm,
                 )
 
     def _begin_move(self, admission: AdmissionScope) -> None:

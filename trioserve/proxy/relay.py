@@ -31,6 +31,7 @@ from trioserve.proxy.continuation import (
     fault_of,
 )
 from trioserve.proxy.continued_stream import ContinuedStream
+from trioserve.proxy.foreign_stream import COMPLETIONS_PATH, ForeignStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
@@ -198,7 +199,12 @@ def model_field(context: RouterContext, asked: str | None, id: EndpointId, model
 def sent_body(context: RouterContext, raw: bytes, clock: RequestClock, fields: dict[str, object]) -> bytes:
     """What goes to an endpoint: what the client sent, with these fields in place of its own, what is left of its
     deadlines, and what is to be known of a stream that is gone on with."""
-    resume = {} if context.continuation is None else context.continuation.fields()
+    continuation = context.continuation
+    completion = None if continuation is None else continuation.completion()
+    if completion is not None:
+        context.path_told = COMPLETIONS_PATH
+        return msgspec.json.encode({**completion, **fields, **clock.left()})
+    resume = {} if continuation is None else continuation.fields(context, raw)
     return rewritten(raw, {**fields, **clock.left(), **resume}, without=clock.passed)
 
 
@@ -217,6 +223,8 @@ async def _relay(
         clock.stop_first_token()
         on_begin()
 
+    if context.continuation is not None:
+        context.continuation.check_endpoint(context, id)
     endpoint = context.fleet.remote(id)
     headers = request_headers(context, admission.stage)
     if context.continuation is not None and not context.continuation.shows_ids:
@@ -311,12 +319,13 @@ async def _relay_events(
 ) -> bytes:
     """Pass the events on. Returns the last one, if that is an error: it is still to be sent."""
     continuation = context.continuation
+    stream: ContinuedStream | ForeignStream
     if continuation is None:
         stream = ContinuedStream(choice_count=1, bytes_max=0)
         stream.begin(None)
     else:
+        remark = continuation.begin(context, id, response)
         stream = continuation.stream
-        remark = continuation.begin(id, response)
         if remark:
             await admission.tell(context.send_events(remark))
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
@@ -356,7 +365,7 @@ async def _relay_events(
     return b""
 
 
-def _last_event(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream) -> bytes:
+def _last_event(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream | ForeignStream) -> bytes:
     """The endpoint does not go on, and says so: the event with which the stream ends. Raises StreamFailed, GivenAway or
     TransferFailed where another one may go on."""
     assert context.endpoint is not None

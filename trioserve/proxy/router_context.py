@@ -130,7 +130,7 @@ class RouterContext(Responder):
         if continuation is None:
             yield None
             return
-        with self.streams.kept(continuation.stream):
+        with self.streams.kept(continuation):
             yield continuation
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:

@@ -18,6 +18,7 @@ from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 __all__ = ["Ask", "ScriptedEndpoint"]
 
 RECEIVE_BYTES = 65_536
+VLLM_METRICS = 'vllm:num_requests_running{model_name="fake"} 0.0\nvllm:num_requests_waiting{model_name="fake"} 0.0\n'
 HAND_OVER_SUFFIX = "/hand-over"
 
 
@@ -37,8 +38,8 @@ class Ask:
         self._is_begun = False
 
     def respond(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """The whole response."""
-        body = json.dumps(content).encode()
+        """The whole response: a text as it is, anything else as JSON."""
+        body = (content if isinstance(content, str) else json.dumps(content)).encode()
         fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         fields += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self._say(f"HTTP/1.1 {status} Said\r\n{fields}\r\n".encode() + body)
@@ -123,8 +124,8 @@ class Ask:
 class ScriptedEndpoint:
     """role: what it says it is meant for; None: nothing, as servers of others do. load: beside that. asks: all that
     came, oldest first. is_reachable, is_well, unready_reason, is_silent, gives_away: until told otherwise; the last:
-    its streams, when it is asked to, which servers of others do not know. params: kv_transfer_params of what it
-    holds."""
+    its streams, when it is asked to, which servers of others do not know. is_vllm: it tells its load as vLLM does.
+    params: kv_transfer_params of what it holds."""
 
     def __init__(self, nursery: trio.Nursery, *, role: EngineRole | None = None, model: str = "fake") -> None:
         self.role = role
@@ -136,6 +137,7 @@ class ScriptedEndpoint:
         self.is_silent = False
         self.unready_reason: str | None = None
         self.gives_away = False
+        self.is_vllm = False
         self.params: dict[str, object] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -206,6 +208,8 @@ class ScriptedEndpoint:
         found[0].end()
 
     def _said(self, path: str) -> object:
+        if self.is_vllm and path in ("/load", "/metrics"):
+            return {"server_load": 0} if path == "/load" else VLLM_METRICS
         if path == "/load":
             return {**self.load, **({} if self.role is None else {"role": self.role})}
         return {"object": "list", "data": [{"id": self.model, "object": "model"}]} if path == "/v1/models" else {}

@@ -57,14 +57,17 @@ class ScriptedEndpoints:
             assert endpoint.held_count == 0, f"blocks are held at {id}"
 
 
-ROLES: dict[str, EngineRole | None] = {"p": "prefill", "d": "decode", "b": "both", "w": None}
+ROLES: dict[str, EngineRole | None] = {"p": "prefill", "d": "decode", "b": "both", "w": None, "v": None}
 
 
 @asynccontextmanager
 async def open_scripted_endpoints(ids: str = "p d", **options: Any) -> AsyncIterator[ScriptedEndpoints]:
-    """ids: apart by spaces. options: as of open_memory_router. It begins when each endpoint has said what it is for."""
+    """ids: apart by spaces; those that begin with v tell their load as vLLM does. options: as of open_memory_router. It
+    begins when each endpoint has said what it is for."""
     async with trio.open_nursery() as nursery:
         endpoints = {id: ScriptedEndpoint(nursery, role=ROLES[id[0]]) for id in ids.split()}
+        for id, endpoint in endpoints.items():
+            endpoint.is_vllm = id.startswith("v")
         connects = {id: endpoint.connect for id, endpoint in endpoints.items()}
         async with open_memory_router(connects, **options) as router:
             await wait_all_tasks_blocked()

@@ -67,7 +67,7 @@ class RecomputedStart:
         resume = {**msgspec.json.decode(told, type=dict[str, object]), **start.resume()}
         self._context.client_events = NumberedEvents(keeper=start.keeper())
         if self._context.continuation is not None:
-            self._context.continuation.stream.know(msgspec.json.encode(resume))
+            self._context.continuation.know(msgspec.json.encode(resume))
         self._request = self._ask(rewritten(self._body, {"resume": resume}))
         return await self._request.begin()
 

@@ -1,0 +1,275 @@
+"""What a client has of a stream from a server of another make that tells token ids (vLLM's `return_token_ids`), and how
+/v1/completions of such a server goes on with it: its prompt is all token ids so far. Told bytes; waits for nothing.
+
+That gives text, and no more: what was known counts there as prompt, so penalties and seeds begin anew, and nobody
+promises that the tokens are those of the undisturbed stream. Requests to which more belongs than text do not go on so.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from trioserve.api.sse import DONE
+from trioserve.proxy.continued_stream import WhyNot
+from trioserve.proxy.event_splitter import EventSplitter, is_comment
+
+__all__ = ["COMPLETIONS_PATH", "TOKEN_IDS", "ForeignStream", "foreign_body"]
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+TOKEN_IDS = "return_token_ids"
+
+# What a completion of token ids is told of the request that it goes on with.
+_TAKEN_OVER = frozenset(
+    [
+        "model",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "logit_bias",
+        "user",
+        "priority",
+        "allowed_token_ids",
+        "bad_words",
+        "cache_salt",
+    ]
+)
+# And with what a request is one of which more would have to be known: state that is not in its tokens, text that is
+# held back, values that are formed otherwise.
+_HINDRANCES = frozenset(
+    [
+        "stop",
+        "tools",
+        "functions",
+        "function_call",
+        "tool_choice",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structural_tag",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "echo",
+        "suffix",
+        "best_of",
+        "use_beam_search",
+        "logits_processors",
+        "min_tokens",
+        "prompt_embeds",
+        "thinking_token_budget",
+    ]
+)
+_NOTHING = frozenset({b"null", b"false", b"[]", b"0", b'"none"'})
+
+
+def foreign_body(path: str, raw: bytes) -> dict[str, msgspec.Raw] | None:
+    """The fields of a request that could be gone on with as a completion; None if it is none. raw: a JSON object."""
+    if path not in (CHAT_PATH, COMPLETIONS_PATH):
+        return None
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    if any(bytes(fields.get(name, b"null")) not in _NOTHING for name in _HINDRANCES):
+        return None
+    return fields if bytes(fields.get("n", b"1")) in (b"1", b"null") else None
+
+
+class ForeignStream:
+    """path, fields: of the request, see foreign_body. bytes_max: of token ids that are kept, those of the prompt too.
+
+    The rest is as in ContinuedStream.
+    """
+
+    failure = b""
+    failure_code: str | None = None
+    given_away: bytes | None = None
+
+    def __init__(self, path: str, fields: dict[str, msgspec.Raw], *, bytes_max: int) -> None:
+        self.is_answered = False
+        self.is_over = False
+        self._why_not: str | None = None
+        self._path = path
+        self._fields = fields
+        self._bytes_max = bytes_max
+        self._shows_ids = bytes(fields.get(TOKEN_IDS, b"")) == b"true"
+        self._splitter = EventSplitter()
+        self._prompt_ids: array[int] | None = None
+        self._ids = array("I")
+        self._shown_count = 0  # of them, those whose text the client has
+        self._head: dict[str, object] = {}
+        self._known_count = 0  # of them, those that the endpoint at hand takes for prompt
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Another endpoint goes on."""
+        del self._ids[self._shown_count :]
+        self._known_count = self._shown_count
+        self._splitter = EventSplitter()
+        self.is_answered = False
+        self.failure, self.failure_code = b"", None
+
+    def feed(self, piece: bytes) -> bytes:
+        events = self._splitter.feed(piece)
+        if not events:
+            return b""
+        return b"".join(self._taken(event) for event in events.replace(b"\r\n", b"\n").split(b"\n\n") if event)
+
+    def end(self) -> bytes:
+        """The response has ended. What the client lacks of its end."""
+        if not self.is_over or self._is_done:
+            return b""
+        self._is_done = True
+        return DONE
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_over
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._ids.itemsize * (len(self._ids) + len(self._prompt_ids or ()))
+
+    def token_count(self) -> int:
+        return self._shown_count
+
+    def resume_field(self) -> dict[str, object] | None:
+        """The body with which /v1/completions goes on. None if nobody can, see `why_not`."""
+        if self._prompt_ids is None or self._why_not is not None:
+            return None
+        body: dict[str, object] = {name: value for name, value in self._fields.items() if name in _TAKEN_OVER}
+        body["prompt"] = [*self._prompt_ids, *self._ids[: self._shown_count]]
+        body["add_special_tokens"] = False
+        body[TOKEN_IDS] = True
+        tokens_max = self._tokens_max()
+        # None: as many as fit. Left out, a completion would have sixteen.
+        body["max_tokens"] = None if tokens_max is None else max(1, tokens_max - self._shown_count)
+        return body
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it cannot go on elsewhere; None if it can."""
+        return self._why_not or (WhyNot.NOT_RESUMABLE if self._prompt_ids is None else None)
+
+    # --- inside ---
+
+    def _tokens_max(self) -> int | None:
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = bytes(self._fields.get(name, b"null"))
+            if value.isdigit():
+                return int(value)
+        return 16 if self._path == COMPLETIONS_PATH and "max_tokens" not in self._fields else None
+
+    def _taken(self, event: bytes) -> bytes:
+        """What is passed on of an event."""
+        whole = event + b"\n\n"
+        if self.failure or is_comment(whole):
+            return b"" if self.failure else whole
+        self.is_answered = True
+        data = b"\n".join(line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:"))
+        if data == b"[DONE]":
+            self.is_over = self._is_done = True
+            return whole
+        try:
+            chunk = msgspec.json.decode(data, type=_Chunk)
+        except msgspec.DecodeError:
+            self._why_not = WhyNot.MALFORMED
+            return whole
+        if chunk.error is not None:
+            self.is_answered = bool(self._ids)
+            self.failure, self.failure_code = whole, str(chunk.error.get("type") or chunk.error.get("code"))
+            return b""
+        prompt_ids = self._note(chunk)
+        if self._known_count:
+            return self._rewritten(data)
+        if prompt_ids and not self._shows_ids:
+            return _without(data, "prompt_token_ids")
+        return whole
+
+    def _note(self, chunk: _Chunk) -> list[int]:
+        """Returns the ids of the prompt, if they are in it."""
+        if not self._head:
+            self._head = {"id": chunk.id, "created": chunk.created, "model": chunk.model}
+        prompt_ids = chunk.prompt_token_ids or []
+        for choice in chunk.choices:
+            prompt_ids = prompt_ids or choice.prompt_token_ids or []
+            delta = choice.delta
+            has_text = bool(choice.text or (delta is not None and delta.content))
+            if delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls):
+                self._why_not = WhyNot.NOT_RESUMABLE  # what it makes of its tokens is more than text
+            if has_text and not choice.token_ids:
+                self._why_not = WhyNot.NOT_RESUMABLE  # it does not tell them
+            self._ids.extend(choice.token_ids or [])
+            if has_text or choice.finish_reason is not None:
+                self._shown_count = len(self._ids)
+            self.is_over = self.is_over or choice.finish_reason is not None
+        if prompt_ids and self._prompt_ids is None:
+            self._prompt_ids = array("I", prompt_ids)
+        if self._why_not is None and self.kept_bytes > self._bytes_max:
+            self._why_not = WhyNot.BYTES
+        if self._why_not is not None:
+            self._prompt_ids, self._ids, self._shown_count = None, array("I"), 0
+        return prompt_ids
+
+    def _rewritten(self, data: bytes) -> bytes:
+        """A chunk of a completion, as one of the response that the client has begun to read."""
+        chunk = {**msgspec.json.decode(data), **self._head}
+        chunk.pop("prompt_token_ids", None)
+        for choice in chunk.get("choices", ()):
+            for name in ("prompt_token_ids", *(() if self._shows_ids else ("token_ids",))):
+                choice.pop(name, None)
+            if self._path == CHAT_PATH:
+                choice["delta"] = {"content": choice.pop("text", "")}
+        if self._path == CHAT_PATH:
+            chunk["object"] = "chat.completion.chunk"
+        if (usage := chunk.get("usage")) is not None:
+            usage["prompt_tokens"] -= self._known_count
+            usage["completion_tokens"] = usage.get("completion_tokens", 0) + self._known_count
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+    error: dict[str, Any] | None = None
+
+
+def _without(data: bytes, name: str) -> bytes:
+    chunk = msgspec.json.decode(data)
+    chunk.pop(name, None)
+    for choice in chunk.get("choices", ()):
+        choice.pop(name, None)
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
