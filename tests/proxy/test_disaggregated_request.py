@@ -719,7 +719,7 @@ async def test_a_drain_lets_go_on_what_has_its_prompt_and_refuses_what_has_not(o
 async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(open_pair, autojump_clock):
     from trioserve.proxy.endpoint_watch import WatchSettings
 
-    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
+    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
     async with open_pair(watch=watch, failures_max=1) as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         pair["p"].is_silent = True

@@ -10,7 +10,7 @@ from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.router.endpoint_state import EndpointHealth
 
 CHAT = "/v1/completions"
-WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
+WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
 ENGINE = {"response": "abc", "step_seconds": 0.01, "step_seconds_max": 20}
 
 
@@ -55,7 +55,7 @@ async def test_it_is_ejected_and_another_endpoint_gets_its_requests_until_the_st
 
 async def test_before_it_is_ejected_what_it_refuses_is_done_elsewhere(open_setup, autojump_clock):
     """The step is too old, and no check has seen it yet."""
-    seldom = WatchSettings(health_seconds=3600, load_seconds=3600)
+    seldom = WatchSettings(health_seconds=3600, load_seconds=3600, listens=False)
     async with open_setup(watch=seldom, policy="round_robin", engine=ENGINE) as setup:
         engine = setup.servers["a"].engine
         engine.steps.hold()

@@ -245,7 +245,7 @@ async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, a
     """S30: one dead backend does not hang the requests of the others."""
     from trioserve.proxy.endpoint_watch import WatchSettings
 
-    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
+    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
     async with open_setup(watch=watch, failures_max=2, engine={"response": "abc", "step_seconds": 0.01}) as setup:
         hanging = trio.Event()
         remote = setup.router.fleet.remote("a")

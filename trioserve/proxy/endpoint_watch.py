@@ -104,7 +104,7 @@ class _Watch:
         self._learns_models = learns_models
         self._was_well: bool | None = None
         self._silent_since: float | None = None
-        self._is_refused = False
+        self._is_refused = False  # the connection of the question that ended last
         self._health_path = "/ready"  # ours; others have /health alone
         self._load_path: str | None = "/load"
         self._pushed = PushedLoad()
@@ -207,18 +207,20 @@ class _Watch:
     async def _ask(self, path: str, headers: Sequence[tuple[str, str]] = ()) -> tuple[int, bytes] | None:
         """Status and body; None if no response came in time."""
         asked_at = trio.current_time()
-        self._is_refused = False
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
                 async with self._remote.request("GET", path, list(headers), b"") as response:
                     body = await response.whole(RESPONSE_BYTES_MAX)
                     self._silent_since = None
+                    self._is_refused = False
                     return response.status, body or b""
             except Unreachable:
                 self._is_refused = True
                 return None
             except EndpointLost:
+                self._is_refused = False
                 return None
+        self._is_refused = False
         if self._silent_since is None:
             self._silent_since = asked_at
         return None
