@@ -219,6 +219,7 @@ class _Opening:
         self._path: Path | None = None
         self._checkpoint: Checkpoint | EncoderDirectory | None = None
         self._arithmetic = ""
+        self._is_batch_invariant = False
         self._fingerprint: str | None = None
         self._compiler: FormCompiler | None = None
         self._served_names = config.served_model_name or (default_served_name(config.model),)
@@ -272,7 +273,7 @@ class _Opening:
                 created_at=int(time.time()),
                 pooled=_pooled_model(checkpoint, settings),
                 arithmetic=self._arithmetic,
-                batch_invariant=config.batch_invariant,
+                batch_invariant=self._is_batch_invariant,
                 fingerprint=self._fingerprint,
             ),
             core=core,
@@ -347,13 +348,18 @@ class _Opening:
         """Raises StartupError if its files have become another model's since the engine was opened first."""
         compiler = self._compiler
         assert compiler is not None, "the tokenizer comes with the weights"
-        found = await self._text.run_cancellable(_fingerprint, self._config, checkpoint, runner, compiler.tokenizer)
+        # Unasked, too, where all that is computed here is so: KV from elsewhere might not be.
+        is_invariant = self._config.batch_invariant or (runner.is_batch_invariant and self._transfers is None)
+        found = await self._text.run_cancellable(
+            _fingerprint, self._config, checkpoint, runner, compiler.tokenizer, is_invariant
+        )
         if self._engine is not None and found != self._fingerprint:
             raise StartupError(
                 f"{self._path} has changed since the engine was opened, and streams cannot go on with another model: "
                 "start the server anew"
             )
-        self._checkpoint, self._arithmetic, self._fingerprint = checkpoint, runner.arithmetic, found
+        self._checkpoint, self._fingerprint = checkpoint, found
+        self._arithmetic, self._is_batch_invariant = runner.arithmetic, is_invariant
 
     async def _connector(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> RunningConnector | None:
         transfers = self._transfers
@@ -381,7 +387,7 @@ class _Opening:
 
     def _show(self, runner: Runner) -> None:
         metrics = self._metrics
-        metrics.batch_invariant.set(self._config.batch_invariant)
+        metrics.batch_invariant.set(self._is_batch_invariant)
         metrics.step_weight_bytes.set(runner.step_weight_bytes)
         metrics.token_kv_bytes.set(runner.kv_cache_bytes / max(1, runner.block_count * runner.block_size))
         metrics.token_flops.set(runner.token_flops)
@@ -415,7 +421,11 @@ def _opened(path: Path) -> Checkpoint | EncoderDirectory:
 
 
 def _fingerprint(
-    config: Config, checkpoint: Checkpoint | EncoderDirectory, runner: Runner, tokenizer: Tokenizer
+    config: Config,
+    checkpoint: Checkpoint | EncoderDirectory,
+    runner: Runner,
+    tokenizer: Tokenizer,
+    is_batch_invariant: bool,
 ) -> str | None:
     """None for an encoder, which has no responses to go on with. Takes some tenths of a second."""
     if isinstance(checkpoint, EncoderDirectory):
@@ -424,7 +434,7 @@ def _fingerprint(
         weights=weights_name(checkpoint),
         arithmetic=runner.arithmetic,
         dtype=runner.dtype,
-        batch_invariant=config.batch_invariant,
+        batch_invariant=is_batch_invariant,
         tokenizer=tokenizer.name(),
         others=(
             checkpoint.config.eos_token_ids,

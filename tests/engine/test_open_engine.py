@@ -41,7 +41,7 @@ class FakeRunner(FakeExecutor):
     step_weight_bytes = 1
     token_flops = 1
     attended_token_flops = 1
-    takes_every_cpu = False
+    takes_every_cpu = is_batch_invariant = False
     launches = False
     computed_by = arithmetic = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
@@ -526,3 +526,23 @@ async def test_a_parameter_of_another_type_is_told_before_anything_is_loaded(opt
 async def test_an_option_of_a_server_is_none_of_an_engine():
     with pytest.raises(TypeError, match="port"):
         assemble.open_engine(port=8000)
+
+
+@pytest.mark.parametrize(
+    ("computes_so", "options", "promised"),
+    (
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"kv_transfer_config": {"kv_connector": "mine"}}, False),  # which brings KV of who knows whom
+        (True, {"kv_transfer_config": {"kv_connector": "mine"}, "batch_invariant": True}, True),
+    ),
+)
+async def test_an_engine_promises_the_same_bits_where_it_can(
+    computes_so: bool, options: dict[str, object], promised: bool, with_connector, monkeypatch
+):
+    monkeypatch.setattr(with_connector, "is_batch_invariant", computes_so)
+    async with assemble.open_engine("m", **options) as engine:
+        assert engine.model.batch_invariant == promised
+        shown = [line for line in engine.metrics.expose().splitlines() if line.startswith(b"trioserve:batch_invariant")]
+        assert [float(line.split()[-1]) for line in shown] == [promised]
+        assert with_connector.settings.batch_invariant == options.get("batch_invariant", False)

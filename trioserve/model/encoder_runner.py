@@ -36,6 +36,7 @@ class EncoderRunner:
     block_count = 0
     kv_cache_bytes = 0
     launches = False
+    is_batch_invariant = False
 
     def __init__(self, encoder: Encoder, settings: ModelSettings, *, device: str, dtype: Dtype) -> None:
         self._encoder: Encoder | None = encoder

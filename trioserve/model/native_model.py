@@ -84,7 +84,8 @@ class NativeModel:
         self.dtype = dtype
         self.device: DeviceType = "cpu"
         kept = "" if quantization == "none" else f", weights kept as {quantization}"
-        invariant = ", batch-invariant" if batch_invariant else ""
+        self.is_batch_invariant = batch_invariant or library.level != "amx"
+        invariant = ", batch-invariant" if self.is_batch_invariant else ""
         self.arithmetic = f"native kernels, {library.level}, {dtype}{kept}"
         self.computed_by = f"native kernels ({library.level}, {thread_count} threads{kept}{invariant})"
         self._library = library

@@ -110,6 +110,12 @@ class ModelRunner:
         return self._model.arithmetic
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """See StepModel."""
+        assert self._model is not None, "is_batch_invariant after close"
+        return self._model.is_batch_invariant
+
+    @property
     def kv_cache_bytes(self) -> int:
         """What block_count blocks take."""
         return self.block_count * kv_block_bytes(self.config, self.block_size, self.dtype)

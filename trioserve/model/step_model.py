@@ -36,6 +36,11 @@ class StepModel(Protocol):
         ...
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the bits of a row depend on its own tokens and the weights alone, asked for or not."""
+        ...
+
+    @property
     def computed_by(self) -> str:
         """What computes, in a few words for people."""
         ...

@@ -91,6 +91,10 @@ class TorchStepModel:
         return f"Triton kernels, {place}" if self._kernel_name.startswith("triton") else place
 
     @property
+    def is_batch_invariant(self) -> bool:
+        return self._settings.batch_invariant
+
+    @property
     def computed_by(self) -> str:
         invariant = ", batch-invariant" if self._settings.batch_invariant else ""
         if not self._kernel_name.startswith("triton"):
