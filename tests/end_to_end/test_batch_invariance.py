@@ -13,6 +13,7 @@ from trioserve import SamplingParams, open_engine
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.resume import Resume
+from trioserve_kernels.native import NoNativeKernels, load_library
 
 PROMPT = (
     "The keeper of the lighthouse writes down each ship that passes, its flag, its colours and its captain. When the "
@@ -20,9 +21,18 @@ PROMPT = (
 )
 OTHERS = [f"{PROMPT} {number} keepers of other lighthouses" for number in range(3)]
 OTHERS += [f"A list of {number} animals, without comments: cat, dog, horse, cow," for number in range(3)]
-KERNELS = ("torch",)
 OUTPUT_TOKENS = 24
 KV_BLOCK_BYTES = 2 * 30 * 3 * 64 * 2 * 16  # in bfloat16
+
+
+@pytest.fixture(params=("native", "torch"))
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        try:
+            load_library()
+        except NoNativeKernels as error:
+            pytest.skip(f"no native kernels: {error}")
+    return str(request.param)
 
 
 class Answer:
@@ -82,7 +92,6 @@ def check(answer: Answer, wanted: Answer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", KERNELS)
 def test_one_request_has_the_same_bits_in_every_company(kernels: str) -> None:
     async def main() -> None:
         prompts = [PROMPT, *OTHERS] if kernels == "native" else [PROMPT, *OTHERS[:2]]
@@ -118,7 +127,6 @@ def test_one_request_has_the_same_bits_in_every_company(kernels: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
     async def main() -> None:
         [cold] = await answers_alone(kernels, [PROMPT])

@@ -248,6 +248,18 @@ def test_histories_are_what_they_are_said_to_be(
     assert (played.drafts > 0) == ("draft_tokens_max" in way)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_native_kernels_say_where_they_compute_so_anyway(
+    dtype: str, level: str, load: Callable[..., ModelRunner]
+) -> None:
+    library_or_skip(level)
+    runner = load("qwen3", dtype, "none", level=level, batch_invariant=False)
+    assert runner.is_batch_invariant == (level != "amx" or dtype == "float32")
+    assert ("batch-invariant" in runner.computed_by) == runner.is_batch_invariant
+    assert load("qwen3", dtype, "none", level=level).is_batch_invariant
+
+
 @pytest.mark.parametrize("level", (None, *LEVELS))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_logprobs_of_an_answer_are_those_of_the_same_text_as_a_prompt(

@@ -84,7 +84,7 @@ class NativeModel:
         self.dtype = dtype
         self.device: DeviceType = "cpu"
         kept = "" if quantization == "none" else f", weights kept as {quantization}"
-        self.is_batch_invariant = batch_invariant or library.level != "amx"
+        self.is_batch_invariant = batch_invariant or library.level != "amx" or dtype == "float32"
         invariant = ", batch-invariant" if self.is_batch_invariant else ""
         self.arithmetic = f"native kernels, {library.level}, {dtype}{kept}"
         self.computed_by = f"native kernels ({library.level}, {thread_count} threads{kept}{invariant})"
