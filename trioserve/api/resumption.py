@@ -208,10 +208,12 @@ class GroupIds:
         if not events:
             self._untold.setdefault(choice_index, []).extend(token_ids)
             return b""
-        if untold := self._untold.pop(choice_index, None):
+        if self._untold and (untold := self._untold.pop(choice_index, None)):
             token_ids = (*untold, *token_ids)
+        if len(token_ids) == 1 and delta.finish_reason is None:  # what nearly all of them are
+            return events[:-1] + b"id: %d:%d" % (choice_index, token_ids[0]) + state + b"\n\n"
+        ids = b",".join([b"%d" % token_id for token_id in token_ids])
         end = b"" if delta.finish_reason is None else b"!"
-        ids = str(token_ids[0]).encode() if len(token_ids) == 1 else b",".join([b"%d" % one for one in token_ids])
         return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
 
     def last(self, events: bytes) -> bytes:
