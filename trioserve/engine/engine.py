@@ -163,7 +163,6 @@ class Engine:
         self._reopened = trio.Event()
         self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
         self.kv_events: KvEvents | None = None
-        self.load_changes = LoadChanges()
         self._forget_connector: Callable[[], None] = lambda: None
         self._install(EngineParts(core, steps, connector, readers_first, when_idle))
         metrics.on_scrape(self._set_gauges)
@@ -184,6 +183,7 @@ class Engine:
             when_idle=when_idle,
             after_step=self._after_step,
         )
+        self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()
         self._connector_error: Exception | None = None
         if settings.kv_events_max:
