@@ -187,6 +187,22 @@ async def test_a_stream_whose_endpoint_breaks_in_the_middle_goes_on_at_another(o
         await setup.assert_all_free()
 
 
+async def test_a_response_that_is_not_streamed_is_made_anew_elsewhere_however_far_it_was(open_setup, autojump_clock):
+    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
+        async with setup.client().ask(CHAT, body(max_tokens=3)) as response:
+            await trio.sleep(5)
+            [first] = [id for id, count in setup.leases().items() if count]
+            other = "b" if first == "a" else "a"
+            await setup.servers[first].engine.step(2)
+            await setup.servers[first].hang_up()
+            setup.servers[other].engine.resume()
+            assert (await response.json())["choices"][0]["text"] == "abc"
+            assert response.headers["x-trioserve-endpoint"] == other
+        assert setup.router.dispatch.core.stats().retries_total == 1
+        setup.servers[first].engine.resume()
+        await setup.assert_all_free()
+
+
 async def test_without_resumption_a_stream_that_breaks_ends_with_an_error(open_setup):
     async with open_setup(
         engine={"paused": True, "response": "abc"}, rules=RoutingRules(continuation_bytes_max=0)
