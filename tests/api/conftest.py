@@ -19,6 +19,7 @@ from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.load_changes import LoadChanges
 from trioserve.engine.step_watch import StepWatch
 from trioserve.http.exchange import Exchange, HeaderFields
 from trioserve.http.headers import Headers
@@ -219,6 +220,7 @@ class ScriptedEngine:
         self.default_sampling = SamplingParams()
         self.ready, self.draining = True, False
         self.step_watch = StepWatch()
+        self.load_changes = LoadChanges()
         self.fault: EngineFault | None = None
         self.reopens_at: float | None = None
         self.script: Script = say("Hello", "!")

@@ -225,6 +225,7 @@ async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_cl
 async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, autojump_clock):
     """Two hundred clients, each gone after another number of steps."""
     async with open_memory_server(step_seconds=0.01, block_count=64, waiting_requests_max=300) as server:
+        await wait_all_tasks_blocked()
         tasks_before = trio.lowlevel.current_statistics().tasks_living
 
         async def come_and_go(index: int) -> None:

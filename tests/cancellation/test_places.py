@@ -53,6 +53,7 @@ def on_plan(server: MemoryServer, look: Callable[[StepPlan], None]) -> None:
 async def served(**options):
     """A server that nothing is left in at the end, and whose tasks are all gone."""
     async with open_memory_server(**{"step_seconds": STEP_SECONDS, "block_count": 128, **options}) as server:
+        await wait_all_tasks_blocked()
         tasks_before = trio.lowlevel.current_statistics().tasks_living
         yield server
         await trio.sleep(1)  # a step that was in flight ends

@@ -131,10 +131,6 @@ class EndpointState:
         """Whether it gets requests at all."""
         return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
 
-    def is_meant_for(self, stage: Stage | None) -> bool:
-        """Whole requests (None) may go everywhere."""
-        return stage is None or self.role == "both" or self.role == stage.value
-
     @property
     def leases_own_max(self) -> int:
         """Of its limit, what is this router's."""

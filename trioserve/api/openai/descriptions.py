@@ -84,7 +84,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         "how its KV can be fetched, where a connector holds it. Only streams that were asked for with "
         "X-Trioserve-Resumable can be given away, and while they run; 409 otherwise.",
         response=response_types.RequestHandOver,
-        errors=(404, 409),
+        errors=(400, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
     ("POST", "/v1/requests/abort"): DescribedOperation(

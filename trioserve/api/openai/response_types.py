@@ -351,13 +351,16 @@ class NotReady(Response):
 class Load(Response):
     """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use.
     role: what the engine is meant for, where it gives KV to other engines or takes it. clock, told_at: when it looked,
-    in seconds of a clock of its own with this name."""
+    in seconds of a clock of its own with this name. fingerprint: names all that decides about the tokens of its
+    responses. routers: those that have asked of late and say who they are, and how many seconds ago each did so."""
 
     running: int
     waiting: int
     seats: int | None
     kv_usage: float
     role: EngineRole | UnsetType = UNSET
+    fingerprint: str | UnsetType = UNSET
+    routers: dict[str, float] | UnsetType = UNSET
     clock: str | UnsetType = UNSET
     told_at: float | UnsetType = UNSET
 

@@ -42,7 +42,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         "first event on. An earlier reader is told that another one has taken over.",
         response="text/event-stream",
         query={"unread": ("only if nobody reads it", {"type": "string"})},
-        errors=(404, 409, 410),
+        errors=(400, 404, 409, 410),
         path_parameter=KEPT_ID,
     ),
     ("DELETE", "/v1/kept_streams/{stream}"): DescribedOperation(

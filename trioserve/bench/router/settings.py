@@ -14,7 +14,6 @@ ENDLESS = "1000000"
 WITHOUT_FLAGS = frozenset(
     {
         "event_seconds",
-        "endpoints",
         "slots_max",
         "service_seconds",
         "endpoint_max_waiting",

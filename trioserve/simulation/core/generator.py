@@ -355,7 +355,8 @@ class Generator:
             ids = [(known[:-1], f"{known}0", "nobody", "")[self._below(4)], *self._some([known])]
         self._aborted = tuple(ids)
         chance = self._random()
-        reason = FinishReason.ABORT if chance < 0.7 else FinishReason.DEADLINE if chance < 0.85 else FinishReason.STOP
+        reasons = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.STOP, FinishReason.HANDED_OVER)
+        reason = reasons[(chance >= 0.7) + (chance >= 0.85) + (chance >= 0.95)]
         return Abort(ids=self._aborted, reason=reason)
 
 

@@ -189,6 +189,8 @@ class TransferWatch:
         assert not connector.loads, f"loads are out: {sorted(connector.loads)}"
         assert not connector.sends, f"sends are out: {sorted(connector.sends)}"
         ends = {entry.request.id: entry.finished.reason for entry in entries.values() if entry.finished is not None}
+        # What is handed over has stopped, so far as the connector can tell.
+        ends = {id: FinishReason.STOP if end is FinishReason.HANDED_OVER else end for id, end in ends.items()}
         assert connector.finished == ends, "the connector was not told of every end, with its reason"
 
     # --- inside ---
