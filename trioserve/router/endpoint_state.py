@@ -22,7 +22,7 @@ import enum
 import math
 from collections.abc import Callable
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Stage
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
