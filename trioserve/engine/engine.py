@@ -76,6 +76,7 @@ from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.step_times import StepTimes
 from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
@@ -143,6 +144,7 @@ class Engine:
         self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
         self._kept_holds = RequestsById()  # finished and left, and what is held of them is still to be read
         self.step_watch = StepWatch(settings.step_seconds_max)
+        self.step_times = StepTimes()
         self._text_threads = text_threads
         self._prompts = self._encoder(text_threads)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
@@ -182,6 +184,7 @@ class Engine:
             readers_first=readers_first,
             when_idle=when_idle,
             after_step=self._after_step,
+            step_times=self.step_times,
         )
         self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()

@@ -18,6 +18,7 @@ from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.overlapped_step import OverlappedSteps
+from trioserve.engine.step_times import StepTimes
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
@@ -66,7 +67,7 @@ class EngineLoop:
     """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
     own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
     steps have no such moment.
-    after_step: called when a step was delivered.
+    after_step: called when a step was delivered. step_times: told where the time of each went.
     when_idle: done again and again while there is nothing to compute, until it says that nothing is left to do. What
     comes meanwhile waits for it, so each time is to be short."""
 
@@ -79,7 +80,9 @@ class EngineLoop:
         readers_first: bool = False,
         when_idle: WhenIdle | None = None,
         after_step: Callable[[], None] = lambda: None,
+        step_times: StepTimes | None = None,
     ) -> None:
+        self._step_times = step_times = step_times or StepTimes()
         self._when_idle = when_idle
         self._after_step = after_step
         self._reader_turns = READER_TURNS if readers_first else 0
@@ -87,7 +90,9 @@ class EngineLoop:
         self._steps = steps
         self._delivery = delivery
         self._overlapped = (
-            OverlappedSteps(core, steps.run_step, delivery, after_step) if core.settings.overlap_steps else None
+            OverlappedSteps(core, steps.run_step, delivery, after_step, step_times)
+            if core.settings.overlap_steps
+            else None
         )
         self._work_arrived = trio.Event()
         self._is_woken = False
@@ -126,15 +131,27 @@ class EngineLoop:
                 continue
             self._delivery.on_plan(plan)
             if self._overlapped is not None:
-                await self._overlapped.run(plan)
+                await self._overlapped.run(plan, now)
                 continue
             started_at = trio.current_time()
             result = await self._steps.run_step(plan, self._core.abandonment(plan))
+            computed_at = trio.current_time()
             if result is None:
-                events = self._core.drop_plan(plan, trio.current_time())
+                events = self._core.drop_plan(plan, computed_at)
             else:
-                events = self._core.update_from_output(plan, result, trio.current_time())
-            self._delivery.on_events(events, trio.current_time() - started_at)
+                events = self._core.update_from_output(plan, result, computed_at)
+            updated_at = trio.current_time()
+            self._delivery.on_events(events, updated_at - started_at)
             self._after_step()
+            self._step_times.note(
+                plan,
+                schedule_at=now,
+                planned_at=started_at,
+                forward_at=started_at,
+                computed_at=computed_at,
+                updated_at=updated_at,
+                delivered_at=trio.current_time(),
+                is_dropped=result is None,
+            )
             for _ in range(self._reader_turns):
                 await trio.lowlevel.checkpoint()

@@ -17,6 +17,7 @@ import trio
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.engine.delivery import Delivery
+from trioserve.engine.step_times import StepTimes
 
 __all__ = ["OverlappedSteps"]
 
@@ -25,46 +26,55 @@ RunStep = Callable[[StepPlan, IsAbandoned], Coroutine[Any, Any, StepResult | Non
 
 
 class _StepInFlight:
-    """A plan that was handed over. at: when."""
+    """A plan that was handed over. at: when. schedule_at: when its planning began."""
 
-    __slots__ = ("at", "plan", "result")
+    __slots__ = ("at", "plan", "result", "schedule_at")
 
-    def __init__(self, plan: StepPlan, result: Coroutine[Any, Any, StepResult | None]) -> None:
+    def __init__(self, plan: StepPlan, result: Coroutine[Any, Any, StepResult | None], schedule_at: float) -> None:
         self.plan = plan
         self.result = result
+        self.schedule_at = schedule_at
         self.at = trio.current_time()
 
 
 class OverlappedSteps:
-    """after_step: called when a step was delivered."""
+    """after_step: called when a step was delivered. step_times: told where the time of each went."""
 
-    def __init__(self, core: EngineCore, run_step: RunStep, delivery: Delivery, after_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        run_step: RunStep,
+        delivery: Delivery,
+        after_step: Callable[[], None],
+        step_times: StepTimes,
+    ) -> None:
         self._core = core
+        self._step_times = step_times
         self._after_step = after_step
         self._run_step = run_step
         self._delivery = delivery
 
-    async def run(self, plan: StepPlan) -> None:
+    async def run(self, plan: StepPlan, schedule_at: float) -> None:
         """Compute this plan, and whatever can be planned behind it, and behind that, until nothing can; the plan is the
-        core's, and told of. When cancelled, no further step is planned, and those in flight are waited for: returns
-        then, too. Whatever a step raises rises here, when no step is in flight."""
+        core's, and told of. schedule_at: when its planning began. When cancelled, no further step is planned, and those
+        in flight are waited for: returns then, too. Whatever a step raises rises here, when no step is in flight."""
         ended_at = -math.inf
-        out = [self._hand_over(plan)]
+        out = [self._hand_over(plan, schedule_at)]
         try:
             while out:
                 out += self._hand_over_behind()
                 step = out.pop(0)
                 result = await step.result
                 now = trio.current_time()
-                self._take(step, result, now - max(step.at, ended_at))
+                self._take(step, result, max(step.at, ended_at), now)
                 ended_at = now
         except BaseException:
             for step in out:
                 await step.result  # its blocks are being written
             raise
 
-    def _hand_over(self, plan: StepPlan) -> _StepInFlight:
-        return _StepInFlight(plan, self._run_step(plan, self._core.abandonment(plan)))
+    def _hand_over(self, plan: StepPlan, schedule_at: float) -> _StepInFlight:
+        return _StepInFlight(plan, self._run_step(plan, self._core.abandonment(plan)), schedule_at)
 
     def _hand_over_behind(self) -> list[_StepInFlight]:
         now = trio.current_time()
@@ -75,13 +85,23 @@ class OverlappedSteps:
         if plan is None:
             return []
         self._delivery.on_plan(plan)
-        return [self._hand_over(plan)]
+        return [self._hand_over(plan, now)]
 
-    def _take(self, step: _StepInFlight, result: StepResult | None, seconds: float) -> None:
-        now = trio.current_time()
+    def _take(self, step: _StepInFlight, result: StepResult | None, forward_at: float, computed_at: float) -> None:
         if result is None:
-            events = self._core.drop_plan(step.plan, now)
+            events = self._core.drop_plan(step.plan, computed_at)
         else:
-            events = self._core.update_from_output(step.plan, result, now)
-        self._delivery.on_events(events, seconds)
+            events = self._core.update_from_output(step.plan, result, computed_at)
+        updated_at = trio.current_time()
+        self._delivery.on_events(events, computed_at - forward_at)
         self._after_step()
+        self._step_times.note(
+            step.plan,
+            schedule_at=step.schedule_at,
+            planned_at=step.at,
+            forward_at=forward_at,
+            computed_at=computed_at,
+            updated_at=updated_at,
+            delivered_at=trio.current_time(),
+            is_dropped=result is None,
+        )
