@@ -17,9 +17,8 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.config import Config, engine_settings, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
-from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
+from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
-from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine import Engine, ModelDescription
@@ -34,8 +33,10 @@ from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
-from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD, recommended_sampling, resolve_model
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
+from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
+from trioserve.model.loading.settings import generation_settings
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
 from trioserve.text.form_compiler import FormCompiler
@@ -102,6 +103,8 @@ async def open_engine(
     engine_restarts: int = 3,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
+    generation_config: str = "auto",
+    override_generation_config: str | dict[str, Any] | None = None,
     kv_events: bool = False,
     kv_transfer_config: str | dict[str, Any] | None = None,
     role: Literal["prefill", "decode", "both"] = "both",
@@ -151,6 +154,10 @@ async def open_engine(
             streams pause and go on. 0: the first fault rises.
         tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, the names of families;
             "auto" takes what its chat template shows, "none" leaves them in the text.
+        generation_config: what a request's sampling is where nothing is said of it, engine.default_sampling: "auto" is
+            what the model's makers recommend, "vllm" the neutral temperature 1, else a directory with a
+            generation_config.json. Its max_new_tokens is also the most that any request gets.
+        override_generation_config: fields of it to set, as a dict or as JSON, such as {"temperature": 0.5}.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
         role: what a router should use this engine for.
@@ -218,6 +225,8 @@ class _Opening:
         self._on_loaded = on_loaded
         self._path: Path | None = None
         self._checkpoint: Checkpoint | EncoderDirectory | None = None
+        self._generation = generation_settings(config.generation_config, config.override_generation_config)
+        self._defaults: GenerationDefaults | None = None
         self._arithmetic = ""
         self._is_batch_invariant = False
         self._fingerprint: str | None = None
@@ -235,6 +244,7 @@ class _Opening:
                 # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
                 self._path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
             checkpoint = await text.run_cancellable(_opened, self._path)
+            self._defaults = await text.run_cancellable(self._read_defaults, checkpoint)
             runners: list[Runner] = []
             try:
                 runner = await self._load(checkpoint, compute, runners)
@@ -262,6 +272,7 @@ class _Opening:
         core, steps, connector, readers_first, when_idle = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
+        assert self._defaults is not None, "nothing was opened"
         assert compiler is not None, "nothing was opened"
         self._engine = Engine(
             model=ModelDescription(
@@ -269,7 +280,7 @@ class _Opening:
                 source=config.model,
                 context_tokens_max=settings.context_tokens_max,
                 vocab_size=checkpoint.config.vocab_size,
-                eos_token_ids=checkpoint.config.eos_token_ids,
+                eos_token_ids=self._defaults.eos_token_ids,
                 created_at=int(time.time()),
                 pooled=_pooled_model(checkpoint, settings),
                 arithmetic=self._arithmetic,
@@ -287,7 +298,7 @@ class _Opening:
                 step_seconds_max=config.step_timeout,
                 restarts_max=config.engine_restarts,
             ),
-            default_sampling=_default_sampling(checkpoint),
+            default_sampling=self._defaults.sampling,
             connector=connector,
             role=None if self._transfers is None else self._transfers.shown_role,
             families=ResponseFamilies(
@@ -300,6 +311,9 @@ class _Opening:
             guides=GuideFactory(compiler),
         )
         return self._engine
+
+    def _read_defaults(self, checkpoint: Checkpoint | EncoderDirectory) -> GenerationDefaults:
+        return generation_defaults(checkpoint, self._generation, recommended=recommended_sampling(self._config.model))
 
     async def _load(
         self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread, runners: list[Runner]
@@ -331,7 +345,9 @@ class _Opening:
             return runner
 
         async def load_tokenizer() -> None:
-            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint)
+            assert self._defaults is not None, "they are read with the checkpoint"
+            ends = self._defaults.eos_token_ids
+            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, ends)
 
         async with trio.open_nursery() as nursery:
             if self._compiler is None:
@@ -348,10 +364,11 @@ class _Opening:
         """Raises StartupError if its files have become another model's since the engine was opened first."""
         compiler = self._compiler
         assert compiler is not None, "the tokenizer comes with the weights"
+        assert self._defaults is not None, "they are read with the checkpoint"
         # Unasked, too, where all that is computed here is so: KV from elsewhere might not be.
         is_invariant = self._config.batch_invariant or (runner.is_batch_invariant and self._transfers is None)
         found = await self._text.run_cancellable(
-            _fingerprint, self._config, checkpoint, runner, compiler.tokenizer, is_invariant
+            _fingerprint, self._config, checkpoint, runner, compiler.tokenizer, is_invariant, self._defaults
         )
         if self._engine is not None and found != self._fingerprint:
             raise StartupError(
@@ -426,6 +443,7 @@ def _fingerprint(
     runner: Runner,
     tokenizer: Tokenizer,
     is_batch_invariant: bool,
+    defaults: GenerationDefaults,
 ) -> str | None:
     """None for an encoder, which has no responses to go on with. Takes some tenths of a second."""
     if isinstance(checkpoint, EncoderDirectory):
@@ -437,8 +455,8 @@ def _fingerprint(
         batch_invariant=is_batch_invariant,
         tokenizer=tokenizer.name(),
         others=(
-            checkpoint.config.eos_token_ids,
-            dict(checkpoint.sampling_defaults),
+            defaults.eos_token_ids,
+            dict(defaults.named),
             config.tool_call_parser,
             config.reasoning_parser,
         ),
@@ -470,17 +488,9 @@ class _LoadingCancelled(Exception):
     """Ends the loading in the compute thread."""
 
 
-def _default_sampling(checkpoint: Checkpoint | EncoderDirectory) -> SamplingParams:
-    try:
-        return msgspec.convert(dict(checkpoint.sampling_defaults), SamplingParams)
-    except (msgspec.ValidationError, InvalidRequest) as error:
-        raise ModelLoadError(f"the sampling defaults of the checkpoint cannot be used: {error}") from None
-
-
-def _make_compiler(checkpoint: Checkpoint | EncoderDirectory) -> FormCompiler:
-    model = checkpoint.config
+def _make_compiler(checkpoint: Checkpoint | EncoderDirectory, end_token_ids: tuple[int, ...]) -> FormCompiler:
     tokenizer = _make_tokenizer(checkpoint)
-    compiler = FormCompiler(tokenizer, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
+    compiler = FormCompiler(tokenizer, vocab_size=checkpoint.config.vocab_size, end_token_ids=end_token_ids)
     reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
     if reason is not None:
         logger.warning("no structured output: %s", reason)

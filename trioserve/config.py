@@ -31,6 +31,7 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
 from trioserve.http.limits import FrontendLimits
+from trioserve.model.loading.settings import generation_settings
 from trioserve.store.settings import StoreSettings
 
 __all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "engine_settings"]
@@ -255,6 +256,12 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reasoning_parser: Annotated[str, _about(
         "how the model writes thoughts: auto takes what its chat template shows, none leaves them in the text; "
         "otherwise a family, such as qwen3 or deepseek_r1", "NAME")] = "auto"
+    generation_config: Annotated[str, _about(
+        "sampling where a request says nothing: auto is what the model's makers recommend, vllm the neutral "
+        "temperature 1, else a directory with a generation_config.json, whose max_new_tokens is also the most that any "
+        "request gets", "DIR")] = "auto"
+    override_generation_config: Annotated[str | dict[str, Any] | None, _about(
+        """JSON with fields of it to set, such as {"temperature": 0.5}; default: none""", "JSON")] = None
     enable_auto_tool_choice: Annotated[bool, _about(
         "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
     kv_events: Annotated[bool, _about(
@@ -324,6 +331,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
         check_overlap(self.overlap_steps, self.speculative_ngram)
         connector_settings(self.kv_transfer_config, self.role)
+        generation_settings(self.generation_config, self.override_generation_config)
 
 
 ConfigType = TypeVar("ConfigType", bound=ServerConfig)

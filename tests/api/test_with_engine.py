@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.invariants import check_idle
 
@@ -56,6 +57,22 @@ async def test_deep_json_in_tool_arguments_is_the_clients_error(
     async with opened(make_api) as (api, _):
         for path in (CHAT, "/tokenize"):
             await api.check_refused(path, {"messages": messages}, param="messages[0].tool_calls[0]")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
+        (COMPLETIONS, {"prompt": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    ],
+)
+async def test_what_a_request_does_not_say_of_sampling_is_the_models_default(api: Any, path: str, fields: Any) -> None:
+    api.engine.default_sampling = SamplingParams(temperature=0.2, top_p=0.9, top_k=7)
+    for said, expect in (({}, (0.2, 0.9, 7)), ({"temperature": 1, "top_p": 1}, (1, 1, 7))):
+        await api.context("POST", path, fields | said)
+        sampling = api.engine.streams[-1].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == expect
 
 
 async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:

@@ -142,6 +142,17 @@ async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class
     assert not engine.ready
 
 
+async def test_what_is_laid_over_the_defaults_counts_where_nothing_is_said_and_its_limit_for_all(runner_class):
+    wanted = {"max_new_tokens": 3}
+    async with assemble.open_engine("m", generation_config="vllm", override_generation_config=wanted) as engine:
+        assert engine.default_sampling == SamplingParams(max_tokens=3)
+        for sampling in (SamplingParams(ignore_eos=True), SamplingParams(ignore_eos=True, max_tokens=20)):
+            async with engine.generate("prompt", sampling) as stream:
+                assert sum([len(delta.token_ids) async for delta in stream]) == 3
+        async with engine.generate("prompt", SamplingParams(ignore_eos=True, max_tokens=2)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 2
+
+
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
 async def test_readers_come_first_where_steps_take_their_core(device, runner_class, monkeypatch):
     asked: list[bool] = []
@@ -514,6 +525,7 @@ async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
         ({"dtype": "float8"}, "dtype is 'float8', allowed is one of auto, bfloat16"),
         ({"request_timeout": 0}, "request_timeout is 0, allowed is a number above 0"),
         ({"kv_transfer_config": 5}, "kv_transfer_config is 5, allowed is a text"),
+        ({"override_generation_config": {"top_q": 1}}, "has 'top_q', which it does not take: did you mean top_p?"),
     ],
 )
 async def test_a_parameter_of_another_type_is_told_before_anything_is_loaded(options, words, runner_class):

@@ -175,8 +175,13 @@ def test_sampling_defaults_are_those_that_are_named() -> None:
     assert sampling_defaults_from({"repetition_penalty": 1.05}) == {"repetition_penalty": 1.05}
 
 
-def test_greedy_recommendation_gives_no_sampling_defaults() -> None:
-    assert sampling_defaults_from({"do_sample": False, "temperature": 0.6}) == {}
+def test_a_recommendation_not_to_sample_is_greedy() -> None:
+    assert sampling_defaults_from({"do_sample": False, "temperature": 0.6, "top_k": 5}) == {"temperature": 0.0}
+    assert sampling_defaults_from({"do_sample": False, "repetition_penalty": 1.1})["repetition_penalty"] == 1.1
+
+
+def test_the_most_new_tokens_come_under_our_name() -> None:
+    assert sampling_defaults_from({"max_new_tokens": 12}) == {"max_tokens": 12}
 
 
 @pytest.mark.parametrize(

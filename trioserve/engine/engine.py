@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from typing import Any, cast
 
+import msgspec
 import trio
 from msgspec import UNSET
 
@@ -446,7 +447,8 @@ class Engine:
 
         Args:
             prompt: text, token ids (a list, or an array of one dimension), or a ChatPrompt.
-            sampling: how tokens are chosen and when to stop. Default: the model's own.
+            sampling: how tokens are chosen and when to stop. Default: default_sampling, whose max_tokens is also the
+                most that any request gets.
             request_id: the caller's own; it need not be unique, and an abort by it ends all that bear it. Default: a
                 new one.
             priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100), a lower number runs sooner.
@@ -471,7 +473,7 @@ class Engine:
         """
         own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
         owner = text_or_none("owner", owner)
-        sampling = instance_of(SamplingParams, "sampling", sampling, self.default_sampling)
+        sampling = self._bounded(instance_of(SamplingParams, "sampling", sampling, self.default_sampling))
         if resume is not None and not isinstance(resume, Resume):
             refuse("resume", resume, "a Resume, or None")
         request = OpenRequest(
@@ -491,6 +493,12 @@ class Engine:
             is_resumable=to_bool("resumable", resumable),
         )
         return RequestStream(request, submit=self._submit, leave=self._leave)
+
+    def _bounded(self, sampling: SamplingParams) -> SamplingParams:
+        tokens_max, asked = self.default_sampling.max_tokens, sampling.max_tokens
+        if tokens_max is None or (asked is not None and asked <= tokens_max):
+            return sampling
+        return msgspec.structs.replace(sampling, max_tokens=tokens_max)
 
     def embed(
         self,

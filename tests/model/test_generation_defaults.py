@@ -1,0 +1,88 @@
+"""Which sampling counts where a request says nothing, from the checkpoint, a directory and what is laid over them."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.default_model import recommended_sampling
+from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
+from trioserve.model.loading.settings import generation_settings
+
+OWN = {"temperature": 0.6, "top_k": 20}
+
+
+def defaults(
+    source: str = "auto", override: object = None, *, own: dict[str, float] | None = None, name: str = "other"
+) -> GenerationDefaults:
+    config = types.SimpleNamespace(eos_token_ids=(2,), vocab_size=10)
+    checkpoint = types.SimpleNamespace(sampling_defaults=OWN if own is None else own, config=config)
+    settings = generation_settings(source, override)
+    return generation_defaults(checkpoint, settings, recommended=recommended_sampling(name))
+
+
+def directory(path: Path, **fields: object) -> str:
+    (path / "generation_config.json").write_text(json.dumps(fields))
+    return str(path)
+
+
+def test_auto_takes_what_the_checkpoint_recommends():
+    assert defaults().sampling == SamplingParams(temperature=0.6, top_k=20)
+    assert defaults().eos_token_ids == (2,)
+
+
+def test_a_packaged_model_without_a_recommendation_of_its_own_has_ours():
+    assert defaults(own={}, name="smollm2").sampling == SamplingParams(temperature=0.2, top_p=0.9)
+    assert defaults(name="smollm2").sampling == SamplingParams(temperature=0.6, top_k=20)
+    assert defaults(own={}).sampling == SamplingParams()
+
+
+def test_vllm_passes_every_recommendation_over():
+    assert defaults("vllm", own={}, name="smollm2").named == {}
+    assert defaults("vllm").sampling == SamplingParams(temperature=1.0)
+
+
+def test_a_directory_counts_instead_of_the_checkpoint_with_its_end_tokens(tmp_path: Path):
+    source = directory(tmp_path, top_p=0.5, max_new_tokens=7, eos_token_id=[3, 4])
+    assert defaults(source).sampling == SamplingParams(top_p=0.5, max_tokens=7)
+    assert defaults(source).eos_token_ids == (3, 4)
+    assert defaults(directory(tmp_path, top_p=0.5)).eos_token_ids == (2,)
+
+
+def test_an_override_is_laid_over_whatever_counts(tmp_path: Path):
+    override = '{"temperature": 0.1, "max_new_tokens": 5}'
+    assert defaults("auto", override).sampling == SamplingParams(temperature=0.1, top_k=20, max_tokens=5)
+    assert defaults("vllm", {"top_p": 0.3}).sampling == SamplingParams(top_p=0.3)
+    assert defaults(directory(tmp_path, top_p=0.5), override).named["top_p"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ('{"temprature": 1}', "has 'temprature', which it does not take: did you mean temperature?"),
+        ('{"stop": 1}', "has 'stop', which it does not take: there are: temperature, top_p"),
+        ('{"temperature": -1}', "temperature is -1"),
+        ('{"top_k": "x"}', "top_k"),
+        ("[]", "must be an object like"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_an_override_that_cannot_be_is_told_before_anything_is_read(override: str, words: str):
+    with pytest.raises(StartupError) as caught:
+        generation_settings("auto", override)
+    assert str(caught.value).startswith("--override-generation-config")
+    assert words in str(caught.value)
+
+
+def test_a_directory_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path):
+    with pytest.raises(ModelLoadError, match=r"but there is no file .*: name a directory with a"):
+        defaults(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="names the end tokens 10, but the model's tokens are 0 to 9"):
+        defaults(directory(tmp_path, eos_token_id=10))
+    with pytest.raises(ModelLoadError, match=r"cannot be used: .*; set another value with --override"):
+        defaults(directory(tmp_path, temperature=-3))
