@@ -167,7 +167,7 @@ def _add_disagg(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seeds", metavar="A:B", help="A to B - 1, a history each (default: 0:1000, with --routers 0:3)"
+        "--seeds", metavar="A:B", help="A to B - 1, a history each (default: 0:1000, with --routers N 0:3)"
     )
     parser.add_argument(
         "--steps",
@@ -198,13 +198,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routers",
         type=int,
-        nargs="+",
+        nargs="*",
         metavar="N",
-        help="with --router: so many routers before the same endpoints, and a table of what comes of it; without "
-        "shares of the endpoints' limits, with them, and with one that dies (default: one, history by history)",
+        help="several routers before the same endpoints, which die, come back and lose sight of each other; with "
+        "numbers, so many of them in steady traffic, and a table of what comes of it: without shares of the endpoints' "
+        "limits, with them, and with one that dies (default: off)",
     )
     parser.add_argument(
-        "--endpoints", type=int, nargs="+", default=[32], metavar="N", help="with --routers: endpoints (default: 32)"
+        "--endpoints", type=int, nargs="+", default=[32], metavar="N", help="with --routers N: endpoints (default: 32)"
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 
@@ -270,7 +271,7 @@ def _bench(arguments: Sequence[str]) -> int:
 def _simulate(arguments: argparse.Namespace) -> int:
     from trioserve.commands.simulate import SimulateSettings, run_replay, run_simulate, seeds_of
 
-    if arguments.routers is not None:
+    if arguments.routers:
         from trioserve.commands.simulate_routers import run_routers
 
         return run_routers(arguments, seeds_of(arguments.seeds or "0:3"))

@@ -47,6 +47,10 @@ from trioserve.simulation.router.history import Fail as FailAtEndpoint
 from trioserve.simulation.router.history import Wait as WaitAtRouter
 from trioserve.simulation.router.history import history_of as router_history_of
 from trioserve.simulation.router.history import script_of as router_script_of
+from trioserve.simulation.routers.history import Back, Come, Die, Meet, Part, RoutersHistory
+from trioserve.simulation.routers.history import history_of as routers_history_of
+from trioserve.simulation.routers.history import script_of as routers_script_of
+from trioserve.simulation.routers.world import RoutersWorld
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
@@ -196,6 +200,28 @@ ROUTER = RouterHistory(
         DrainRouter(),
     ),
 )
+ROUTERS = RoutersHistory(
+    RoutersWorld(routers=3, endpoints=2, seats=2, leases_max=3, waiting_depth_max=1, shares=True, seed=3),
+    (
+        *(Come(number=number, at=3.0, router=number, seconds=2.5) for number in range(3)),
+        Come(number=3, at=3.1, tenant="little", patience=0.2),
+        Part(at=3.2, router=0, peer=1),
+        Die(at=3.5, router=2),
+        *(Come(number=number, at=4.0, router=number, patience=1.0) for number in range(4, 12)),
+        Meet(at=5.0, router=0, peer=1),
+        Back(at=12.0, router=2),
+        Die(at=12.5, router=0),
+        Come(number=12, at=13.0, router=0),
+    ),
+)
+ROUTERS_MOMENTS = [
+    "clients that left",
+    "grants",
+    "routers that came back",
+    "routers that died",
+    "routers that lost sight",
+    "routers that met",
+]
 
 
 def test_a_script_says_everything():
@@ -258,6 +284,23 @@ def test_a_history_of_a_router_means_something_whatever_is_missing(missing):
         assert runs_of("router").run_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
 
 
+def test_a_script_of_several_routers_says_everything():
+    assert routers_history_of(routers_script_of(ROUTERS)) == ROUTERS
+
+
+@pytest.mark.parametrize("script", ["", "come number=1", "routers\nrouters"])
+def test_a_script_of_several_routers_begins_with_what_they_stand_before(script):
+    with pytest.raises(InvalidRequest, match="begins with 'routers'"):
+        routers_history_of(script)
+
+
+@pytest.mark.parametrize("missing", range(len(ROUTERS.events)))
+def test_a_history_of_several_routers_means_something_whatever_is_missing(missing):
+    events = ROUTERS.events[:missing] + ROUTERS.events[missing + 1 :]
+    for kept in (events, events[::-1]):
+        assert runs_of("routers").run_script(routers_script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "step_count", "seed_count", "moments"),
@@ -265,8 +308,9 @@ def test_a_history_of_a_router_means_something_whatever_is_missing(missing):
         (runs_of("core").run_seed, 100, 150, CORE_MOMENTS),
         (runs_of("stack").run_seed, 12, 200, STACK_MOMENTS),
         (runs_of("router").run_seed, 150, 200, ROUTER_MOMENTS),
+        (runs_of("routers").run_seed, 100, 60, ROUTERS_MOMENTS),
     ],
-    ids=["core", "stack", "router"],
+    ids=["core", "stack", "router", "routers"],
 )
 def test_the_seeds_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()

@@ -30,7 +30,7 @@ SEEDS = "0:2000"
 FOUND_BY = HERE / "planted" / "found_by.txt"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
 HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
-MODES = {"core": [], "stack": ["--stack"], "router": ["--router"], "pair": ["--pair"], "lasting": ["--lasting"]}
+MODES = {"core": [], **{mode: [f"--{mode}"] for mode in ("stack", "router", "routers", "pair", "lasting")}}
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ def test_a_history_holds_where_nothing_is_planted(history, copy):
         ["--seeds", "0:1000"],
         ["--stack", "--seeds", "0:150"],
         ["--router", "--seeds", "0:300"],
+        ["--routers", "--seeds", "0:300"],
         ["--pair", "--seeds", "0:150"],
         ["--lasting", "--seeds", "0:60"],
     ],

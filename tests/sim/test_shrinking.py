@@ -8,6 +8,7 @@ from trioserve.core.kv_blocks import BlockPool
 from trioserve.engine.delivery import Delivery
 from trioserve.http.http2.stream import H2Stream
 from trioserve.router.core import RouterCore
+from trioserve.router.endpoint_state import EndpointState
 from trioserve.router.ticket import TicketState
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.shrink import cut
@@ -58,6 +59,17 @@ def test_a_history_of_a_router_is_cut_down(monkeypatch):
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 5, plainest.script  # settings, an endpoint that is well, who comes and goes
     again = runs_of("router").run_script(plainest.script).failure
+    assert again is not None
+    assert (again.script, str(again)) == (plainest.script, str(plainest))
+
+
+def test_a_history_of_several_routers_is_cut_down(monkeypatch):
+    monkeypatch.setattr(EndpointState, "leases_own_max", property(lambda state: state.leases_max))
+    failure = first_failure(runs_of("routers").run_seed, 100)
+    plainest = runs_of("routers").shrunk(failure, replays_max=1_000)
+    assert plainest.is_like(failure)
+    assert plainest.script.count("\n") <= 4, plainest.script  # routers, and one request more than the share of one
+    again = runs_of("routers").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 

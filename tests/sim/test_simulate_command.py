@@ -78,6 +78,16 @@ def test_a_script_of_a_pair_is_known_by_its_first_line(capsys, tmp_path):
     assert shown.endswith("every contract held\n")
 
 
+def test_a_script_of_several_routers_is_known_by_its_first_line(capsys, tmp_path):
+    script = tmp_path / "history.txt"
+    script.write_text("# once\nrouters\ncome number=1\ndie router=0\n", encoding="utf-8")
+    assert main(["simulate", "--replay", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "  1: router 0 -> e0" in shown
+    assert "  1: router 1 -> e0" in shown
+    assert shown.endswith("every contract held\n")
+
+
 @pytest.mark.slow
 def test_two_processes_see_the_same_as_one(capsys):
     def counts(*jobs: str) -> list[str]:
@@ -122,6 +132,8 @@ def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
         (["--steps", "0"], "--steps is 0"),
         (["--router", "--stack"], "give one of them"),
         (["--pair", "--router"], "give one of them"),
+        (["--pair", "--routers"], "give one of them"),
+        (["--pair", "--routers", "2"], "a simulation of its own"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--replay", "no such file"], "--replay is 'no such file'"),
     ],

@@ -20,24 +20,26 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 from trioserve.simulation.runs import Mode, runs_of
-from trioserve.simulation.verdict import Failure
+from trioserve.simulation.verdict import Failure, Verdict
 
-__all__ = ["SimulateSettings", "run_replay", "run_simulate", "seeds_of"]
+__all__ = ["EXIT_FAILED", "SimulateSettings", "run_replay", "run_simulate", "seeds_of", "show_failure", "show_verdict"]
 
 STEPS: dict[Mode, int] = {
     "core": 100,  # events: some fifteen requests
     "stack": 12,  # clients
     "router": 150,  # events: some fifty requests
+    "routers": 100,  # events: nearly as many requests
     "pair": 300,  # events: some ten requests
     "lasting": 8,  # clients
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
+REPLAYED_LINES_MAX = 2_000_000  # of all replays together, so that a history of thousands of requests takes minutes
 EXIT_FAILED = 1
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """seeds: the first, and the one after the last. step_count: events of a history of the core, the router or a pair,
+    """seeds: the first, and the one after the last. step_count: events of a history of the core, of routers or a pair,
     or clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it
     is shown."""
 
@@ -50,15 +52,19 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
         """Raises StartupError for what is out of range."""
+        is_of_several = arguments.routers is not None
         named: dict[Mode, bool] = {
             "stack": arguments.stack,
-            "router": arguments.router,
+            "router": arguments.router and not is_of_several,
+            "routers": is_of_several,
             "pair": arguments.pair,
             "lasting": arguments.lasting,
         }
         modes = [mode for mode, is_named in named.items() if is_named]
         if len(modes) > 1:
-            raise StartupError("--stack, --router, --pair and --lasting are different simulations: give one of them")
+            raise StartupError(
+                "--stack, --router, --routers, --pair and --lasting are different simulations: give one of them"
+            )
         mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps
         for flag, value in (("--steps", step_count), ("--jobs", arguments.jobs)):
@@ -128,7 +134,7 @@ def run_simulate(settings: SimulateSettings) -> int:
         print(f"  {what:<32}{totals[what]:>12,}")
     if settings.mode in ("stack", "lasting"):
         print(f"  digest of all traces            {digest.hexdigest()}")
-    grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode == "router" else ""
+    grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode in ("router", "routers") else ""
     print(
         f"{history_count:,} histories held, seeds {first} to {end - 1}: {totals['requests']:,} requests, "
         f"{totals['requests'] / cpu_seconds:,.0f} a second of one core{grants}, "
@@ -147,6 +153,11 @@ def run_replay(what: str, settings: SimulateSettings) -> int:
             raise StartupError(f"--replay is {what!r}: give a seed, or a file with a script")
         script = path.read_text(encoding="utf-8")
         verdict = runs_of(_mode_of(script)).run_script(script, trace=print)
+    return show_verdict(verdict)
+
+
+def show_verdict(verdict: Verdict) -> int:
+    """What a replay has come to. Returns the exit code."""
     if verdict.digest:
         print(f"digest of the trace: {verdict.digest}")
     print("every contract held" if verdict.failure is None else f"failed: {verdict.failure}")
@@ -154,9 +165,9 @@ def run_replay(what: str, settings: SimulateSettings) -> int:
 
 
 def _mode_of(script: str) -> Mode:
-    """A stack's script begins with its stage, a router's with its settings, a pair's and a core's with their worlds."""
+    """A stack's script begins with its stage, a router's with its settings, the others' with their worlds."""
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
-    modes: dict[str, Mode] = {"stage": "stack", "router": "router", "pair": "pair", "lasting": "lasting"}
+    modes: dict[str, Mode] = {"stage": "stack", **{mode: mode for mode in STEPS if mode not in ("core", "stack")}}
     return modes.get(lines[0].split()[0], "core") if lines else "core"
 
 
@@ -200,11 +211,19 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
 
 def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> None:
     flag = "" if settings.mode == "core" else f" --{settings.mode}"
+    replay = f"--replay {seed} --steps {settings.step_count}{flag}"
+    show_failure(seed, failure, settings.mode, replay=replay, shrinks=settings.shrinks)
+
+
+def show_failure(seed: int, failure: Failure, mode: Mode, *, replay: str, shrinks: bool) -> None:
+    """replay: the flags with which the whole of it happens again."""
     print(f"seed {seed} failed: {failure}")
-    print(f"the whole of it: python -m trioserve simulate --replay {seed} --steps {settings.step_count}{flag}")
-    if settings.shrinks:
-        plainest = runs_of(settings.mode).shrunk(failure, replays_max=REPLAYS_MAX)
-        lines, lines_left = failure.script.count("\n"), plainest.script.count("\n")
+    print(f"the whole of it: python -m trioserve simulate {replay}")
+    if shrinks:
+        lines = failure.script.count("\n")
+        replays_max = max(1, min(REPLAYS_MAX, REPLAYED_LINES_MAX // lines))
+        plainest = runs_of(mode).shrunk(failure, replays_max=replays_max)
+        lines_left = plainest.script.count("\n")
         print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
         print(f"# seed {seed}: {plainest}".replace("\n", " "))
         print(plainest.script, end="")

@@ -1,4 +1,4 @@
-"""`python -m trioserve simulate --router --routers N`: several routers before the same endpoints, as a table.
+"""`python -m trioserve simulate --routers N`: several routers before the same endpoints in steady traffic, as a table.
 
 Each row is a history for each seed, in virtual time: figures are the average over seeds, and the most of what is beyond
 a limit. Every promise is checked while it is simulated, and the first that is broken ends it.
@@ -7,59 +7,97 @@ a limit. Every promise is checked while it is simulated, and the first that is b
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
 
 import msgspec
 
+from trioserve.commands.simulate import EXIT_FAILED, run_replay, show_failure, show_verdict
+from trioserve.commands.simulate import SimulateSettings as OfHistories
 from trioserve.contracts.errors import StartupError
+from trioserve.simulation.apply import apply_events
 from trioserve.simulation.routers.figures import RoutersRow, rows_as_table
+from trioserve.simulation.routers.generator import Traffic, drawn_traffic
+from trioserve.simulation.routers.history import RoutersEvent, RoutersHistory, script_of
 from trioserve.simulation.routers.simulator import RoutersSimulation
 from trioserve.simulation.routers.world import RoutersWorld
+from trioserve.simulation.verdict import Trace, Verdict
 
-__all__ = ["run_routers", "worlds_of"]
+__all__ = ["Row", "rows_of", "run_routers"]
 
 SEATS = 16
+WAITING_DEPTH_MAX = 4
 SECONDS_MAX = 30.0
 SECONDS_MIN = 8.0  # four times a request's
 REQUESTS_MAX = 20_000  # of a history, where that is long enough
-EXIT_FAILED = 1
+FLAGS_OF_OTHERS = ("stack", "pair", "lasting")
+
+
+class Row(NamedTuple):
+    """What a row of the table is about."""
+
+    world: RoutersWorld
+    traffic: Traffic
+
+    def run(self, seed: int, *, trace: Trace | None = None) -> tuple[Verdict, RoutersSimulation]:
+        world = msgspec.structs.replace(self.world, seed=seed)
+        simulation = RoutersSimulation(world, trace=trace)
+
+        def script(happened: tuple[RoutersEvent, ...]) -> str:
+            return script_of(RoutersHistory(world, happened))
+
+        events = drawn_traffic(Random(seed), world, self.traffic)
+        return apply_events(simulation, events, script, trace), simulation
 
 
 def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
     """Returns the exit code. Raises StartupError for what is out of range."""
-    if not arguments.router:
-        raise StartupError("--routers is for the simulation of routers: give --router, too")
-    worlds = list(worlds_of(arguments.routers, arguments.endpoints))
+    if any(getattr(arguments, flag) for flag in FLAGS_OF_OTHERS):
+        raise StartupError("--routers is a simulation of its own: leave out --stack, --pair and --lasting")
+    rows = list(rows_of(arguments.routers, arguments.endpoints))
+    if arguments.replay is not None:
+        return _replay(arguments.replay, rows)
     print("\n".join(rows_as_table(())))
-    for world in worlds:
-        rows = []
+    for row in rows:
+        figures = []
         for seed in range(*seeds):
-            world = msgspec.structs.replace(world, seed=seed)
-            simulation = RoutersSimulation(world)
-            try:
-                simulation.run()
-            except AssertionError as failure:
-                print(f"seed {seed} failed: {failure}\nof {world}", file=sys.stdout)
+            verdict, simulation = row.run(seed)
+            if verdict.failure is not None:
+                counts = f"--routers {row.world.routers} --endpoints {row.world.endpoints}"
+                replay = f"--replay {seed} {counts}"
+                show_failure(seed, verdict.failure, "routers", replay=replay, shrinks=not arguments.no_shrink)
                 return EXIT_FAILED
-            rows.append(simulation.figures.row())
-        print(rows_as_table([_together(rows)])[-1], flush=True)
+            figures.append(simulation.figures.row(dies=row.traffic.dies))
+        print(rows_as_table([_together(figures)])[-1], flush=True)
     return 0
 
 
-def worlds_of(router_counts: Sequence[int], endpoint_counts: Sequence[int]) -> Iterator[RoutersWorld]:
+def _replay(what: str, rows: Sequence[Row]) -> int:
+    """A seed happens in each row, up to the first that fails."""
+    if not what.isdecimal():
+        return run_replay(what, OfHistories(seeds=(0, 1), mode="routers"))
+    for row in rows:
+        verdict, _ = row.run(int(what), trace=print)
+        if show_verdict(verdict):
+            return EXIT_FAILED
+    return 0
+
+
+def rows_of(router_counts: Sequence[int], endpoint_counts: Sequence[int]) -> Iterator[Row]:
     """Without shares each router has the limit that a router has by default, and goes by what endpoints report."""
     for endpoints in endpoint_counts:
         for routers in router_counts:
-            plain = RoutersWorld(routers=routers, endpoints=endpoints, seats=SEATS, leases_max=64)
-            rate = plain.load * endpoints * SEATS / plain.service_seconds
-            plain = msgspec.structs.replace(plain, seconds=min(SECONDS_MAX, max(SECONDS_MIN, REQUESTS_MAX / rate)))
-            yield plain
+            plain = RoutersWorld(
+                routers=routers, endpoints=endpoints, seats=SEATS, leases_max=64, waiting_depth_max=WAITING_DEPTH_MAX
+            )
+            rate = Traffic().rate(plain)
+            traffic = Traffic(seconds=min(SECONDS_MAX, max(SECONDS_MIN, REQUESTS_MAX / rate)))
+            yield Row(plain, traffic)
             if routers > 1:
-                limit = SEATS + plain.waiting_depth_max
-                sharing = msgspec.structs.replace(plain, shares=True, leases_max=limit)
-                yield sharing
-                yield msgspec.structs.replace(sharing, dies=True)
+                sharing = msgspec.structs.replace(plain, shares=True, leases_max=SEATS + WAITING_DEPTH_MAX)
+                yield Row(sharing, traffic)
+                yield Row(sharing, msgspec.structs.replace(traffic, dies=True))
 
 
 def _together(rows: Sequence[RoutersRow]) -> RoutersRow:

@@ -33,6 +33,8 @@ class PeerShares:
         self._heard: dict[EndpointId, dict[str, float]] = {}
         self._reported_at: dict[EndpointId, float] = {}
         self._settled_at: dict[EndpointId, float] = {}
+        # Asked for with each report, and the same until a router comes or goes.
+        self._worked_out: dict[EndpointId, tuple[tuple[str | None, int, list[str]], int]] = {}
 
     def set_peers(self, names: Iterable[str]) -> None:
         """These are all routers but this one. One that is new counts as alive until it is found not to be."""
@@ -55,7 +57,7 @@ class PeerShares:
     def forget(self, endpoints: Iterable[EndpointId]) -> None:
         """All but these are gone."""
         kept = set(endpoints)
-        for table in (self._heard, self._reported_at, self._settled_at):
+        for table in (self._heard, self._reported_at, self._settled_at, self._worked_out):
             for id in [id for id in table if id not in kept]:
                 del table[id]
 
@@ -76,4 +78,8 @@ class PeerShares:
             return leases_max
         if self.own is None or now < settled_at:
             return 1
-        return lease_share(self.own, others, endpoint, leases_max)
+        asked = (self.own, leases_max, others)
+        known = self._worked_out.get(endpoint)
+        if known is None or known[0] != asked:
+            known = self._worked_out[endpoint] = (asked, lease_share(self.own, others, endpoint, leases_max))
+        return known[1]

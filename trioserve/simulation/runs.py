@@ -15,7 +15,7 @@ from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, 
 
 __all__ = ["Mode", "Runs", "runs_of"]
 
-Mode = Literal["core", "stack", "router", "pair", "lasting"]
+Mode = Literal["core", "stack", "router", "routers", "pair", "lasting"]
 
 
 class Runs(Protocol):
@@ -66,6 +66,19 @@ def runs_of(mode: Mode) -> Runs:
             history=router_history.RouterHistory,
             history_of=router_history.history_of,
             script_of=router_history.script_of,
+            plainer=with_defaults,
+        )
+    if mode == "routers":
+        from trioserve.simulation.routers import generator as routers_generator
+        from trioserve.simulation.routers import history as routers_history
+        from trioserve.simulation.routers import simulator as routers_simulator
+
+        return _EventRuns(
+            generator=routers_generator.RoutersGenerator,
+            simulation=routers_simulator.RoutersSimulation,
+            history=routers_history.RoutersHistory,
+            history_of=routers_history.history_of,
+            script_of=routers_history.script_of,
             plainer=with_defaults,
         )
     if mode == "pair":

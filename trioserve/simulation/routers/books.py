@@ -1,10 +1,15 @@
 """What must hold of several routers that share no state, from books of its own: who has a lease of whom where.
 
 What a router has is written down when it tells of a lease and when the request leaves; what it may have follows from
-who is alive and who knows it. The rules:
+who is alive and who can know it. The rules:
 
-- A router gives no lease beyond its share, and while all know the same routers, the shares of an endpoint add up to its
-  limit, or to one for each router where that is more. What it had given before its share became smaller, it keeps.
+- A router gives no lease beyond its share. What it had given before its share became smaller, it keeps.
+- Where nothing has changed for long enough, all that are alive count with all others, also those that cannot see each
+  other, and the gone with nobody: the shares of an endpoint add up to its limit, or to one for each router where that
+  is more. So what a router had that is gone is the others'.
+- A router that has just begun gives a single lease, as long as another one is there that may not know it.
+- No lease is given where by the last report others have the rest of the limit. And nobody waits at a router that has
+  just learned that there is room.
 - Every request is served or refused, once, and in the end no lease is left and nothing is at an endpoint.
 - Routers that see the same idle endpoints at the same moment do not all choose alike; but for round_robin, where each
   begins with the first and is soon elsewhere than the others.
@@ -16,60 +21,143 @@ from collections import Counter
 
 from trioserve.simulation.routers.world import RoutersWorld
 
-__all__ = ["RoutersBooks"]
+__all__ = ["BEGIN_SECONDS", "GONE_SECONDS", "RoutersBooks"]
+
+BEGIN_SECONDS = 3.0  # for which one that begins gives little, and after which all others know of it
+GONE_SECONDS = 7.0  # after which its share is the others': it was missed, and no endpoint has heard from it of late
+LITTLE_SECONDS = 2.0
+REPORT_SECONDS_MAX = 3.0  # what is older is not believed
+
+
+class _Report:
+    """others: what was at an endpoint beyond what this router knew to be in the report; below 0 if that had ended."""
+
+    def __init__(self, others: int, at: float) -> None:
+        self.others = others
+        self.at = at
 
 
 class RoutersBooks:
-    """leases: by router and endpoint. overshoot_most: the most leases at an endpoint beyond what is promised."""
+    """settled_at: from when on nothing has changed for long enough. overshoot_most: the most leases at an endpoint
+    beyond its limit."""
 
-    def __init__(self, world: RoutersWorld) -> None:
+    def __init__(self, world: RoutersWorld, now: float) -> None:
         self.world = world
-        self.leases: Counter[tuple[int, str]] = Counter()
-        self.at_endpoint: Counter[str] = Counter()
+        self.settled_at = now + BEGIN_SECONDS
         self.overshoot_most = 0
+        self._began_at = dict.fromkeys(range(world.routers), now)  # of those that are alive
+        self._has_changed = False
+        self._leases: dict[tuple[int, str], dict[int, float]] = {}  # when each was sent, by the request's number
+        self._at_endpoint: Counter[str] = Counter()
+        self._reports: dict[tuple[int, str], _Report] = {}
         self._shares: dict[tuple[int, str], int] = {}
         self._ended: set[int] = set()
-        self._first_choices: list[str] = []
+        self._first_choices: dict[int, str] = {}
 
-    def set_shares(self, endpoint: str, shares: dict[int, int]) -> None:
-        """shares: of each router that is alive, all of which know each other now, as it has worked it out."""
+    # --- who is there ---
+
+    def note_begins(self, router: int, now: float) -> None:
+        self._began_at[router] = now
+        self._change(now + BEGIN_SECONDS)
+
+    def note_gone(self, router: int, now: float) -> None:
+        """What it had has been taken back."""
+        del self._began_at[router]
+        for table in (self._shares, self._reports):
+            for key in [key for key in table if key[0] == router]:
+                del table[key]
+        self._change(now + GONE_SECONDS)
+
+    def note_sight(self, now: float) -> None:
+        """Two that could see each other cannot any more, or two that could not can."""
+        self._change(now + BEGIN_SECONDS)
+
+    def _change(self, settled_at: float) -> None:
+        self._has_changed = True
+        self.settled_at = max(self.settled_at, settled_at)
+
+    # --- shares ---
+
+    def set_share(self, router: int, endpoint: str, share: int, now: float) -> None:
+        """As the router has worked it out."""
+        assert share >= 1, f"router {router} may give nothing at {endpoint}"
+        others = len(self._began_at) - 1
+        is_new = now < self._began_at[router] + LITTLE_SECONDS
+        # One that has found all others gone may give all at once.
+        is_little = share == 1 or share == self.world.leases_max
+        assert not (is_new and others) or is_little, (
+            f"router {router} has begun, and its share of {endpoint} is {share}"
+        )
+        self._shares[router, endpoint] = share
+
+    def check_shares(self, endpoint: str, now: float) -> None:
+        """Whether they are as they have to be where nothing changes."""
+        if now < self.settled_at or not self._began_at:
+            return
+        shares = {router: self._shares.get((router, endpoint), self.world.leases_max) for router in self._began_at}
         promised, total = max(self.world.leases_max, len(shares)), sum(shares.values())
-        assert min(shares.values()) >= 1, f"a router may give nothing at {endpoint}: {shares}"
         assert total == promised, f"the shares of {endpoint} are {shares}, {total} of {promised}"
         assert max(shares.values()) - min(shares.values()) <= 1, f"the shares of {endpoint} are {shares}"
-        for router, share in shares.items():
-            self._shares[router, endpoint] = share
 
-    def give(self, router: int, endpoint: str) -> None:
+    # --- leases ---
+
+    def note_report(self, router: int, endpoint: str, count: int, *, sent_before: float, now: float) -> None:
+        """count: of what is there. sent_before: what this router had sent there by then is in it."""
+        mine = self._leases.get((router, endpoint), {})
+        known = sum(sent_at <= sent_before for sent_at in mine.values())
+        self._reports[router, endpoint] = _Report(count - known, now)
+
+    def give(self, router: int, endpoint: str, number: int, now: float) -> None:
         """One more lease, of this router at this endpoint."""
-        self.leases[router, endpoint] += 1
-        self.at_endpoint[endpoint] += 1
-        mine = self.leases[router, endpoint]
+        leases = self._leases.setdefault((router, endpoint), {})
+        leases[number] = now
+        self._at_endpoint[endpoint] += 1
         share = self._shares.get((router, endpoint), self.world.leases_max)
-        assert mine <= share, f"router {router} has {mine} leases at {endpoint}, its share is {share}"
-        promised = max(self.world.leases_max, self.world.routers)
+        assert len(leases) <= share, f"router {router} has {len(leases)} leases at {endpoint}, its share is {share}"
         if self.world.shares:
-            self.overshoot_most = max(self.overshoot_most, self.at_endpoint[endpoint] - promised)
-            is_fair = self.world.dies or self.at_endpoint[endpoint] <= promised
-            assert is_fair, f"{self.at_endpoint[endpoint]} leases at {endpoint}, which takes {promised}"
+            self._check_limit(router, endpoint, len(leases), now)
 
-    def take_back(self, router: int, endpoint: str) -> None:
-        self.leases[router, endpoint] -= 1
-        self.at_endpoint[endpoint] -= 1
-        assert self.leases[router, endpoint] >= 0, f"router {router} takes a lease at {endpoint} back twice"
+    def _check_limit(self, router: int, endpoint: str, mine: int, now: float) -> None:
+        promised = max(self.world.leases_max, len(self._began_at))
+        here = self._at_endpoint[endpoint]
+        self.overshoot_most = max(self.overshoot_most, here - promised)
+        assert here <= promised or self._has_changed, f"{here} leases at {endpoint}, which takes {promised}"
+        report = self._reports.get((router, endpoint))
+        if report is not None and now < report.at + REPORT_SECONDS_MAX:
+            is_room = report.others + mine <= self.world.leases_max
+            assert is_room, f"others have {report.others} at {endpoint} as it tells, and router {router} {mine}"
+
+    def check_waits(self, router: int, endpoint: str, now: float) -> None:
+        """Somebody waits at the router, which has just been told something of this endpoint."""
+        mine = len(self._leases.get((router, endpoint), ()))
+        report = self._reports.get((router, endpoint))
+        is_known = report is not None and now < report.at + REPORT_SECONDS_MAX
+        if mine >= self._shares.get((router, endpoint), self.world.leases_max) or not is_known:
+            return
+        assert report is not None
+        there = max(0, report.others + mine)
+        is_taken = self.world.shares and there >= self.world.leases_max
+        is_full = there > 0 and there + 1 - self.world.seats > self.world.waiting_depth_max
+        assert is_taken or is_full, f"{endpoint} has room for router {router}, where somebody waits"
+
+    def take_back(self, router: int, endpoint: str, number: int) -> None:
+        leases = self._leases[router, endpoint]
+        assert number in leases, f"router {router} takes a lease at {endpoint} back twice"
+        del leases[number]
+        self._at_endpoint[endpoint] -= 1
 
     def end(self, number: int) -> None:
         assert number not in self._ended, f"request {number} ends a second time"
         self._ended.add(number)
 
-    def note_first_choice(self, endpoint: str) -> None:
-        """Of a router, at the same moment as all others, while all is idle."""
-        self._first_choices.append(endpoint)
-        count, routers = Counter(self._first_choices).most_common(1)[0][1], self.world.routers
+    def note_first_choice(self, router: int, endpoint: str) -> None:
+        """At the same moment as all others, while all is idle."""
+        self._first_choices.setdefault(router, endpoint)
+        count, routers = Counter(self._first_choices.values()).most_common(1)[0][1], self.world.routers
         if routers >= 8 and self.world.endpoints >= routers and self.world.policy != "round_robin":
             assert count <= routers / 2, f"{count} of {routers} routers choose {endpoint} at the same moment"
 
     def check_end(self, request_count: int) -> None:
-        left = {key: count for key, count in self.leases.items() if count}
+        left = {key: len(leases) for key, leases in self._leases.items() if leases}
         assert not left, f"leases are left: {left}"
         assert len(self._ended) == request_count, f"{request_count} requests came, and {len(self._ended)} have ended"

@@ -10,13 +10,15 @@ __all__ = ["SimulatedEndpoint"]
 
 
 class SimulatedEndpoint:
-    """Requests by their numbers. running: those with a seat. waiting: the others, in the order in which they came."""
+    """Requests by their numbers. running: those with a seat. waiting: the others, in the order in which they came.
+    heard_at: when each router has last asked how it is."""
 
     def __init__(self, id: EndpointId, seats: int) -> None:
         self.id = id
         self.running: set[int] = set()
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.most = 0
+        self.heard_at: dict[str, float] = {}
         self._seats = seats
 
     @property
@@ -33,7 +35,7 @@ class SimulatedEndpoint:
         return number in self.running
 
     def go(self, number: int) -> int | None:
-        """It is served, or its router is gone; perhaps it has not come yet. Returns who runs in its place."""
+        """It is served, or its router or client is gone; perhaps it has not come yet. Returns who runs in its place."""
         self.waiting.pop(number, None)
         if number not in self.running:
             return None
@@ -46,3 +48,7 @@ class SimulatedEndpoint:
 
     def load(self) -> EndpointLoad:
         return EndpointLoad(running=len(self.running), waiting=len(self.waiting), max_num_seqs=self._seats)
+
+    def routers_heard(self, now: float) -> dict[str, float]:
+        """How many seconds ago."""
+        return {name: now - heard_at for name, heard_at in self.heard_at.items()}

@@ -13,12 +13,13 @@ __all__ = ["Figures", "RoutersRow", "rows_as_table"]
 
 
 class RoutersRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One history. wait_p50, wait_p99: seconds from coming to a seat, at a router and inside an endpoint. router_p99:
-    of the router with the worst p99; little_p99: of the tenant that asks for a fifth. beyond: sequences at one endpoint
-    beyond its seats and those that may wait inside, at most. idle_share: of all seats, how many were empty while
-    requests waited at a router. refused: requests."""
+    """One history. dies: one router does, and comes back. wait_p50, wait_p99: seconds from coming to a seat, at a
+    router and inside an endpoint. router_p99: of the router with the worst p99; little_p99: of the tenant that asks
+    for a fifth. beyond: sequences at one endpoint beyond its seats and those that may wait inside, at most. idle_share:
+    of all seats, how many were empty while requests waited at a router. refused: requests."""
 
     world: RoutersWorld
+    dies: bool
     requests: int
     wait_p50: float
     wait_p99: float
@@ -67,11 +68,12 @@ class Figures:
     def end(self, endpoints: Iterable[SimulatedEndpoint]) -> None:
         self._most = max(endpoint.most for endpoint in endpoints)
 
-    def row(self) -> RoutersRow:
+    def row(self, *, dies: bool = False) -> RoutersRow:
         world = self._world
         seat_seconds = self._waiting_seconds * world.endpoints * world.seats
         return RoutersRow(
             world=world,
+            dies=dies,
             requests=len(self._waits),
             wait_p50=_percentile(self._waits, 50),
             wait_p99=_percentile(self._waits, 99),
@@ -102,7 +104,7 @@ def rows_as_table(rows: Iterable[RoutersRow]) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         world = row.world
-        shares = ("yes, one dies" if world.dies else "yes") if world.shares else "no"
+        shares = ("yes, one dies" if row.dies else "yes") if world.shares else "no"
         cells = (
             f"{world.routers}, {world.endpoints:,}",
             shares,

@@ -1,7 +1,8 @@
-"""Several router cores before the same endpoints, in virtual time. The cores are real, all else is simulated.
+"""Several router cores before the same endpoints, in virtual time. The cores are real, and so is how each works out its
+share; all else is simulated.
 
-Each router knows what its own clients ask for and what endpoints tell it, and, where they have shares, which other
-routers are alive. A history is a function of its settings, of which one is the seed.
+Each router knows what its own clients ask for and what endpoints tell it, and, where they share limits, which other
+routers it sees. Nobody tells it anything else: who is gone it has to find out.
 """
 
 from __future__ import annotations
@@ -9,37 +10,41 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
-from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.contracts.errors import Overloaded
 from trioserve.router.core import RouterCore
+from trioserve.router.peer_shares import PeerShares
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
-from trioserve.router.shares import lease_share
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.simulation.routers.books import RoutersBooks
 from trioserve.simulation.routers.endpoint import SimulatedEndpoint
 from trioserve.simulation.routers.figures import Figures
+from trioserve.simulation.routers.history import Back, Come, Die, Meet, Part, RoutersEvent
 from trioserve.simulation.routers.world import RoutersWorld
+from trioserve.simulation.verdict import Trace
 
 __all__ = ["RoutersSimulation"]
 
 BEGAN_AT = 1000.0
 RETRY_SECONDS = 0.1  # until a client whose router has died asks another one
-BACK_AFTER = 0.3  # of the whole time
 END_SECONDS_MAX = 300.0
+LOOK_SECONDS = 0.5  # between two looks at the other routers
+LOOKS_IN_VAIN = 3  # and one counts as gone
+SIGN_OF_LIFE_SECONDS = 2.0  # in which each endpoint hears from each router
 
 
 class _Request:
-    """One of a client. service_seconds: drawn when it came, so that it is the same wherever it goes."""
+    """One of a client."""
 
-    def __init__(self, number: int, came_at: float, service_seconds: float, tenant: str) -> None:
-        self.number = number
+    def __init__(self, come: Come, came_at: float) -> None:
+        self.number = come.number
+        self.tenant = come.tenant
+        self.seconds = come.seconds
         self.came_at = came_at
-        self.service_seconds = service_seconds
-        self.tenant = tenant
         self.router: _Router | None = None
         self.ticket: Ticket | None = None
         self.endpoint: EndpointId | None = None
@@ -47,130 +52,182 @@ class _Request:
 
 
 class _Router:
+    """life: how often it has begun. unseen: others that it cannot see. looks_in_vain: in a row, for each other one.
+    asked_at: when it has told each endpoint that it lives."""
+
     def __init__(self, number: int) -> None:
         self.number = number
         self.name = f"router {number}"
-        self.is_alive = True
-        self.known = {self.name}
+        self.life = 0
+        self.is_alive = False
         self.core: RouterCore
+        self.shares: PeerShares
+        self.told_shares: dict[EndpointId, int] = {}
+        self.unseen: set[int] = set()
+        self.looks_in_vain: dict[int, int] = {}
+        self.asked_at: dict[EndpointId, float] = {}
         self.by_ticket: dict[int, _Request] = {}
+        self.waiting_count = 0
         self.sent_at: list[float] = []  # of each request that was sent anywhere, in order
         self.ticks_at = math.inf
 
 
 class RoutersSimulation:
-    """figures: what came of it. Raises AssertionError where a promise is broken."""
+    """figures: what came of it. counts: of what came to pass. trace: is told each line of it. Raises AssertionError
+    where a promise is broken."""
 
-    def __init__(self, world: RoutersWorld) -> None:
-        self.world = world
+    def __init__(self, world: RoutersWorld, *, trace: Trace | None = None) -> None:
+        self._world = world
+        self.counts: dict[str, int] = {}
         self.figures = Figures(world)
-        self.books = RoutersBooks(world)
+        self.books = RoutersBooks(world, BEGAN_AT)
         self.now = BEGAN_AT
-        self._rng = Random(world.seed)
+        self._trace = trace
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._event_count = 0
-        self._request_count = 0
-        self._open_count = 0
-        self._requests: dict[int, _Request] = {}
+        self._numbers: set[int] = set()
+        self._requests: dict[int, _Request] = {}  # that have not ended
+        self._undecided: set[int] = set()  # of these, those that are at no endpoint and on the way to none
+        self._is_ending = False
+        self._first_at: float | None = None  # when the first requests came
         self._endpoints = {
             EndpointId(f"e{index}"): SimulatedEndpoint(EndpointId(f"e{index}"), world.seats)
             for index in range(world.endpoints)
         }
         self._routers = [_Router(number) for number in range(world.routers)]
         for router in self._routers:
-            self._open(router)
-        if world.shares:
-            self._tell_all()
-
-    def run(self) -> None:
-        world = self.world
-        self._open_with_one_each()
-        for router in self._routers:
-            self._at(self._gap(), lambda router=router: self._arrive(router))  # type: ignore[misc]
+            self._at(0.0, lambda router=router: self._begin(router))  # type: ignore[misc]
         for endpoint in self._endpoints.values():
-            offset = self._rng.random() * world.report_seconds
-            self._at(offset, lambda endpoint=endpoint: self._report(endpoint))  # type: ignore[misc]
-        if world.dies:
-            self._at(world.seconds / 2, lambda: self._die(self._routers[-1]))
-        end = BEGAN_AT + world.seconds + END_SECONDS_MAX
+            # Not all at the same moment.
+            self._at(self._rng(endpoint.id).random() * world.report_seconds, lambda one=endpoint: self._report(one))  # type: ignore[misc]
+        if world.shares:
+            self._at(1.0, self._check_shares)
+
+    @property
+    def world(self) -> RoutersWorld:
+        return self._world
+
+    def apply(self, event: RoutersEvent) -> None:
+        self._pass_to(max(self.now, BEGAN_AT + event.at))
+        match event:
+            case Come():
+                self._come(event)
+            case Die():
+                self._die(self._routers[event.router % len(self._routers)])
+            case Back():
+                self._come_back(self._routers[event.router % len(self._routers)])
+            case Part() | Meet():
+                self._part(event)
+
+    def run_to_end(self) -> None:
+        """Until every request has ended, and for so long that all have to know what has come to pass."""
+        self._pass_to(self.now)
+        if not any(router.is_alive for router in self._routers):
+            self._come_back(self._routers[0])
+        self._is_ending = True
+        end = self.now + END_SECONDS_MAX
         while self._events:
-            moment, _, happens = heapq.heappop(self._events)
-            assert moment < end, f"{self._open_count} requests have no end"
-            self.figures.pass_time(moment - self.now)
-            self.now = moment
-            happens()
-        self.books.check_end(self._request_count)
+            is_over = not self._requests  # what is left then is a look at the time that nobody needs any more
+            assert is_over or self._events[0][0] < end, f"{len(self._requests)} requests have no end"
+            self._next()
+        self.books.check_end(len(self._numbers))
         for endpoint in self._endpoints.values():
             assert not endpoint.count, f"{endpoint.count} are left at {endpoint.id}"
         for router in self._routers:
-            stats = router.core.stats()
-            assert not stats.waiting, f"{stats.waiting} wait at {router.name} for ever"
-            assert not any(stats.leases.values()), f"{router.name} has leases of nobody"
-            assert not any(state.in_flight for state in router.core.endpoints.values()), f"{router.name} counts on"
+            if router.is_alive:
+                stats = router.core.stats()
+                assert not stats.waiting, f"{stats.waiting} wait at {router.name} for ever"
+                assert not any(stats.leases.values()), f"{router.name} has leases of nobody"
+                assert not any(state.in_flight for state in router.core.endpoints.values()), f"{router.name} counts on"
         self.figures.end(self._endpoints.values())
 
     # --- clients ---
 
-    def _open_with_one_each(self) -> None:
-        """Before anything else is there, every router gets a request."""
-        for router in self._routers:
-            request = self._new_request()
-            self._enter(router, request)
-            assert request.endpoint is not None, f"{router.name} has idle endpoints, and a request waits"
-            self.books.note_first_choice(request.endpoint)
-
-    def _gap(self) -> float:
-        """Until the next request at one router."""
-        world = self.world
-        rate = world.load * world.endpoints * world.seats / world.service_seconds / world.routers
-        return self._rng.expovariate(rate)
-
-    def _arrive(self, router: _Router) -> None:
-        if self.now >= BEGAN_AT + self.world.seconds:
+    def _come(self, come: Come) -> None:
+        if come.number in self._numbers:
             return
-        self._at(self._gap(), lambda: self._arrive(router))
-        self._enter(router if router.is_alive else self._another(router), self._new_request())
+        self._numbers.add(come.number)
+        self._count("requests")
+        request = self._requests[come.number] = _Request(come, self.now)
+        self._undecided.add(request.number)
+        if come.patience is not None:
+            self._at(come.patience, lambda: self._leave(request))
+        router = self._routers[come.router % len(self._routers)]
+        self._first_at = self.now if self._first_at is None else self._first_at
+        is_first = self.now == self._first_at and not router.by_ticket and router.is_alive
+        self._ask(request, router)
+        if is_first and request.router is router:
+            assert request.endpoint is not None, f"{router.name} has idle endpoints, and a request waits"
+            self.books.note_first_choice(router.number, request.endpoint)
 
-    def _new_request(self) -> _Request:
-        self._request_count += 1
-        self._open_count += 1
-        service_seconds = self._rng.expovariate(1 / self.world.service_seconds)
-        # One tenant asks for most, as it happens; fair queueing is to keep the other from waiting for it.
-        tenant = "much" if self._rng.random() < 0.8 else "little"
-        request = _Request(self._request_count, self.now, service_seconds, tenant)
-        self._requests[request.number] = request
-        return request
+    def _ask(self, request: _Request, router: _Router) -> None:
+        """This router, or another one if it is gone; in a while again, if there is none."""
+        if request.number not in self._requests:
+            return  # its client has left
+        alive = [other for other in self._routers if other.is_alive]
+        if not alive:
+            self._at(RETRY_SECONDS, lambda: self._ask(request, router))
+            return
+        self._enter(request, router if router.is_alive else alive[request.number % len(alive)])
 
-    def _enter(self, router: _Router, request: _Request) -> None:
+    def _enter(self, request: _Request, router: _Router) -> None:
         request.router = router
         request.turn += 1
         try:
             ticket = router.core.enter(RoutedRequest(model="m", tenant=request.tenant), self.now)
         except Overloaded:
-            self.figures.note_refused()
-            self._end(request)
+            self._note_refused(request)
             return
         request.ticket = ticket
         router.by_ticket[ticket.index] = request
         if ticket.state is TicketState.LEASED:
             self._send(router, request)
         else:
-            self.figures.note_waiting(1)
+            self._note_waiting(router, 1)
         self._retime(router)
 
-    def _another(self, router: _Router) -> _Router:
-        alive = [other for other in self._routers if other.is_alive and other is not router]
-        return alive[self._rng.randrange(len(alive))]
+    def _leave(self, request: _Request) -> None:
+        """Its client does not want it any more."""
+        if self._requests.get(request.number) is not request:
+            return
+        self._count("clients that left")
+        router, ticket = request.router, request.ticket
+        request.turn += 1
+        if router is None or ticket is None:
+            self._end(request)
+            return
+        if ticket.state is TicketState.WAITING:
+            self._note_waiting(router, -1)
+        else:
+            self._take_from_endpoint(router, request)
+        self._end(request)
+        del router.by_ticket[ticket.index]
+        router.core.leave(ticket, self.now)
+        if request.endpoint is not None:
+            self._check_waits(router, request.endpoint)
+        self._retime(router)
+
+    def _note_waiting(self, router: _Router, count: int) -> None:
+        router.waiting_count += count
+        self.figures.note_waiting(count)
+
+    def _note_refused(self, request: _Request) -> None:
+        self._count("refused")
+        self.figures.note_refused()
+        self._end(request)
 
     def _end(self, request: _Request) -> None:
         self.books.end(request.number)
-        self._open_count -= 1
         del self._requests[request.number]
+        self._undecided.discard(request.number)
 
     # --- routers ---
 
-    def _open(self, router: _Router) -> None:
-        world = self.world
+    def _begin(self, router: _Router) -> None:
+        """It knows its own name and the others', and nothing else."""
+        world = self._world
+        router.life += 1
+        router.is_alive = True
         settings = RouterSettings(
             leases_max=world.leases_max,
             waiting_depth_max=world.waiting_depth_max,
@@ -182,34 +239,40 @@ class RoutersSimulation:
             settings,
             POLICIES[world.policy],
             on_change=lambda ticket: self._changed(router, ticket),
-            rng=Random(self._rng.randrange(1 << 32)),
+            rng=self._rng(f"{router.name}, life {router.life}"),
         )
-        router.by_ticket.clear()
-        router.sent_at.clear()
-        router.ticks_at = math.inf
+        router.by_ticket, router.sent_at, router.ticks_at = {}, [], math.inf
+        router.told_shares, router.looks_in_vain, router.asked_at = {}, {}, {}
         for id in self._endpoints:
             router.core.add_endpoint(id, ["m"], self.now)
             router.core.note_health(id, True, self.now)
+        if world.shares:
+            router.shares = PeerShares(router.name)
+            router.shares.set_peers(other.name for other in self._routers)
+            self._share_out(router)
+            self._at(LOOK_SECONDS, lambda core=router.core: self._look(router, core))  # type: ignore[misc]
 
     def _changed(self, router: _Router, ticket: Ticket) -> None:
         request = router.by_ticket[ticket.index]
-        self.figures.note_waiting(-1)
+        self._note_waiting(router, -1)
         if ticket.state is TicketState.LEASED:
             self._send(router, request)
         else:
             del router.by_ticket[ticket.index]
-            self.figures.note_refused()
-            self._end(request)
+            self._note_refused(request)
 
     def _send(self, router: _Router, request: _Request) -> None:
         assert request.ticket is not None
         assert request.ticket.endpoint is not None
         endpoint = request.endpoint = request.ticket.endpoint
-        self.books.give(router.number, endpoint)
+        self._undecided.discard(request.number)
+        self._count("grants")
+        self._tell(f"  {request.number}: {router.name} -> {endpoint}")
+        self.books.give(router.number, endpoint, request.number, self.now)
         router.core.sent(request.ticket)
         router.sent_at.append(self.now)
         turn = request.turn
-        self._at(self.world.wire_seconds, lambda: self._come(request, turn))
+        self._at(self._world.wire_seconds, lambda: self._arrive(request, turn))
 
     def _served(self, request: _Request, turn: int) -> None:
         """The response has come."""
@@ -217,11 +280,12 @@ class RoutersSimulation:
         if request.turn != turn or router is None or ticket is None:
             return
         assert request.endpoint is not None
-        self.books.take_back(router.number, request.endpoint)
+        self.books.take_back(router.number, request.endpoint, request.number)
         del router.by_ticket[ticket.index]
         self._end(request)
         router.core.first_token(ticket, self.now)
         router.core.leave(ticket, self.now)
+        self._check_waits(router, request.endpoint)
         self._retime(router)
 
     def _retime(self, router: _Router) -> None:
@@ -235,56 +299,90 @@ class RoutersSimulation:
         if router.core is core and router.is_alive:
             router.ticks_at = math.inf
             core.tick(self.now)
-            if self._open_count:
+            if self._requests:
                 self._retime(router)
 
-    # --- routers that come and go ---
+    # --- routers that die, come back, and lose sight of each other ---
 
     def _die(self, router: _Router) -> None:
         """Its connections break: what it has at endpoints ends there, and its clients ask another router."""
+        if not router.is_alive:
+            return
+        self._count("routers that died")
         router.is_alive = False
-        for request in list(router.by_ticket.values()):
+        for request in router.by_ticket.values():
             assert request.ticket is not None
             if request.ticket.state is TicketState.WAITING:
-                self.figures.note_waiting(-1)
+                self._note_waiting(router, -1)
             else:
-                assert request.endpoint is not None
-                self.books.take_back(router.number, request.endpoint)
-                self._leave_endpoint(self._endpoints[request.endpoint], request.number)
+                self._take_from_endpoint(router, request)
+            self._undecided.add(request.number)
             request.turn += 1
             request.router = request.ticket = request.endpoint = None
-            self._at(RETRY_SECONDS, lambda request=request: self._enter(self._another(router), request))  # type: ignore[misc]
-        self._open(router)
-        self._at(self.world.notice_seconds, self._tell_all)
-        self._at(BACK_AFTER * self.world.seconds, lambda: self._come_back(router))
+            self._at(RETRY_SECONDS, lambda request=request: self._ask(request, router))  # type: ignore[misc]
+        router.by_ticket = {}
+        self.books.note_gone(router.number, self.now)
 
     def _come_back(self, router: _Router) -> None:
-        """It begins with what it knows: itself. The others are told at once, and it of them."""
-        router.is_alive = True
-        self._tell_all()
+        if not router.is_alive:
+            self._count("routers that came back")
+            self.books.note_begins(router.number, self.now)
+            self._begin(router)
 
-    def _tell_all(self) -> None:
-        """Every router that is alive knows who is."""
-        if not self.world.shares:
+    def _part(self, event: Part | Meet) -> None:
+        first, second = (self._routers[number % len(self._routers)] for number in (event.router, event.peer))
+        if first is second:
             return
-        alive = {router.name for router in self._routers if router.is_alive}
-        for router in self._routers:
-            if router.is_alive:
-                router.known = set(alive)
+        self._count("routers that lost sight" if isinstance(event, Part) else "routers that met")
+        for one, other in ((first, second), (second, first)):
+            if isinstance(event, Part):
+                one.unseen.add(other.number)
+            else:
+                one.unseen.discard(other.number)
+        self.books.note_sight(self.now)
+
+    def _look(self, router: _Router, core: RouterCore) -> None:
+        """At the others, as it does again and again."""
+        if router.core is not core or not router.is_alive:
+            return
+        for other in self._routers:
+            if other is not router:
+                is_seen = other.is_alive and other.number not in router.unseen
+                in_vain = router.looks_in_vain[other.number] = (
+                    0 if is_seen else router.looks_in_vain.get(other.number, 0) + 1
+                )
+                if not 0 < in_vain < LOOKS_IN_VAIN:
+                    router.shares.note_alive(other.name, is_seen)
+        self._share_out(router)
+        if self._goes_on:
+            self._at(LOOK_SECONDS, lambda: self._look(router, core))
+
+    def _share_out(self, router: _Router) -> None:
         for id in self._endpoints:
-            shares = {
-                router.number: lease_share(router.name, router.known, id, self.world.leases_max)
-                for router in self._routers
-                if router.is_alive
-            }
-            self.books.set_shares(id, shares)
-            for router in self._routers:
-                if router.is_alive:
-                    router.core.set_lease_share(id, shares[router.number], self.now)
+            self._share_out_at(router, id)
+
+    def _share_out_at(self, router: _Router, id: EndpointId) -> None:
+        share = router.shares.share(id, self._world.leases_max, self.now)
+        if share != router.told_shares.get(id):
+            router.told_shares[id] = share
+            self._tell(f"  {router.name} may give {share} at {id}")
+            self.books.set_share(router.number, id, share, self.now)
+            router.core.set_lease_share(id, share, self.now)
+            self._check_waits(router, id)
+
+    def _check_waits(self, router: _Router, id: EndpointId) -> None:
+        if router.waiting_count:
+            self.books.check_waits(router.number, id, self.now)
+
+    def _check_shares(self) -> None:
+        for id in self._endpoints:
+            self.books.check_shares(id, self.now)
+        if self._goes_on:
+            self._at(1.0, self._check_shares)
 
     # --- endpoints ---
 
-    def _come(self, request: _Request, turn: int) -> None:
+    def _arrive(self, request: _Request, turn: int) -> None:
         if request.turn != turn:
             return
         assert request.endpoint is not None
@@ -295,14 +393,20 @@ class RoutersSimulation:
         assert request.router is not None
         self.figures.note_began(request.router.number, request.tenant, self.now - request.came_at)
         turn = request.turn
-        self._at(request.service_seconds, lambda: self._finish(request, turn))
+        self._at(request.seconds, lambda: self._finish(request, turn))
 
     def _finish(self, request: _Request, turn: int) -> None:
         if request.turn != turn:
             return
         assert request.endpoint is not None
         self._leave_endpoint(self._endpoints[request.endpoint], request.number)
-        self._at(self.world.wire_seconds, lambda: self._served(request, turn))
+        self._at(self._world.wire_seconds, lambda: self._served(request, turn))
+
+    def _take_from_endpoint(self, router: _Router, request: _Request) -> None:
+        """Before it is served."""
+        assert request.endpoint is not None
+        self.books.take_back(router.number, request.endpoint, request.number)
+        self._leave_endpoint(self._endpoints[request.endpoint], request.number)
 
     def _leave_endpoint(self, endpoint: SimulatedEndpoint, number: int) -> None:
         if number in endpoint.running:
@@ -313,22 +417,73 @@ class RoutersSimulation:
 
     def _report(self, endpoint: SimulatedEndpoint) -> None:
         """It tells every router. What a router sent less than one way ago is not in it, as in a response to a question
-        of that moment."""
-        if not self._open_count and self.now >= BEGAN_AT + self.world.seconds:
-            return
+        of that moment. Now and then one does ask, and is told, too, from whom the endpoint has heard."""
+        asking = [router for router in self._routers if self._world.shares and self._is_asking(router, endpoint.id)]
+        for router in asking:
+            router.asked_at[endpoint.id] = endpoint.heard_at[router.name] = self.now
+        heard = endpoint.routers_heard(self.now) if asking else {}
+        told = {router.number: heard for router in asking}
         load, told_at = endpoint.load(), self.now
-        self._at(self.world.wire_seconds, lambda: self._noted(endpoint.id, load, told_at))
-        self._at(self.world.report_seconds, lambda: self._report(endpoint))
+        self._at(self._world.wire_seconds, lambda: self._noted(endpoint.id, load, told_at, told))
+        if self._goes_on:
+            self._at(self._world.report_seconds, lambda: self._report(endpoint))
 
-    def _noted(self, id: EndpointId, load: object, told_at: float) -> None:
+    def _is_asking(self, router: _Router, id: EndpointId) -> bool:
+        return router.is_alive and self.now >= router.asked_at.get(id, -math.inf) + SIGN_OF_LIFE_SECONDS
+
+    def _noted(
+        self, id: EndpointId, load: EndpointLoad, told_at: float, heard: Mapping[int, Mapping[str, float]]
+    ) -> None:
+        sent_before = told_at - self._world.wire_seconds
         for router in self._routers:
-            if router.is_alive:
-                known = bisect.bisect_right(router.sent_at, told_at - self.world.wire_seconds)
-                router.core.note_load(id, load, self.now, sent_when_asked=known)  # type: ignore[arg-type]
-                self._retime(router)
+            if not router.is_alive:
+                continue
+            if self._world.shares:
+                router.shares.note_report(id, heard.get(router.number, {}), self.now)
+                self._share_out_at(router, id)
+            self.books.note_report(
+                router.number, id, load.running + load.waiting, sent_before=sent_before, now=self.now
+            )
+            known = bisect.bisect_right(router.sent_at, sent_before)
+            router.core.note_load(id, load, self.now, sent_when_asked=known)
+            self._check_waits(router, id)
+            self._retime(router)
 
     # --- time ---
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether endpoints and routers have to be told more. What runs ends by itself: a report decides nothing any
+        more when every request has got its endpoint."""
+        return not self._is_ending or bool(self._undecided) or self._is_unsettled
+
+    @property
+    def _is_unsettled(self) -> bool:
+        return self._world.shares and self.now < self.books.settled_at + 1.0
+
+    def _pass_to(self, moment: float) -> None:
+        while self._events and self._events[0][0] <= moment:
+            self._next()
+        self.figures.pass_time(moment - self.now)
+        self.now = moment
+
+    def _next(self) -> None:
+        moment, _, happens = heapq.heappop(self._events)
+        self.figures.pass_time(moment - self.now)
+        self.now = moment
+        happens()
 
     def _at(self, seconds: float, happens: Callable[[], None]) -> None:
         self._event_count += 1
         heapq.heappush(self._events, (self.now + seconds, self._event_count, happens))
+
+    def _rng(self, name: str) -> Random:
+        """Of somebody, whoever else there is."""
+        return Random(f"{self._world.seed} {name}")
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _tell(self, line: str) -> None:
+        if self._trace is not None:
+            self._trace(f"{self.now - BEGAN_AT:.3f}{line}")

@@ -1,0 +1,131 @@
+"""Makes up histories of several routers: wild ones of a few, in which they die, come back and lose sight of each other,
+and steady traffic of many, of which figures are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import msgspec
+
+from trioserve.router.policies import POLICIES
+from trioserve.simulation.routers.history import Back, Come, Die, Meet, Part, RoutersEvent
+from trioserve.simulation.routers.simulator import RoutersSimulation
+from trioserve.simulation.routers.world import RoutersWorld
+
+__all__ = ["SETTLED_SECONDS", "RoutersGenerator", "Traffic", "drawn_traffic"]
+
+SETTLED_SECONDS = 3.0  # all that began together know each other, and each has its share
+LITTLE_SHARE = 0.2  # of the requests are of one tenant; fair queueing is to keep it from waiting for the other
+BACK_AFTER = 0.3  # of the whole time
+
+
+class RoutersGenerator:
+    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self.world = world = _drawn_world(rng)
+        self._service_seconds = rng.choice((0.2, 1.0, 3.0))
+        rate = rng.choice((0.3, 0.8, 1.5)) * world.endpoints * world.seats / self._service_seconds
+        self._gap_seconds = 1 / rate
+        self._wildness = rng.choice((0.0, 0.02, 0.1)) if world.routers > 1 else 0.0
+        self._patience_share = rng.choice((0.0, 0.1, 0.4))
+        self._number = 0
+        self._at = rng.choice((0.0, 0.5, SETTLED_SECONDS))
+        self._at_once = world.routers if rng.random() < 0.5 else 0  # who all ask at the same moment, while all is idle
+
+    def next_event(self, simulation: RoutersSimulation) -> RoutersEvent:
+        rng = self._rng
+        if self._number < self._at_once:
+            return self._come(self._number)
+        if rng.random() < self._wildness:
+            return self._incident()
+        # Now and then nothing happens for so long that all have to know what has come to pass.
+        self._at = round(self._at + (8.0 if rng.random() < 0.02 else rng.expovariate(1 / self._gap_seconds)), 3)
+        return self._come(rng.randrange(self.world.routers))
+
+    def _come(self, router: int) -> Come:
+        rng = self._rng
+        self._number += 1
+        is_hasty = rng.random() < self._patience_share
+        return Come(
+            number=self._number,
+            at=self._at,
+            router=router,
+            seconds=round(rng.expovariate(1 / self._service_seconds), 3),
+            tenant="little" if rng.random() < LITTLE_SHARE else "much",
+            patience=round(rng.expovariate(1 / self._service_seconds), 3) if is_hasty else None,
+        )
+
+    def _incident(self) -> RoutersEvent:
+        rng = self._rng
+        router, peer = rng.sample(range(self.world.routers), 2)
+        match rng.choice(("die", "back", "back", "part", "meet")):
+            case "die":
+                return Die(at=self._at, router=router)
+            case "back":
+                return Back(at=self._at, router=router)
+            case "part":
+                return Part(at=self._at, router=router, peer=peer)
+            case _:
+                return Meet(at=self._at, router=router, peer=peer)
+
+
+def _drawn_world(rng: Random) -> RoutersWorld:
+    is_large = rng.random() < 0.1
+    routers = rng.randint(8, 12) if is_large else rng.randint(1, 5)
+    seats = rng.randint(1, 6)
+    return RoutersWorld(
+        policy=rng.choice(sorted(POLICIES)),
+        routers=routers,
+        endpoints=routers + rng.randint(0, 4) if is_large else rng.randint(1, 4),
+        seats=seats,
+        leases_max=rng.randint(1, seats + 8),
+        waiting_depth_max=rng.randint(0, 4),
+        shares=routers > 1 and rng.random() < 0.8,
+        report_seconds=rng.choice((0.1, 0.25, 0.25, 1.0)),
+        wire_seconds=rng.choice((0.001, 0.02)),
+        seed=rng.getrandbits(32),
+    )
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """load: what is asked for, relative to what all seats can do. service_seconds: of a request, on the average; the
+    lengths are exponential. seconds: in which requests come. dies: in the middle one router is gone, and a while later
+    it is back."""
+
+    load: float = 0.9
+    service_seconds: float = 2.0
+    seconds: float = 30.0
+    dies: bool = False
+
+    def rate(self, world: RoutersWorld) -> float:
+        """Requests a second."""
+        return self.load * world.endpoints * world.seats / self.service_seconds
+
+
+def drawn_traffic(rng: Random, world: RoutersWorld, traffic: Traffic) -> Iterator[RoutersEvent]:
+    """One request for every router at the same moment, once all have settled, and then many."""
+    begins_at, rate = SETTLED_SECONDS, traffic.rate(world)
+    incidents: list[RoutersEvent] = []
+    if traffic.dies:
+        dies_at = begins_at + traffic.seconds / 2
+        incidents = [
+            Die(at=dies_at, router=world.routers - 1),
+            Back(at=dies_at + BACK_AFTER * traffic.seconds, router=world.routers - 1),
+        ]
+    at, number = begins_at, 0
+    while at < begins_at + traffic.seconds:
+        while incidents and incidents[0].at <= at:
+            yield incidents.pop(0)
+        number += 1
+        yield Come(
+            number=number,
+            at=at,
+            router=number - 1 if number <= world.routers else rng.randrange(world.routers),
+            seconds=rng.expovariate(1 / traffic.service_seconds),
+            tenant="little" if rng.random() < LITTLE_SHARE else "much",
+        )
+        at = begins_at if number < world.routers else at + rng.expovariate(rate)
+    yield from incidents
