@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -14,6 +15,7 @@ import msgspec
 import trio
 
 from trioserve.admission.text_threads import TextThreads
+from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.config import Config, engine_settings, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
@@ -39,6 +41,7 @@ from trioserve.model.loading.generation_defaults import GenerationDefaults, gene
 from trioserve.model.loading.settings import generation_settings
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
+from trioserve.text.chat_template_file import chat_template_text
 from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
@@ -105,6 +108,10 @@ async def open_engine(
     reasoning_parser: str = "auto",
     generation_config: str = "auto",
     override_generation_config: str | dict[str, Any] | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    seed: int | None = None,
     kv_events: bool = False,
     kv_transfer_config: str | dict[str, Any] | None = None,
     role: Literal["prefill", "decode", "both"] = "both",
@@ -157,6 +164,10 @@ async def open_engine(
         generation_config: what a request's sampling is where nothing is said of it, engine.default_sampling: "auto" is
             what the model's makers recommend, "vllm" the neutral temperature 1, else a directory with a
             generation_config.json. Its max_new_tokens is also the most that any request gets.
+        tokenizer: whose tokenizer and chat template it has, named like a model. Default: its own.
+        revision: branch, tag or commit of a model of the hub.
+        chat_template: a file with the chat template, or the template itself, instead of the model's.
+        seed: from which the seeds of requests come that name none. Default: random.
         override_generation_config: fields of it to set, as a dict or as JSON, such as {"temperature": 0.5}.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
@@ -224,6 +235,7 @@ class _Opening:
         self._on_progress = on_progress
         self._on_loaded = on_loaded
         self._path: Path | None = None
+        self._tokenizer_path: Path | None = None
         self._checkpoint: Checkpoint | EncoderDirectory | None = None
         self._generation = generation_settings(config.generation_config, config.override_generation_config)
         self._defaults: GenerationDefaults | None = None
@@ -242,7 +254,15 @@ class _Opening:
         async with WorkerThread("compute") as compute, AsyncExitStack() as scopes:
             if self._path is None:
                 # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
-                self._path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
+                resolve = resolve_model
+                if config.revision is not None:
+                    resolve = functools.partial(resolve_model, revision=config.revision)
+                self._path = await call_abandonable(resolve, config.model, thread_name=DOWNLOAD_THREAD)
+                if config.tokenizer is not None:
+                    resolve = functools.partial(resolve_model, with_weights=False)
+                    self._tokenizer_path = await call_abandonable(
+                        resolve, config.tokenizer, thread_name=DOWNLOAD_THREAD
+                    )
             checkpoint = await text.run_cancellable(_opened, self._path)
             self._defaults = await text.run_cancellable(self._read_defaults, checkpoint)
             runners: list[Runner] = []
@@ -297,6 +317,7 @@ class _Opening:
                 kv_events_max=EVENTS_MAX if config.kv_events else 0,
                 step_seconds_max=config.step_timeout,
                 restarts_max=config.engine_restarts,
+                seed=config.seed,
             ),
             default_sampling=self._defaults.sampling,
             connector=connector,
@@ -314,6 +335,18 @@ class _Opening:
 
     def _read_defaults(self, checkpoint: Checkpoint | EncoderDirectory) -> GenerationDefaults:
         return generation_defaults(checkpoint, self._generation, recommended=recommended_sampling(self._config.model))
+
+    def _make_tokenizer(self, checkpoint: Checkpoint | EncoderDirectory) -> Tokenizer:
+        config, path = self._config, self._tokenizer_path
+        tokenizer = _make_tokenizer(checkpoint) if path is None else load_tokenizer(path)
+        if tokenizer.vocab_size > checkpoint.config.vocab_size and path is not None:
+            raise StartupError(
+                f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, but the model has "
+                f"{checkpoint.config.vocab_size}: name the tokenizer that it was made with"
+            )
+        if config.chat_template is not None:
+            tokenizer.use_chat_template(chat_template_text(config.chat_template))
+        return tokenizer
 
     async def _load(
         self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread, runners: list[Runner]
@@ -346,8 +379,9 @@ class _Opening:
 
         async def load_tokenizer() -> None:
             assert self._defaults is not None, "they are read with the checkpoint"
+            tokenizer = await self._text.run_cancellable(self._make_tokenizer, checkpoint)
             ends = self._defaults.eos_token_ids
-            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, ends)
+            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
 
         async with trio.open_nursery() as nursery:
             if self._compiler is None:
@@ -488,8 +522,9 @@ class _LoadingCancelled(Exception):
     """Ends the loading in the compute thread."""
 
 
-def _make_compiler(checkpoint: Checkpoint | EncoderDirectory, end_token_ids: tuple[int, ...]) -> FormCompiler:
-    tokenizer = _make_tokenizer(checkpoint)
+def _make_compiler(
+    checkpoint: Checkpoint | EncoderDirectory, tokenizer: Tokenizer, end_token_ids: tuple[int, ...]
+) -> FormCompiler:
     compiler = FormCompiler(tokenizer, vocab_size=checkpoint.config.vocab_size, end_token_ids=end_token_ids)
     reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
     if reason is not None:

@@ -10,30 +10,16 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from trioserve import __version__
 from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
+from trioserve.commands.unknown_options import Parser, refuse_unknown
+from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
-from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 
 __all__ = ["main", "run_program"]
-
-SERVER_OPTIONS = frozenset(
-    {
-        *(field.name for field in msgspec.structs.fields(RouteConfig) if field.name != "log_level"),
-        "served_model_name",
-        "frontend",
-        "kv_held_share",
-        "kv_hold_timeout",
-        "kv_load_timeout",
-        "kv_transfer_config",
-        "role",
-        "trust_request_chat_template",
-    }
-)
-"""What means nothing to a command that answers in the terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "bench":  # has commands of its own, with a parser that no other command should wait for
         run = functools.partial(_bench, arguments[1:])
     else:
-        parser, commands = _parser()
-        parsed = parser.parse_args(arguments)
-        run = functools.partial(commands[parsed.command], parsed)
+        run = functools.partial(_run_parsed, arguments)
     try:
         return run()
     except TrioserveError as error:
@@ -58,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:  # before or after the time in which a command listens to signals itself
         return EXIT_INTERRUPTED
+
+
+def _run_parsed(arguments: list[str]) -> int:
+    if arguments[0] in ("serve", "scripted"):
+        arguments = without_vllm_flags(arguments)
+    parser, commands = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        refuse_unknown(parser, parsed.command, unknown)
+    return commands[parsed.command](parsed)
 
 
 def run_program() -> None:
@@ -73,7 +67,7 @@ def run_program() -> None:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trioserve",
         description="An LLM serving engine that can be trusted to stop. Without a command: serve.",
         epilog="'python -m trioserve COMMAND --help' shows a command's options; those of the server: serve --help.",
@@ -82,7 +76,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     serve = subparsers.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
-    add_arguments(serve)
+    serve.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model (default: smollm2)")
+    add_arguments(serve, groups=GROUPS)
 
     scripted = subparsers.add_parser(
         "scripted", help="the same with a model that says what a script tells it to, for trying clients"
@@ -90,7 +85,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     _add_scripted(scripted)
 
     route = subparsers.add_parser("route", help="route requests to other servers; needs no model")
-    add_arguments(route, RouteConfig)
+    add_arguments(route, RouteConfig, groups=GROUPS)
 
     disagg = subparsers.add_parser(
         "disagg", help="a router, a prefill server and a decode server on this machine, as one program"
@@ -103,12 +98,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "--raw", action="store_true", help="continue the text as it is, without the chat template (default: off)"
     )
     _add_sampling(generate)
-    add_arguments(generate, without=SERVER_OPTIONS)
+    add_arguments(generate, only=TERMINAL_OPTIONS, groups=GROUPS)
 
     chat = subparsers.add_parser("chat", help="chat with a model in the terminal")
     chat.add_argument("--system", metavar="TEXT", help="system message (default: what the chat template says)")
     _add_sampling(chat)
-    add_arguments(chat, without=SERVER_OPTIONS)
+    add_arguments(chat, only=TERMINAL_OPTIONS, groups=GROUPS)
 
     subparsers.add_parser("bench", help="measure a server from outside, or parts of this program from inside")
 
@@ -151,7 +146,7 @@ def _add_scripted(parser: argparse.ArgumentParser) -> None:
         "--family", default="hermes", metavar="NAME", help="whose way of writing calls it has (default: hermes)"
     )
     parser.add_argument("--thinks", action="store_true", help="every response begins with a thought (default: off)")
-    add_arguments(parser)
+    add_arguments(parser, groups=GROUPS)
 
 
 def _add_disagg(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +216,12 @@ def _add_random_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.served is not None:
+        if arguments.model not in (None, arguments.served):
+            raise StartupError(
+                f"the model is named twice, {arguments.served} and --model {arguments.model}: leave one of them out"
+            )
+        arguments.model = arguments.served
     config = config_from(arguments, kind=Config)
     from trioserve.commands.serve import run_server
 

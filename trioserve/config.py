@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
@@ -28,6 +29,7 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.spelling import closest_name
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
 from trioserve.http.limits import FrontendLimits
@@ -37,6 +39,8 @@ from trioserve.store.settings import StoreSettings
 __all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "engine_settings"]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
+OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|(.*_)?SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
+"""Ours that are no options, and those that Kubernetes sets for a service of our name."""
 
 
 def _about(description: str, unit: str | None = None, **bounds: float) -> Meta:
@@ -53,6 +57,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # fmt: off
     host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, _about(
+        "path of a Unix domain socket to listen at instead of --host and --port; default: none", "PATH")] = None
+    root_path: Annotated[str, _about(
+        "what stands before the paths of requests where a proxy in front does not take it off, such as /llm; default: "
+        "nothing", "PATH",
+        )] = ""
     api_key: Annotated[tuple[str, ...], _about(
         "keys that clients must send as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'; default: none", "KEY")] = ()
     admin_api_key: Annotated[str | None, _about(
@@ -201,6 +211,14 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # fmt: off
     model: Annotated[str, _about(
         "what to serve: smollm2, a directory with safetensors, a .gguf file, or a hub name", "MODEL")] = "smollm2"
+    tokenizer: Annotated[str | None, _about(
+        "whose tokenizer and chat template it has: a directory, a .gguf file or a hub name; default: its own", "MODEL",
+        )] = None
+    revision: Annotated[str | None, _about(
+        "branch, tag or commit of a model of the hub; default: its main branch", "NAME")] = None
+    chat_template: Annotated[str | None, _about(
+        "file with the chat template to use instead of the model's, or the template itself; default: the model's",
+        "FILE")] = None
     served_model_name: Annotated[tuple[str, ...], _about(
         "names that clients may use; default: the last part of --model", "NAME")] = ()
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], _about(
@@ -262,6 +280,11 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "request gets", "DIR")] = "auto"
     override_generation_config: Annotated[str | dict[str, Any] | None, _about(
         """JSON with fields of it to set, such as {"temperature": 0.5}; default: none""", "JSON")] = None
+    seed: Annotated[int | None, _about(
+        "from which the seeds of requests come that name none: the same requests in the same order are sampled alike; "
+        "default: random", "N")] = None
+    tensor_parallel_size: Annotated[int, _about(
+        "devices that compute one model: there is one", "N", ge=1)] = 1
     enable_auto_tool_choice: Annotated[bool, _about(
         "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
     kv_events: Annotated[bool, _about(
@@ -329,6 +352,11 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 "router_peers is for routers that share endpoints, and nobody shares the engine of serve: start "
                 "`route --router-peers` beside it, with this server as an endpoint"
             )
+        if self.tensor_parallel_size != 1:
+            raise StartupError(
+                f"--tensor-parallel-size is {self.tensor_parallel_size}, but one model is computed by one device here: "
+                "leave it out, or start a server for each device and `trioserve route` before them"
+            )
         check_overlap(self.overlap_steps, self.speculative_ngram)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
@@ -362,30 +390,51 @@ def _deadlines(queue: float | None, first_token: float | None, total: float | No
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, kind: type[ServerConfig] = Config, *, without: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type[ServerConfig] = Config,
+    *,
+    only: Collection[str] | None = None,
+    groups: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
-    """One flag a field of `kind`, its own ones first, with help and default. Values are checked in config_from, not by
-    argparse."""
+    """One flag a field of `kind`, with help and default. Values are checked in config_from, not by argparse.
+
+    only: these fields; None: all. groups: fields by the heading under which the help shows them; the others come first,
+    without one, those of `kind` itself before what it inherits.
+    """
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these options, spelled with - or _ (default: none)"
     )
     inherited = {field.name for field in msgspec.structs.fields(ServerConfig if kind is RouteConfig else RouteConfig)}
-    for field in sorted(msgspec.structs.fields(kind), key=lambda field: field.name in inherited):
-        if field.name in without:
-            continue
-        value_type, meta = _type_of(kind, field.name)
-        shown = "" if "default:" in meta.description or field.default is None else _spell_value(field.default)
-        help_text = (meta.description + (f" (default: {shown})" if shown else "")).replace("%", "%%")
-        flag = _flag(field.name)
-        if value_type is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
-        elif typing.get_origin(value_type) is tuple:
-            # Several values behind one flag, or the flag several times.
-            parser.add_argument(flag, action="extend", nargs="+", metavar=meta.title, default=None, help=help_text)
-        elif typing.get_origin(value_type) is Literal:
-            parser.add_argument(flag, choices=typing.get_args(value_type), default=None, help=help_text)
-        else:
-            parser.add_argument(flag, metavar=meta.title, default=None, help=help_text)
+    fields = sorted(msgspec.structs.fields(kind), key=lambda field: field.name in inherited)
+    wanted = {field.name: field for field in fields if only is None or field.name in only}
+    grouped = {name for names in groups.values() for name in names}
+    for name, field in wanted.items():
+        if name not in grouped:
+            _add_argument(parser, kind, field)
+    for title, names in groups.items():
+        if not wanted.keys().isdisjoint(names):
+            group = parser.add_argument_group(title)
+            for name in names:
+                if name in wanted:
+                    _add_argument(group, kind, wanted[name])
+
+
+def _add_argument(
+    place: argparse._ActionsContainer, kind: type[ServerConfig], field: msgspec.structs.FieldInfo
+) -> None:
+    value_type, meta = _type_of(kind, field.name)
+    shown = "" if "default:" in meta.description or field.default is None else _spell_value(field.default)
+    help_text = (meta.description + (f" (default: {shown})" if shown else "")).replace("%", "%%")
+    flag = _flag(field.name)
+    if value_type is bool:
+        place.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
+    elif typing.get_origin(value_type) is tuple:
+        # Several values behind one flag, or the flag several times.
+        place.add_argument(flag, action="extend", nargs="+", metavar=meta.title, default=None, help=help_text)
+    elif typing.get_origin(value_type) is Literal:
+        place.add_argument(flag, choices=typing.get_args(value_type), default=None, help=help_text)
+    else:
+        place.add_argument(flag, metavar=meta.title, default=None, help=help_text)
 
 
 def config_from(
@@ -395,6 +444,7 @@ def config_from(
     values: dict[str, tuple[str, object]] = {}  # with the spelling by which the user knows it
     if arguments.config is not None:
         values |= _read_file(Path(arguments.config))
+    _refuse_misspelt(environment)
     for field in msgspec.structs.fields(kind):
         variable = ENVIRONMENT_PREFIX + field.name.upper()
         text = environment.get(variable)
@@ -407,12 +457,26 @@ def config_from(
     return _convert(kind, values, strict=False)
 
 
+def _refuse_misspelt(environment: Mapping[str, str]) -> None:
+    """Of variables that are no options only those that are nearly one: others may be somebody else's."""
+    known = {field.name.upper() for field in msgspec.structs.fields(Config)}
+    for variable in environment:
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if name == variable or name in known or OTHER_VARIABLE.fullmatch(name):
+            continue
+        closest = closest_name(name, known)
+        if closest is not None:
+            raise StartupError(f"{variable} is no option: did you mean {ENVIRONMENT_PREFIX}{closest}?")
+
+
 def _convert(kind: type[ConfigType], values: Mapping[str, tuple[str, object]], *, strict: bool) -> ConfigType:
     known = {field.name for field in msgspec.structs.fields(kind)}
     converted: dict[str, Any] = {}
     for name, (spelling, value) in values.items():
         if name not in known:
-            raise StartupError(f"{spelling} is no option; there are: {', '.join(sorted(known))}")
+            closest = closest_name(name, known)
+            hint = f": did you mean {closest}?" if closest else f"; there are: {', '.join(sorted(known))}"
+            raise StartupError(f"{spelling} is no option{hint}")
         try:
             converted[name] = msgspec.convert(value, _hints(kind)[name], strict=strict)
         except msgspec.ValidationError:

@@ -22,6 +22,7 @@ from trioserve.connectors import registry
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_executor import FakeExecutor
@@ -140,6 +141,42 @@ async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class
         assert runner_class.made[0].closed_in == []
     check_closed(runner_class)
     assert not engine.ready
+
+
+async def test_a_seed_makes_the_seeds_of_requests_the_same_again(runner_class):
+    async def tokens() -> list[int]:
+        async with assemble.open_engine("m", seed=5) as engine:
+            found: list[int] = []
+            for seed in (None, None, 7):
+                sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
+                async with engine.generate("prompt", sampling) as stream:
+                    found += [token async for delta in stream for token in delta.token_ids]
+            return found
+
+    first = await tokens()
+    assert first == await tokens()
+    assert first[:8] != first[8:16]
+
+
+async def test_a_chat_template_of_ones_own_counts_instead_of_the_models(runner_class, tmp_path):
+    for template in ("{{ messages[0].content }}!", str(tmp_path / "t.jinja")):
+        (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
+        async with assemble.open_engine("m", chat_template=template) as engine:
+            prompt = ChatPrompt(messages=[{"role": "user", "content": "Hi"}])
+            assert engine.tokenizer.decode(await engine.encode(prompt)) == "Hi!"
+    with pytest.raises(
+        StartupError, match=r"--chat-template .*none cannot be read \(No such file or directory\): name"
+    ):
+        async with assemble.open_engine("m", chat_template=str(tmp_path / "none")):
+            pass
+
+
+async def test_a_tokenizer_of_another_model_is_told(runner_class, monkeypatch):
+    monkeypatch.setattr(assemble, "load_tokenizer", lambda path: types.SimpleNamespace(vocab_size=10**6))
+    monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
+    with pytest.raises(StartupError, match="--tokenizer other has 1000000 tokens, but the model has"):
+        async with assemble.open_engine("m", tokenizer="other"):
+            pass
 
 
 async def test_what_is_laid_over_the_defaults_counts_where_nothing_is_said_and_its_limit_for_all(runner_class):

@@ -14,15 +14,20 @@ import trio
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.router_metrics import show_router
-from trioserve.api.api_keys import ApiKeys
 from trioserve.commands.prompt_naming import open_prompt_naming
-from trioserve.commands.serving import NativeFrontEnd, access_rules, frontend_limits, run_until_signal, server_tls
-from trioserve.config import RouteConfig, engine_settings
+from trioserve.commands.serving import (
+    NativeFrontEnd,
+    access_rules,
+    around_app,
+    check_front,
+    frontend_limits,
+    open_places,
+    run_until_signal,
+    server_tls,
+)
+from trioserve.config import Config, RouteConfig, engine_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.http.cross_origin import CrossOrigin, checked_origins
-from trioserve.http.exchange import Handler
-from trioserve.http.listener import addresses, open_listeners
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.discovery.file import FileSource, read_endpoints
@@ -67,8 +72,7 @@ async def serve_router(
 ) -> None:
     """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
     handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
-    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
-    checked_origins(config.cors_origin)
+    check_front(config)
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
     routing = Routing(config)
@@ -79,14 +83,11 @@ async def serve_router(
         )
     async with routing.naming(config.tokenizer) as naming:
         app = routing.app(naming=naming)
-        handler: Handler = app
-        if config.cors_origin:
-            handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
-        listeners = await open_listeners(config.host, config.port, limits=limits)
-        try:
-            scheme = "http" if ssl_context is None else "https"
+        async with open_places(config, limits) as (listeners, urls):
             front_end = NativeFrontEnd(
-                FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller),
+                FrontendServer(
+                    around_app(app, config), limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller
+                ),
                 listeners,
                 routing.metrics,
             )
@@ -94,10 +95,7 @@ async def serve_router(
             with errors_unwrapped():
                 async with routing.running(), trio.open_nursery() as nursery:
                     await nursery.start(service.run, orders)
-                    on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
-        finally:
-            for listener in listeners:
-                listener.socket.close()
+                    on_serving(urls)
 
 
 class Routing:
@@ -157,7 +155,7 @@ class Routing:
         StartupError."""
         name = self._config.policy
         if not self.dispatch.policy.wants_residency:
-            if self._config.tokenizer is not None:
+            if self._config.tokenizer is not None and not isinstance(self._config, Config):
                 raise StartupError(
                     f"the policy {name} does not look at tokens: leave --tokenizer out, or take kv_aware"
                 )

@@ -9,7 +9,6 @@ from typing import Protocol
 import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
-from trioserve.api.api_keys import ApiKeys
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
@@ -19,18 +18,20 @@ from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
     NativeFrontEnd,
     access_rules,
+    around_app,
+    check_front,
     frontend_limits,
+    open_places,
     optional_path,
     run_until_signal,
     server_tls,
 )
 from trioserve.commands.terminal import LoadingBar
 from trioserve.config import Config, engine_settings
+from trioserve.contracts.errors import StartupError
 from trioserve.engine.engine import Engine
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
-from trioserve.http.cross_origin import CrossOrigin, checked_origins
 from trioserve.http.exchange import Handler
-from trioserve.http.listener import addresses, open_listeners
 from trioserve.http.server import FrontendServer
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
@@ -71,64 +72,55 @@ async def serve_configured(
     handlers. on_serving is told the URLs. open_engine: makes the engine, where it is not to be the configured one.
     Cancelling it ends everything at once."""
     # First of all, so that what cannot be is told before a model is loaded.
-    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
-    checked_origins(config.cors_origin)
+    check_front(config)
+    if config.uds is not None and config.frontend == "hypercorn":
+        raise StartupError(
+            "--uds is for the native front end: leave --frontend hypercorn out, or take --host and --port"
+        )
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
     routing = Routing(config)
-    # Who connects early waits in the backlog.
-    listeners = await open_listeners(config.host, config.port, limits=limits)
-    try:
-        scheme = "http" if ssl_context is None else "https"
-        urls = [f"{scheme}://{address}" for address in addresses(listeners)]
-        bar = LoadingBar(config.model)
-        async with AsyncExitStack() as scopes:
-            store = await scopes.enter_async_context(
-                open_store(optional_path(config.data_dir), _store_settings(config))
-            )
-            with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
-            engine = await scopes.enter_async_context(with_engine)
-            app: App | RouterApp
-            app = engines_app = App(
-                engine,
-                api_keys=() if routing.has_endpoints else config.api_key,
-                admin_api_key=None if routing.has_endpoints else config.admin_api_key,
-                access=None if routing.has_endpoints else access_rules(config),
-                trust_request_chat_template=config.trust_request_chat_template,
-                tenant_header=config.tenant_header,
-                store=store,
-                background=_background_settings(config),
-                batches=_batch_settings(config),
-                detaching=_detach_settings(config),
-                router_grace=_router_grace(config),
-            )
-            await scopes.enter_async_context(engines_app.running())
-            worker: Worker = engine
-            metrics = engine.metrics
-            if routing.has_endpoints:
-                naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
-                await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
-                app = routing.app(naming=naming, more_metrics=lambda: engine.metrics.expose(part="engine"))
-                worker, metrics = routing.dispatch, routing.metrics
-            handler: Handler = app
-            if config.cors_origin:
-                handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
-            front_end: FrontEnd
-            if config.frontend == "hypercorn":
-                front_end = _HypercornFrontEnd(handler, listeners, config)
-            else:
-                server = FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller)
-                front_end = NativeFrontEnd(server, listeners, metrics)
-            lasting = _WithLasting(worker, engines_app, engine)
-            service = Service(lasting, front_end, engine_settings(config), wait_for_rest=lasting.wait_until_idle)
-            engine.on_fault = service.pass_on_fault
-            with errors_unwrapped():
-                async with trio.open_nursery() as nursery:
-                    await nursery.start(service.run, orders)
-                    on_serving(urls)
-    finally:
-        for listener in listeners:
-            listener.socket.close()
+    bar = LoadingBar(config.model)
+    async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
+        store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), _store_settings(config)))
+        with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
+        engine = await scopes.enter_async_context(with_engine)
+        app: App | RouterApp
+        app = engines_app = App(
+            engine,
+            api_keys=() if routing.has_endpoints else config.api_key,
+            admin_api_key=None if routing.has_endpoints else config.admin_api_key,
+            access=None if routing.has_endpoints else access_rules(config),
+            trust_request_chat_template=config.trust_request_chat_template,
+            tenant_header=config.tenant_header,
+            store=store,
+            background=_background_settings(config),
+            batches=_batch_settings(config),
+            detaching=_detach_settings(config),
+            router_grace=_router_grace(config),
+        )
+        await scopes.enter_async_context(engines_app.running())
+        worker: Worker = engine
+        metrics = engine.metrics
+        if routing.has_endpoints:
+            naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
+            await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
+            app = routing.app(naming=naming, more_metrics=lambda: engine.metrics.expose(part="engine"))
+            worker, metrics = routing.dispatch, routing.metrics
+        handler = around_app(app, config)
+        front_end: FrontEnd
+        if config.frontend == "hypercorn":
+            front_end = _HypercornFrontEnd(handler, listeners, config)
+        else:
+            server = FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller)
+            front_end = NativeFrontEnd(server, listeners, metrics)
+        lasting = _WithLasting(worker, engines_app, engine)
+        service = Service(lasting, front_end, engine_settings(config), wait_for_rest=lasting.wait_until_idle)
+        engine.on_fault = service.pass_on_fault
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                await nursery.start(service.run, orders)
+                on_serving(urls)
 
 
 @asynccontextmanager

@@ -8,18 +8,25 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import trio
 
+from trioserve.api.api_keys import ApiKeys
+from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.config import ServerConfig
 from trioserve.contracts.errors import StartupError
 from trioserve.http.counter_metrics import show_counters
+from trioserve.http.cross_origin import CrossOrigin, checked_origins
+from trioserve.http.exchange import Handler
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.listener import tls_context
+from trioserve.http.listener import addresses, open_listeners, open_unix_listener, tls_context
+from trioserve.http.root_path import RootPath, checked_root_path
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -27,9 +34,13 @@ from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interp
 
 __all__ = [
     "NativeFrontEnd",
+    "Places",
     "Serve",
     "access_rules",
+    "around_app",
+    "check_front",
     "frontend_limits",
+    "open_places",
     "optional_path",
     "run_until_signal",
     "server_tls",
@@ -91,6 +102,13 @@ def _process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
+class Places(NamedTuple):
+    """listeners: open. urls: how clients reach each."""
+
+    listeners: list[trio.SocketListener]
+    urls: list[str]
+
+
 class NativeFrontEnd:
     """Our own front end, as the order of stopping sees it."""
 
@@ -122,6 +140,43 @@ def frontend_limits(config: ServerConfig) -> FrontendLimits:
         body_bytes_max=config.max_body_bytes,
         stall_seconds_max=config.stall_timeout,
     )
+
+
+@asynccontextmanager
+async def open_places(config: ServerConfig, limits: FrontendLimits) -> AsyncIterator[Places]:
+    """Where the server listens. Who connects early waits in the backlog. Closed at the end. Raises StartupError."""
+    if config.uds is None:
+        listeners = await open_listeners(config.host, config.port, limits=limits)
+    else:
+        listeners = [await open_unix_listener(Path(config.uds), limits=limits)]
+    scheme = "unix" if config.uds is not None else "http" if config.ssl_certfile is None else "https"
+    try:
+        yield Places(listeners, [f"{scheme}://{address}" for address in addresses(listeners)])
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+        if config.uds is not None:
+            _remove(config.uds)
+
+
+def _remove(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
+
+
+def around_app(app: BaseApp[Any], config: ServerConfig) -> Handler:
+    """The app behind what web pages and proxies want of it."""
+    handler: Handler = app
+    if config.cors_origin:
+        handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
+    prefix = checked_root_path(config.root_path)
+    return RootPath(handler, prefix) if prefix else handler
+
+
+def check_front(config: ServerConfig) -> None:
+    """What cannot be is told before a model is loaded. Raises StartupError."""
+    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
+    checked_origins(config.cors_origin)
+    checked_root_path(config.root_path)
 
 
 def server_tls(config: ServerConfig) -> ssl.SSLContext | None:

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from random import Random
 from typing import Any, cast
 
 import msgspec
@@ -94,13 +95,6 @@ logger = logging.getLogger(__name__)
 SERVER_STOPPING = "server_stopping"
 
 
-def _seed_of(sampling: SamplingParams, resume: Resume | None) -> int:
-    """A response that goes on has the seed with which it began."""
-    if resume is not None and resume.seed is not None:
-        return resume.seed
-    return secrets.randbits(64) if sampling.seed is None else sampling.seed
-
-
 def _new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
@@ -140,6 +134,7 @@ class Engine:
         self.families = families or ResponseFamilies(tokenizer)
         self.metrics = metrics
         self.default_sampling = default_sampling or SamplingParams()
+        self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
         self.draining = False
         self.fault: EngineFault | None = None
         self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
@@ -489,10 +484,16 @@ class Engine:
             kv_transfer=checked_kv_transfer(kv_transfer),
             cut=cut,
             resume=resume,
-            seed=_seed_of(sampling, resume),
+            seed=self._seed_of(sampling, resume),
             is_resumable=to_bool("resumable", resumable),
         )
         return RequestStream(request, submit=self._submit, leave=self._leave)
+
+    def _seed_of(self, sampling: SamplingParams, resume: Resume | None) -> int:
+        """A response that goes on has the seed with which it began."""
+        if resume is not None and resume.seed is not None:
+            return resume.seed
+        return self._draw_bits(64) if sampling.seed is None else sampling.seed
 
     def _bounded(self, sampling: SamplingParams) -> SamplingParams:
         tokens_max, asked = self.default_sampling.max_tokens, sampling.max_tokens

@@ -15,11 +15,13 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
     60 s, or ten times the longest step so far, if that is more; 0: as old as it likes.
     kv_events_max: changes of the prefix cache that are kept for those who read them; 0: nobody may, and none are.
     restarts_max: how often within ten minutes the engine may be opened anew after a fault; 0: a fault ends it.
+    seed: from which the seeds of requests come that name none; None: they cannot be foreseen.
     """
 
     step_seconds_max: float | None = None
     kv_events_max: int = 0
     restarts_max: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

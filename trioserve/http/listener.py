@@ -14,7 +14,7 @@ import trio
 from trioserve.contracts.errors import StartupError
 from trioserve.http.limits import FrontendLimits
 
-__all__ = ["ClientCertificates", "addresses", "open_listeners", "tls_context"]
+__all__ = ["ClientCertificates", "addresses", "open_listeners", "open_unix_listener", "tls_context"]
 
 BACKLOG = 1024  # connections that the kernel holds for us; it lowers this to its own limit
 
@@ -76,6 +76,43 @@ def _listen(family: int, address: tuple[str | int, ...], limits: FrontendLimits)
         raise
 
 
+async def open_unix_listener(path: Path, *, limits: FrontendLimits | None = None) -> trio.SocketListener:
+    """A Unix domain socket. A file that a dead server left there is replaced. Raises StartupError with one sentence."""
+    limits = limits or FrontendLimits()
+    await _make_room(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_buffer_bytes)
+        listening.bind(str(path))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise StartupError(
+            f"the socket {path} cannot be listened on ({error.strerror or error}): name a new file in a directory that "
+            "may be written"
+        ) from None
+    return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+
+
+async def _make_room(path: Path) -> None:
+    with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            await asking.connect(str(path))
+        except ConnectionRefusedError:  # also of what is no socket, which then cannot be bound either
+            _remove_socket(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StartupError(f"the socket {path} cannot be tried ({error.strerror}): name another file") from None
+        else:
+            raise StartupError(f"the socket {path} is in use by another program: stop it, or name another file")
+
+
+def _remove_socket(path: Path) -> None:
+    if path.is_socket():
+        path.unlink(missing_ok=True)
+
+
 def _why_not(host: str | None, port: int, error: OSError) -> str:
     place = f"{host or 'all interfaces'} port {port}"
     if error.errno == errno.EADDRINUSE:
@@ -88,9 +125,12 @@ def _why_not(host: str | None, port: int, error: OSError) -> str:
 
 
 def addresses(listeners: Sequence[trio.SocketListener]) -> list[str]:
-    """host:port of each listener, IPv6 in brackets, as they go into a URL."""
+    """host:port of each listener, IPv6 in brackets, as they go into a URL; of a Unix domain socket its path."""
     names = []
     for listener in listeners:
+        if listener.socket.family == socket.AF_UNIX:
+            names.append(str(listener.socket.getsockname()))
+            continue
         host, port, *_ = listener.socket.getsockname()
         names.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     return names

@@ -265,6 +265,8 @@ async def _read_opening(stream: trio.abc.Stream) -> bytes:
 
 
 def _peer_name(stream: trio.SocketStream) -> str:
+    if stream.socket.family == socket.AF_UNIX:
+        return "unix"
     try:
         host, port, *_ = stream.socket.getpeername()
     except OSError:

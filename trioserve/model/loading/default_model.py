@@ -41,14 +41,17 @@ def recommended_sampling(name: str) -> dict[str, float | int]:
     return dict(_RECOMMENDED.get(name, {}))
 
 
-def resolve_model(name: str, *, with_weights: bool = True) -> Path:
+def resolve_model(name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
     """A path for open_checkpoint, or, without weights, for a tokenizer. A hub name is downloaded first, which may take
     long and cannot be ended from outside: call it in a thread that nobody has to wait for. What has come of a download
     is taken up by the next one.
 
     "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2).
+    revision: of a hub name its branch, tag or commit; None: its main branch.
     Raises ModelLoadError when nothing is found, or the download fails.
     """
+    if revision is not None and (name in _PACKAGES or _exists(Path(name))):
+        raise ModelLoadError(f"--revision is {revision}, but {name} is on this machine and has none: leave it out")
     if name in _PACKAGES:
         found = find_default_model(name)
         if found is None:
@@ -58,7 +61,7 @@ def resolve_model(name: str, *, with_weights: bool = True) -> Path:
     if _exists(path):
         return path
     if _HUB_NAME.fullmatch(name) and path.suffix.lower() != ".gguf":
-        return _downloaded(name, [files for files in _HUB_FILES if with_weights or files != _WEIGHTS])
+        return _downloaded(name, [files for files in _HUB_FILES if with_weights or files != _WEIGHTS], revision)
     raise ModelLoadError(
         f"the model {name!r} is not found; name a directory with safetensors, a .gguf file, a hub name like org/name, "
         f"or {', '.join(_PACKAGES)}"
@@ -72,7 +75,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _downloaded(name: str, files: list[str]) -> Path:
+def _downloaded(name: str, files: list[str], revision: str | None) -> Path:
     try:
         import huggingface_hub
     except ImportError:
@@ -81,7 +84,11 @@ def _downloaded(name: str, files: list[str]) -> Path:
             "pip install 'trioserve[hub]', or fetch it yourself and name the directory"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_FILES_IGNORED))
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=files, ignore_patterns=_HUB_FILES_IGNORED
+            )
+        )
     # Depending on its version and on what failed it raises its own errors or those of either of two HTTP libraries.
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -1,0 +1,126 @@
+"""What a person types: vLLM's command lines work or are refused by name, and what is misspelt is told with what was
+meant. Nothing here loads a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trioserve import cli
+from trioserve.commands import serve
+from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
+from trioserve.commands.vllm_flags import REFUSED, TAKEN, TAKEN_AT, without_vllm_flags
+from trioserve.config import Config, config_from
+from trioserve.contracts.errors import StartupError
+
+
+@pytest.fixture
+def served(monkeypatch: Any) -> list[Config]:
+    """The configurations with which a server would have started."""
+    configs: list[Config] = []
+
+    def run_server(config: Config) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(serve, "run_server", run_server)
+    for name in GROUPS["model"]:
+        monkeypatch.delenv(f"TRIOSERVE_{name.upper()}", raising=False)
+    return configs
+
+
+def said(capsys: Any, *arguments: str) -> str:
+    """The sentence with which a command line is refused."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as left:
+        code = left.code
+    assert code in (1, 2)
+    written = capsys.readouterr().err
+    assert written.startswith("trioserve: ")
+    assert written.count("\n") == 1
+    return written
+
+
+def test_a_command_line_for_vllm_is_taken(served: list[Config]):
+    line = (
+        "serve org/model --tokenizer org/other --revision main --seed 3 --uds /tmp/s --root-path /llm "
+        "--trust-remote-code --enable-auto-tool-choice --tool_call_parser hermes --tensor-parallel-size 1 "
+        "--pipeline-parallel-size=1 --load-format auto --disable-log-requests --enable-chunked-prefill --chat-template t.jinja"
+    )
+    assert cli.main(line.split()) == 0
+    [config] = served
+    assert (config.model, config.tokenizer, config.revision, config.seed) == ("org/model", "org/other", "main", 3)
+    assert (config.uds, config.root_path, config.chat_template) == ("/tmp/s", "/llm", "t.jinja")
+    assert config.tool_call_parser == "hermes"
+
+
+def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], capsys: Any):
+    assert cli.main(["serve", "m", "--model", "m"]) == cli.main(["--model", "m"]) == 0
+    assert [config.model for config in served] == ["m", "m"]
+    assert "the model is named twice, m and --model n" in said(capsys, "serve", "m", "--model", "n")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("serve --prot 1", "--prot is no option of serve: did you mean --port?"),
+        ("serve --max_model_length 1", "--max-model-length is no option of serve: did you mean --max-model-len?"),
+        ("serve --colour", "--colour is no option of serve; `trioserve serve --help` lists them"),
+        ("route --endpont u", "--endpont is no option of route: did you mean --endpoint?"),
+        ("chat --port 1", "--port is no option of chat"),
+        ("generate a b", "generate does not take b"),
+        ("serv", "serv is no command: did you mean serve?"),
+        ("serve --dtype bfloat17", "bfloat17 is no --dtype: did you mean bfloat16?"),
+        ("serve --enable-lora", "--enable-lora cannot be honoured: there are no LoRA adapters here"),
+        ("serve --load-format dummy", "--load-format is 'dummy', and only auto can be honoured"),
+        ("serve --tensor-parallel-size 2", "--tensor-parallel-size is 2, but one model is computed by one device"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(line: str, words: str, served: list[Config], capsys: Any):
+    assert words in said(capsys, *line.split())
+    assert not served
+
+
+def test_every_flag_that_is_refused_says_what_to_do_and_is_no_option_of_ours():
+    ours = {f"--{name.replace('_', '-')}" for name in Config.__struct_fields__}
+    assert ours.isdisjoint(REFUSED.keys() | TAKEN | TAKEN_AT.keys())
+    for flag in REFUSED:
+        with pytest.raises(StartupError, match=f"^{flag} cannot be honoured: .*[:,;] "):
+            without_vllm_flags([flag])
+
+
+def test_a_variable_that_is_nearly_an_option_is_refused_and_somebody_elses_is_not():
+    def environment(**variables: str) -> None:
+        from argparse import Namespace
+
+        config_from(Namespace(config=None), variables, kind=Config)
+
+    with pytest.raises(StartupError, match=r"^TRIOSERVE_APIKEY is no option: did you mean TRIOSERVE_API_KEY[?]$"):
+        environment(TRIOSERVE_APIKEY="x")
+    environment(
+        TRIOSERVE_SERVICE_HOST="10.0.0.1",
+        TRIOSERVE_SERVICE_PORT_HTTP="80",
+        TRIOSERVE_PORT_8000_TCP_ADDR="10.0.0.1",
+        TRIOSERVE_NATIVE="off",
+        TRIOSERVE_SOMETHING_ELSE="1",
+        OTHER="1",
+    )
+
+
+def test_each_option_has_one_heading():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) <= set(Config.__struct_fields__)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+def test_the_help_shows_what_is_the_commands_own_under_headings(command: str, capsys: Any):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert "\nmemory and batches:\n" in shown
+    assert ("\nserver:\n" in shown) == ("--cors-origin" in shown) == (command == "serve")
+    assert "--max-model-len" in shown
+    assert TERMINAL_OPTIONS.isdisjoint(GROUPS["server"])

@@ -1,0 +1,56 @@
+"""A Unix domain socket as a place to listen, and a prefix that a proxy leaves before paths."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.http.listener import addresses, open_unix_listener
+from trioserve.http.root_path import RootPath, checked_root_path
+
+
+async def test_a_socket_of_a_dead_server_is_replaced_and_that_of_a_living_one_is_not(tmp_path: Path):
+    path = tmp_path / "s"
+    listener = await open_unix_listener(path)
+    assert addresses([listener]) == [str(path)]
+    with pytest.raises(StartupError, match="is in use by another program: stop it, or name another file"):
+        await open_unix_listener(path)
+    listener.socket.close()
+    listener = await open_unix_listener(path)
+    async with await trio.open_unix_socket(path):
+        pass
+    listener.socket.close()
+
+
+async def test_a_file_that_is_no_socket_is_left_as_it_is(tmp_path: Path):
+    path = tmp_path / "s"
+    path.write_text("mine")
+    with pytest.raises(StartupError, match="cannot be listened on"):
+        await open_unix_listener(path)
+    assert path.read_text() == "mine"
+    with pytest.raises(StartupError, match=r"cannot be listened on .*: name a new file"):
+        await open_unix_listener(tmp_path / "none" / "s")
+
+
+@pytest.mark.parametrize(
+    ("path", "expect"),
+    [("/llm/v1/models", "/v1/models"), ("/v1/models", "/v1/models"), ("/llm", "/"), ("/llms/v1", "/llms/v1")],
+)
+async def test_a_prefix_is_taken_off_where_it_stands(path: str, expect: str):
+    seen: list[str] = []
+
+    async def handler(exchange: Any) -> None:
+        seen.append(exchange.path)
+
+    await RootPath(handler, checked_root_path("/llm/"))(types.SimpleNamespace(path=path))  # type: ignore[arg-type]
+    assert seen == [expect]
+
+
+def test_a_prefix_that_is_no_path_is_refused():
+    with pytest.raises(StartupError, match="--root-path is 'llm', it must begin with /"):
+        checked_root_path("llm")

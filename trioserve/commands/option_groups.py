@@ -1,0 +1,53 @@
+"""Under which heading the help shows an option, and which of them concern a command that answers in the terminal."""
+
+from __future__ import annotations
+
+__all__ = ["GROUPS", "TERMINAL_OPTIONS"]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+GROUPS = {
+    "model": _words(
+        "model tokenizer revision chat_template generation_config override_generation_config max_model_len dtype "
+        "quantization tool_call_parser reasoning_parser enable_auto_tool_choice"
+    ),
+    "computing": _words(
+        "device threads cpu_kernels gpu_kernels tensor_parallel_size enforce_eager batch_invariant overlap_steps "
+        "speculative_ngram"
+    ),
+    "memory and batches": _words(
+        "kv_cache_memory gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens enable_prefix_caching"
+    ),
+    "server": _words(
+        "host port uds root_path served_model_name cors_origin frontend max_connections max_body_bytes stall_timeout "
+        "drain_timeout require_model log_level"
+    ),
+    "keys and TLS": _words(
+        "api_key admin_api_key gateway_api_key priority_min share_prefix_cache metrics_need_key load_needs_key "
+        "trust_request_chat_template tenant_header ssl_certfile ssl_keyfile ssl_ca_certs ssl_client_certs"
+    ),
+    "queue and deadlines": _words(
+        "max_queued_requests max_queued_tokens max_queue_wait queue_timeout ttft_timeout request_timeout "
+        "max_queue_timeout max_ttft_timeout max_request_timeout"
+    ),
+    "faults": _words("step_timeout engine_restarts seed"),
+    "what outlives a request": _words(
+        "data_dir store_max_bytes store_max_objects store_ttl max_background_responses background_timeout max_batches "
+        "batch_concurrency detach_timeout_max max_detached_streams router_grace max_router_streams"
+    ),
+    "KV between engines": _words("kv_events kv_transfer_config role kv_hold_timeout kv_load_timeout kv_held_share"),
+    "routing": _words(
+        "endpoint prefill_endpoint decode_endpoint split_min_tokens endpoints_file endpoints_dns endpoints_kubernetes "
+        "endpoint_api_key endpoint_ca_certs model_alias policy session_header endpoint_max_requests "
+        "max_request_sequences endpoint_max_waiting lease_until max_continuation_bytes router_peers router_name "
+        "health_interval continuations_per_second hang_timeout move_timeout load_interval"
+    ),
+}
+
+TERMINAL_OPTIONS = frozenset(
+    {*GROUPS["model"], *GROUPS["computing"], *GROUPS["memory and batches"]}
+    - {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "tensor_parallel_size"}
+)
