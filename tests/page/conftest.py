@@ -1,0 +1,112 @@
+"""Debian's Chromium, without a window; skipped where it is missing. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+if TYPE_CHECKING:
+    from selenium.webdriver.remote.webelement import WebElement
+
+SECONDS_MAX = 30.0  # generous: a shared machine
+Value = TypeVar("Value")
+
+
+class Browser:
+    """One tab. What it did wrong (errors of scripts, violations of the policy) is in problems()."""
+
+    def __init__(self) -> None:
+        from selenium import webdriver
+
+        os.environ["SE_OFFLINE"] = "true"
+        options = webdriver.ChromeOptions()
+        options.binary_location = shutil.which("chromium") or ""
+        for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
+        self.driver = webdriver.Chrome(options=options, service=service)
+        self.expected: list[str] = []
+
+    def open(self, url: str, *, width: int = 1400, height: int = 1000, scale: float = 1) -> None:
+        self.expected.clear()
+        self.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500},
+        )
+        self.driver.get("about:blank")  # else a hash alone would not load anything
+        self.driver.get(url)
+
+    def prefer(self, **features: str) -> None:
+        """prefer(color_scheme="dark", reduced_motion="reduce")"""
+        told = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
+
+    def find(self, selector: str) -> WebElement:
+        return self.driver.find_element("css selector", selector)
+
+    def find_all(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector: str) -> str:
+        """Hidden text, too, as screen readers have it."""
+        return " ".join(str(self.run("return document.querySelector(arguments[0]).textContent", selector)).split())
+
+    def click(self, selector: str) -> None:
+        self.find(selector).click()
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def type(self, selector: str, text: str) -> None:
+        self.find(selector).send_keys(text)
+
+    def press(self, key: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).send_keys(key).perform()
+
+    def wait(self, condition: Callable[[], Value], what: str = "it") -> Value:
+        """Until the condition holds; returns what it says. Looks again whenever the browser has painted."""
+        deadline = time.monotonic() + SECONDS_MAX
+        while True:
+            value = condition()
+            if value:
+                return value
+            assert time.monotonic() < deadline, f"{what} did not come: {self.problems()}"
+            self.driver.execute_async_script("requestAnimationFrame(arguments[0])")
+
+    def wait_text(self, selector: str, part: str) -> None:
+        self.wait(lambda: part in self.text(selector), f"{part!r} in {selector}: {self.text(selector)!r}")
+
+    def problems(self) -> list[str]:
+        messages = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [message for message in messages if not any(part in message for part in self.expected)]
+
+    def picture(self, path: str) -> None:
+        self.driver.save_screenshot(path)
+
+
+@pytest.fixture(scope="session")
+def shared_browser() -> Iterator[Browser]:
+    pytest.importorskip("selenium")
+    for program in ("chromium", "chromedriver"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is missing: apt-get install chromium chromium-driver")
+    browser = Browser()
+    yield browser
+    browser.driver.quit()
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Iterator[Browser]:
+    """Nothing that it complains about, and colours as they come."""
+    shared_browser.prefer()
+    shared_browser.problems()
+    yield shared_browser
+    assert shared_browser.problems() == []

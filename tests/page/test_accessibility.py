@@ -1,0 +1,196 @@
+"""Names, contrast, order, focus: what can be seen and used without a mouse, without colours, and without a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Browser
+from .scripted_server import FILES, ScriptedServer, scripted_request, scripted_snapshot
+
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+pytestmark = pytest.mark.slow
+
+FILES_BYTES_MAX = 100_000
+THEMES = ("light", "dark")
+TEXTS = ("ink", "muted", "accent", "good", "bad", "warn")
+SHAPES = (*(f"owner-{number}" for number in range(8)), "edge", "other")
+# What colour-blind people see of linear red, green and blue: Machado, Oliveira and Fernandes 2009, severity 1.
+BLINDNESSES = {
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+Colour = tuple[float, float, float]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ScriptedServer]:
+    snapshot = scripted_snapshot(
+        blocks=[[8, 2], [2, 1], [2, 3], [52, 0]],
+        requests={
+            "a": scripted_request("r-a", blocks=[[0, 8]]),
+            "b": scripted_request("r-b", blocks=[[10, 2]], state="held", ended_at=999.0, held_until=1900.0),
+        },
+        history={"interval_seconds": 5, "at": 1000.0, "series": {"tokens_per_second": [1.0, 2.0]}},
+        endpoints={"a": {"health": "healthy", "leases": 1, "leases_max": 2, "in_flight": 1, "waiting_depth": 0}},
+    )
+    with ScriptedServer(snapshot) as server:
+        yield server
+
+
+def colours(css: str, theme: str) -> dict[str, Colour]:
+    """Linear red, green and blue, 0 to 1."""
+
+    def linear(part: str) -> float:
+        value = int(part, 16) / 255
+        return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+    found = re.findall(r"--([\w-]+): light-dark\(#(\w{6}), #(\w{6})\)", css)
+    chosen = {name: light if theme == "light" else dark for name, light, dark in found}
+    return {name: (linear(code[:2]), linear(code[2:4]), linear(code[4:])) for name, code in chosen.items()}
+
+
+def luminance(colour: Colour) -> float:
+    red, green, blue = colour
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: Colour, other: Colour) -> float:
+    """As WCAG 2 has it: 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_colours_of_texts_and_shapes_stand_out(theme: str) -> None:
+    palette = colours((FILES / "page.css").read_text(), theme)
+    for name in TEXTS:
+        for ground in ("panel", "ground"):
+            assert contrast(palette[name], palette[ground]) >= 4.5, f"{name} on {ground}"
+    assert contrast(palette["on-accent"], palette["accent"]) >= 4.5
+    for name in SHAPES:
+        assert contrast(palette[name], palette["panel"]) >= 3, name
+        assert contrast(palette[name], palette["free"]) >= 3, f"{name} beside free blocks"
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("blindness", BLINDNESSES)
+def test_used_cached_and_free_differ_for_the_colour_blind(theme: str, blindness: str) -> None:
+    palette = colours((FILES / "page.css").read_text(), theme)
+
+    def seen(name: str) -> Colour:
+        red, green, blue = (
+            max(0.0, min(1.0, sum(weight * part for weight, part in zip(row, palette[name], strict=True))))
+            for row in BLINDNESSES[blindness]
+        )
+        return red, green, blue
+
+    assert contrast(seen("free"), seen("cached")) >= 1.6
+    for number in range(8):
+        assert contrast(seen(f"owner-{number}"), seen("free")) >= 2.7
+
+
+def test_the_files_are_small_and_ask_nobody_else() -> None:
+    files = [path for path in FILES.iterdir() if path.suffix in (".html", ".css", ".js")]
+    assert sum(path.stat().st_size for path in files) < FILES_BYTES_MAX
+    for path in files:
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|document\.cookie|\bstyle=|\son\w+=\"|innerHTML|\beval\(", text), path.name
+
+
+NAMES = """
+    const named = (element) => {
+        const by = element.getAttribute("aria-labelledby");
+        return [element.getAttribute("aria-label"), by && document.getElementById(by)?.textContent,
+            ...[...(element.labels ?? [])].map((label) => label.textContent),
+            /^(A|BUTTON|SUMMARY|TR)$/.test(element.tagName) && element.textContent].some((name) => name && name.trim());
+    };
+    const wanting = "a, button, select, input, textarea, summary, section, nav, dialog, svg[role], [tabindex='0']";
+    const nameless = [...document.querySelectorAll(wanting)].filter((element) => !named(element));
+    return nameless.map((element) => element.outerHTML.slice(0, 90));
+"""
+
+
+def test_all_that_can_be_used_has_a_name(browser: Browser, script: ScriptedServer) -> None:
+    browser.open(script.url)
+    browser.wait_text("#status", "Live")
+    assert browser.run(NAMES) == []
+    for landmark in ("header", "nav", "main", "footer"):
+        assert len(browser.find_all(landmark + ":not(article header)")) == 1
+    ids = browser.run("return [...document.querySelectorAll('[id]')].map((element) => element.id)")
+    assert len(ids) == len(set(ids))
+    told = browser.run(
+        "return [...document.querySelectorAll('[aria-describedby], [aria-labelledby], [aria-controls]')].flatMap((e) =>"
+        " ['aria-describedby', 'aria-labelledby'].map((name) => e.getAttribute(name)).filter(Boolean))"
+    )
+    assert set(told) <= set(ids)
+    assert browser.run("return [...document.querySelectorAll('h1, h2, h3')].map((h) => h.tagName)")[0] == "H1"
+    assert browser.run("return document.documentElement.lang") == "en"
+    assert len(browser.find_all("[aria-live], [role=status], [role=alert]")) <= 8, "live regions are for few things"
+
+
+def test_focus_goes_in_order_and_is_seen(browser: Browser, script: ScriptedServer) -> None:
+    browser.open(script.url)
+    browser.wait_text("#status", "Live")
+    look = """
+        const element = document.activeElement, box = element.getBoundingClientRect();
+        const { outlineStyle, outlineWidth } = getComputedStyle(element);
+        return {name: element.id || element.className || element.tagName,
+            ring: outlineStyle !== "none" && parseFloat(outlineWidth) >= 2, isBody: element === document.body, isSeen: box.width > 0 && box.bottom > 0 && box.top < innerHeight};
+    """
+    seen: list[dict[str, Any]] = []
+    for _ in range(40):
+        browser.press(Keys.TAB)
+        at = browser.run(look)
+        if at["isBody"]:
+            break
+        seen.append(at)
+    assert all(at["ring"] for at in seen), seen
+    assert all(at["isSeen"] for at in seen), seen
+    names = [at["name"] for at in seen]
+    assert names[0] == "skip"
+    assert names.index("theme") < names.index("map-marks") < names.index("window") < names.index("cancel")
+
+
+def test_the_theme_follows_the_system_and_the_switch(browser: Browser, script: ScriptedServer) -> None:
+    ground = "return getComputedStyle(document.documentElement).backgroundColor"
+    browser.prefer(color_scheme="dark")
+    browser.open(script.url)
+    browser.wait_text("#status", "Live")
+    dark = browser.run(ground)
+    browser.prefer(color_scheme="light")
+    light = browser.run(ground)
+    assert dark != light
+    browser.run("const s = document.getElementById('theme'); s.value = 'dark'; s.dispatchEvent(new Event('change'))")
+    assert browser.run(ground) == dark
+    browser.open(script.url)
+    assert browser.run(ground) == dark, "it is remembered"
+    browser.run("const s = document.getElementById('theme'); s.value = ''; s.dispatchEvent(new Event('change'))")
+    assert browser.run(ground) == light
+
+
+def test_nothing_moves_by_itself_where_that_is_unwanted(browser: Browser, script: ScriptedServer) -> None:
+    browser.prefer(reduced_motion="reduce")
+    browser.open(script.url)
+    browser.wait_text("#status", "Live")
+    moving = """
+        const takes = (element) => parseFloat(getComputedStyle(element).transitionDuration);
+        return [...document.querySelectorAll("*")].filter((element) => takes(element) > 0).length;
+    """
+    assert browser.run(moving) == 0
+
+
+def test_the_policy_of_the_scripted_server_is_that_of_the_real_one() -> None:
+    from .scripted_server import POLICY
+
+    source = Path(FILES / "files.py")
+    if not source.exists():
+        pytest.skip("the page is served by nobody yet")
+    from trioserve.api.page.files import HEADERS
+
+    assert dict(HEADERS)["content-security-policy"] == POLICY

@@ -1,0 +1,190 @@
+/** The page: its parts, told of what the feed brings. */
+
+import { BlockMap, Owners } from "./blocks.js";
+import { Endpoints, note, Transfers } from "./endpoints.js";
+import { Feed, Key } from "./feed.js";
+import { Playground } from "./playground.js";
+import { Plots, Steps } from "./plots.js";
+import { RequestList } from "./requests.js";
+import { count, duration, el, figure, find, percent, say, show, write } from "./words.js";
+
+const key = new Key();
+const feed = new Feed(key);
+const owners = new Owners();
+const requests = new RequestList(feed, owners, key, (name) => map.choose(name));
+const map = new BlockMap(feed, owners, (name) => requests.choose(name));
+const plots = new Plots(feed);
+const steps = new Steps(feed);
+const endpoints = new Endpoints(feed, key);
+const transfers = new Transfers(feed);
+const playground = new Playground(feed, key);
+
+// --- what the feed brings ---
+
+feed.addEventListener("snapshot", () => {
+	const { server, cells } = feed.state;
+	owners.reset(cells.length);
+	owners.update(feed.state.requests);
+	showServer(server);
+	map.layOut();
+	updateAll({ history: true });
+	playground.readModels();
+});
+
+feed.addEventListener("change", ({ detail }) => {
+	if (owners.counts.length !== feed.state.cells.length) {
+		owners.reset(feed.state.cells.length);
+		owners.update(feed.state.requests);
+		map.layOut();
+	}
+	if (detail.requests) owners.update(feed.state.requests);
+	if (detail.server) showServer(feed.state.server);
+	if (detail.requests || detail.blocks || detail.stats) map.update();
+	updateAll(detail);
+});
+
+function updateAll(changed) {
+	if (changed.history) plots.update();
+	steps.update();
+	requests.update();
+	endpoints.update();
+	transfers.update();
+	playground.update();
+	showFigures();
+}
+
+function showServer(server) {
+	write(find("model"), server.model ?? "");
+	document.title = `${server.model ? `${server.model} · ` : ""}trioserve`;
+	const parts = [`trioserve ${server.version}`, server.kind === "router" ? "router" : null, server.executor, server.role && server.role !== "both" ? `role ${server.role}` : null,
+		server.max_num_seqs && `${count(server.max_num_seqs)} sequences at a time`, server.max_model_len && `${count(server.max_model_len)} tokens of context`];
+	write(find("about"), parts.filter(Boolean).join(" · "));
+	const notes = [server.is_draining && "This server is draining: it takes nothing new.", server.sees === "own" && "With this key you see your own requests; counts are everybody's.",
+		server.restarts && `The engine broke and was opened anew (${count(server.restarts)}); streams went on.`];
+	note(notes.filter(Boolean).join(" "));
+}
+
+// --- figures of this moment ---
+
+const FIGURES = [
+	["Tokens/s", () => rated(rate()), ({ stats }) => `${count(stats.generation_tokens_total)} in all`],
+	["Requests/s", ({ history }) => rated(latest(history?.series.requests_per_second)), ({ stats }) => `${count(stats.admissions_total)} in all`],
+	["Running", ({ stats }) => count(stats.running), ({ server }) => (server.max_num_seqs ? `of ${count(server.max_num_seqs)}` : "")],
+	["Waiting", ({ stats }) => count(stats.waiting), ({ stats }) => (stats.preemptions_total ? `${count(stats.preemptions_total)} preempted in all` : "")],
+	["KV in use", ({ stats, server }) => (server.block_count ? percent(((stats.blocks_used ?? 0) + (stats.blocks_held ?? 0)) / server.block_count) : null),
+		({ stats, server }) => `${count((stats.blocks_used ?? 0) + (stats.blocks_held ?? 0))} of ${count(server.block_count)} blocks`],
+	["Wait in the queue", ({ history }) => history?.series.queue_wait_p50 && duration(latest(history.series.queue_wait_p50)), ({ history }) => `p95 ${duration(latest(history.series.queue_wait_p95))}`],
+	["First token", ({ history }) => history?.series.ttft_p50 && duration(latest(history.series.ttft_p50)), ({ history }) => `p95 ${duration(latest(history?.series.ttft_p95))}`],
+	["Between tokens", ({ history }) => history?.series.itl_p50 && duration(latest(history.series.itl_p50)), ({ history }) => `p95 ${duration(latest(history?.series.itl_p95))}`],
+	["Streams continued", ({ stats }) => (stats.continued_total == null ? null : count(stats.continued_total)), ({ stats }) => `${count(stats.moved_total)} moved on purpose`],
+];
+
+const shownFigures = FIGURES.map(([title, value, more]) => {
+	const parts = { value: el("dd.value"), more: el("dd.more") };
+	const element = el("div", {}, el("dt", {}, title), parts.value, parts.more);
+	find("figures").append(element);
+	return { ...parts, element, of: value, moreOf: more };
+});
+
+const rated = (value) => (value == null ? null : figure(value));
+
+/** The last that was measured within the last minute. */
+function latest(series) {
+	return series?.slice(-12).findLast((value) => value != null);
+}
+
+const samples = [];
+
+/** Tokens/s over the last two seconds. */
+function rate() {
+	const total = feed.state.stats.generation_tokens_total, now = feed.now();
+	if (total == null) return latest(feed.state.history?.series.tokens_per_second);
+	if (samples.length && total < samples.at(-1)[1]) samples.length = 0;
+	samples.push([now, total]);
+	while (samples.length > 2 && now - samples[1][0] > 2) samples.shift();
+	const [[since, before]] = samples;
+	return now > since ? (total - before) / (now - since) : 0;
+}
+
+function showFigures() {
+	for (const { element, value, more, of, moreOf } of shownFigures) {
+		const text = of(feed.state);
+		show(element, text != null);
+		if (text == null) continue;
+		write(value, text);
+		write(more, moreOf(feed.state));
+	}
+}
+
+// Ages and deadlines go on when nothing changes, and tokens/s fall to none.
+setInterval(() => {
+	if (!feed.state || document.hidden) return;
+	requests.update();
+	transfers.update();
+	endpoints.update();
+	showFigures();
+}, 1000);
+
+// --- connection and key ---
+
+feed.addEventListener("status", ({ detail: { kind, text, message } }) => {
+	const status = find("status");
+	status.dataset.kind = kind;
+	write(status, text);
+	document.body.classList.toggle("stale", kind === "lost");
+	show(find("key-button"), key.isSet || kind === "key");
+	if (kind !== "key") return;
+	write(find("key-error"), key.isSet ? message : "");
+	key.set(null);
+	openKeyDialog();
+});
+
+function openKeyDialog() {
+	if (!find("key-dialog").open) find("key-dialog").showModal();
+	find("key-input").focus();
+}
+
+find("key-button").addEventListener("click", openKeyDialog);
+find("key-form").addEventListener("submit", (event) => {
+	event.preventDefault();
+	key.set(find("key-input").value.trim());
+	find("key-input").value = "";
+	find("key-dialog").close();
+	feed.start();
+});
+
+// --- views and colours ---
+
+function showView() {
+	const view = location.hash === "#playground" ? "playground" : "live";
+	for (const name of ["live", "playground"]) show(find(name), name === view);
+	for (const link of document.querySelectorAll("nav a")) {
+		if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+		else link.removeAttribute("aria-current");
+	}
+}
+addEventListener("hashchange", () => {
+	if (location.hash === "#main") return;
+	showView();
+	scrollTo(0, 0);
+	find("main").focus({ preventScroll: true });
+});
+showView();
+
+const THEME = "trioserve-theme";
+const theme = find("theme");
+function showTheme() {
+	if (theme.value) document.documentElement.dataset.theme = theme.value;
+	else delete document.documentElement.dataset.theme;
+	if (feed.state) map.layOut();
+}
+theme.value = localStorage.getItem(THEME) ?? "";
+theme.addEventListener("change", () => {
+	localStorage.setItem(THEME, theme.value);
+	showTheme();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+showTheme();
+
+addEventListener("error", (event) => say(`The page itself failed: ${event.message}`));
+feed.start();
