@@ -22,10 +22,24 @@ from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 __all__ = ["main", "run_program"]
 
 
+WELCOME = """\
+Three things people do with trioserve:
+
+  trioserve serve            serve the bundled model at http://127.0.0.1:8000, as OpenAI's API; or: serve MODEL
+  trioserve chat             chat with it here, in the terminal
+  trioserve route --endpoint http://10.0.0.7:8000
+                             put one queue before several servers
+
+`trioserve --help` lists all commands, `trioserve doctor` says what this machine can do."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that a user can mend are one sentence on stderr, no traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
+    if not arguments:
+        print(WELCOME)
+        return 0
+    if arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version"):
         arguments.insert(0, "serve")
     if arguments[0] == "bench":  # has commands of its own, with a parser that no other command should wait for
         run = functools.partial(_bench, arguments[1:])
@@ -39,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has left. What is still buffered must not be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except MemoryError:
+        print(
+            "trioserve: there is not enough memory: take a smaller model, or less KV cache with --kv-cache-memory GIB",
+            file=sys.stderr,
+        )
         return EXIT_FAILED
     except KeyboardInterrupt:  # before or after the time in which a command listens to signals itself
         return EXIT_INTERRUPTED
@@ -69,7 +89,7 @@ def run_program() -> None:
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:
     parser = Parser(
         prog="python -m trioserve",
-        description="An LLM serving engine that can be trusted to stop. Without a command: serve.",
+        description="An LLM serving engine that can be trusted to stop. Flags without a command: serve.",
         epilog="'python -m trioserve COMMAND --help' shows a command's options; those of the server: serve --help.",
     )
     parser.add_argument("--version", action="version", version=f"trioserve {__version__}")
@@ -112,6 +132,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     )
     _add_simulate(simulate)
 
+    doctor = subparsers.add_parser("doctor", help="what this machine can do, and what is missing for more")
+    doctor.add_argument("--json", action="store_true", help="for scripts (default: off)")
+
     random_checkpoint = subparsers.add_parser(
         "random-checkpoint", help="write a checkpoint of a real model's shape with random weights, for measuring"
     )
@@ -124,6 +147,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "generate": _generate,
         "chat": _chat,
         "simulate": _simulate,
+        "doctor": _doctor,
         "random-checkpoint": _random_checkpoint,
     }
 
@@ -278,6 +302,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
         return run_routers(arguments, seeds_of(arguments.seeds or "0:3"))
     settings = SimulateSettings.from_arguments(arguments)
     return run_simulate(settings) if arguments.replay is None else run_replay(arguments.replay, settings)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from trioserve.commands.doctor import run_doctor
+
+    return run_doctor(as_json=arguments.json)
 
 
 def _random_checkpoint(arguments: argparse.Namespace) -> int:

@@ -47,7 +47,8 @@ def test_a_command_line_for_vllm_is_taken(served: list[Config]):
     line = (
         "serve org/model --tokenizer org/other --revision main --seed 3 --uds /tmp/s --root-path /llm "
         "--trust-remote-code --enable-auto-tool-choice --tool_call_parser hermes --tensor-parallel-size 1 "
-        "--pipeline-parallel-size=1 --load-format auto --disable-log-requests --enable-chunked-prefill --chat-template t.jinja"
+        "--pipeline-parallel-size=1 --load-format auto --disable-log-requests --enable-chunked-prefill "
+        "--chat-template t.jinja"
     )
     assert cli.main(line.split()) == 0
     [config] = served
@@ -113,6 +114,23 @@ def test_each_option_has_one_heading():
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) <= set(Config.__struct_fields__)
+
+
+def test_without_arguments_it_says_what_people_do_and_flags_alone_serve(served: list[Config], capsys: Any):
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert [f"trioserve {name}" in shown for name in ("serve", "chat", "route", "doctor")] == [True] * 4
+    assert not served
+    assert cli.main(["--port", "0"]) == 0
+    assert len(served) == 1
+
+
+def test_too_little_memory_is_one_sentence(served: list[Config], monkeypatch: Any, capsys: Any):
+    def run_server(config: Config) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(serve, "run_server", run_server)
+    assert "there is not enough memory: take a smaller model" in said(capsys, "serve")
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate"])

@@ -125,5 +125,5 @@ def test_names_that_are_nothing_are_told_what_is_allowed(name: str, hub: SimpleN
 
 
 def test_a_revision_is_for_models_of_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="--revision is main, but .* is on this machine and has none"):
+    with pytest.raises(ModelLoadError, match=r"--revision is main, but .* is on this machine and has none"):
         resolve_model(str(tmp_path), revision="main")

@@ -15,6 +15,7 @@ import trio
 
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
+from trioserve.commands.processor import processor_name
 from trioserve.config import Config
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt, Prompt
@@ -52,19 +53,20 @@ class LoadingBar:
         if self._is_terminal:
             _say("\r\x1b[K", end="")
         cut = ""
+        _say(f"processor: {processor_name()}")
         if loaded.context_tokens_max < loaded.model_context_tokens_max:
             cut = f" (of the model's {loaded.model_context_tokens_max})"
         tokens = loaded.block_count * loaded.block_size
-        cache = (
+        kept = (
             f"KV cache: {loaded.block_count} blocks of {loaded.block_size} tokens fit, {tokens} tokens in all "
             f"({loaded.kv_cache_bytes / 2**30:.2f} GiB)"
         )
         if not loaded.block_count:
-            cache = "an encoder: it makes vectors or scores, and keeps no KV"
+            kept = "an encoder: it makes vectors or scores, and keeps no KV"
         _say(
-            f"loaded {self._model} in {loaded.load_seconds:.1f} s: {loaded.dtype} on {loaded.device} by "
-            f"{loaded.computed_by}, {loaded.context_tokens_max} tokens of context{cut}\n"
-            f"{cache}"
+            f"kernels: {loaded.computed_by}, {loaded.dtype} on {loaded.device}\n"
+            f"loaded {self._model} in {loaded.load_seconds:.1f} s, {loaded.context_tokens_max} tokens of context{cut}\n"
+            f"{kept}"
         )
 
 

