@@ -141,7 +141,9 @@ def test_focus_goes_in_order_and_is_seen(browser: Browser, script: ScriptedServe
         const element = document.activeElement, box = element.getBoundingClientRect();
         const { outlineStyle, outlineWidth } = getComputedStyle(element);
         return {name: element.id || element.className || element.tagName,
-            ring: outlineStyle !== "none" && parseFloat(outlineWidth) >= 2, isBody: element === document.body, isSeen: box.width > 0 && box.bottom > 0 && box.top < innerHeight};
+            ring: outlineStyle !== "none" && parseFloat(outlineWidth) >= 2,
+            isBody: element === document.body,
+            isSeen: box.width > 0 && box.bottom > 0 && box.top < innerHeight};
     """
     seen: list[dict[str, Any]] = []
     for _ in range(40):

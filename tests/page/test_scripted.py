@@ -266,6 +266,7 @@ def test_a_phone_does_not_scroll_sideways(browser: Browser, script: ScriptedServ
         assert browser.run("return document.documentElement.scrollWidth") == 360
         wide = """
             const isWide = (element) => element.getBoundingClientRect().right > 361;
-            return [...document.querySelectorAll("main *")].filter(isWide).map((element) => element.outerHTML.slice(0, 80));
+            const wide = [...document.querySelectorAll("main *")].filter(isWide);
+            return wide.map((element) => element.outerHTML.slice(0, 80));
         """
         assert browser.run(wide) == []
