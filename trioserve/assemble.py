@@ -242,6 +242,7 @@ class _Opening:
         self._arithmetic = ""
         self._is_batch_invariant = False
         self._fingerprint: str | None = None
+        self._executor: str | None = None
         self._compiler: FormCompiler | None = None
         self._served_names = config.served_model_name or (default_served_name(config.model),)
         self._metrics = Metrics(self._served_names[0])
@@ -306,6 +307,7 @@ class _Opening:
                 arithmetic=self._arithmetic,
                 batch_invariant=self._is_batch_invariant,
                 fingerprint=self._fingerprint,
+                executor=self._executor,
             ),
             core=core,
             steps=steps,
@@ -410,6 +412,7 @@ class _Opening:
                 "start the server anew"
             )
         self._checkpoint, self._fingerprint = checkpoint, found
+        self._executor = f"{runner.dtype} on {runner.device} by {runner.computed_by}"
         self._arithmetic, self._is_batch_invariant = runner.arithmetic, is_invariant
 
     async def _connector(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> RunningConnector | None:

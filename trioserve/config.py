@@ -127,6 +127,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "the same for the time to its first token, in seconds; default: no limit", "SECONDS")] = None
     max_request_timeout: Annotated[Seconds, _about(
         "the same for the whole request, in seconds; default: no limit", "SECONDS")] = None
+    ui: Annotated[bool, _about(
+        "show what the server does on a page at /, for browsers; what it tells is behind the API keys, if there are "
+        "any")] = True
     drain_timeout: Annotated[float, _about(
         "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(

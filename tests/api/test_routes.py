@@ -13,7 +13,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.output import Delta
 
 CHAT = "/v1/chat/completions"
-OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json")
+OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json", "/")
 
 
 def counted(api: Any) -> dict[tuple[str, str], float]:
@@ -29,7 +29,7 @@ def counted(api: Any) -> dict[tuple[str, str], float]:
 # --- paths and methods ---
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/models/", "/v1/chat/completions/", "/V1/models", "*", "/health/x"])
+@pytest.mark.parametrize("path", ["//", "/v1", "/v1/models/", "/v1/chat/completions/", "/V1/models", "*", "/health/x"])
 async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: str) -> None:
     exchange = await api.context("GET", path)
     assert exchange.status == 404

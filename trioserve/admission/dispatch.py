@@ -49,6 +49,7 @@ class Dispatch:
 
     on_gone: told of an endpoint that was drained and is empty. on_move: told of a request that has a lease elsewhere,
     so that its endpoint may give it away; it owes `admission.take()`, unless the attempt ends before that.
+    on_drain: told that nothing new is taken.
     on_wait_over: told how many seconds a request has waited when it gets its lease, or is refused in the queue.
     on_paired: told how many seconds a disaggregated request took from the end of its prompt to the first token of its
     response.
@@ -65,6 +66,7 @@ class Dispatch:
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
         self.on_move: Callable[[AdmissionScope], None] = lambda admission: admission.take()
+        self.on_drain: Callable[[], None] = lambda: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self.on_paired: Callable[[float], object] = lambda seconds: None
         self._admissions: dict[int, AdmissionScope] = {}
@@ -267,6 +269,7 @@ class Dispatch:
     def drain(self) -> None:
         """Take nothing new, refuse who waits."""
         self.core.drain(trio.current_time())
+        self.on_drain()
 
     def abort_all(self, message: str) -> None:
         """End those that are at an endpoint, too; each client is told the message."""
@@ -366,6 +369,20 @@ class AdmissionScope:
     @property
     def priority(self) -> int:
         return self.ticket.request.priority
+
+    @property
+    def tenant(self) -> str:
+        """With whom it shares its turn in the queue."""
+        return self.ticket.request.tenant
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As they were counted or estimated when it came."""
+        return self.ticket.request.prompt_tokens
+
+    @property
+    def sequence_count(self) -> int:
+        return self.ticket.request.sequences
 
     @property
     def is_pinned(self) -> bool:

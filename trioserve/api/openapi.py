@@ -18,6 +18,7 @@ from trioserve.api.embeddings.request_types import PooledBody
 from trioserve.api.files.descriptions import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
+from trioserve.api.page.descriptions import OPERATIONS as PAGE_OPERATIONS
 from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATIONS
 from trioserve.api.streams.descriptions import OPERATIONS as STREAM_OPERATIONS
 from trioserve.contracts.sampling import Range
@@ -38,6 +39,7 @@ OPERATIONS = (
     | FILE_OPERATIONS
     | BATCH_OPERATIONS
     | STREAM_OPERATIONS
+    | PAGE_OPERATIONS
 )
 REF = "#/components/schemas/{name}"
 TAKEN_BY_SOME = ("truncate_prompt_tokens",)

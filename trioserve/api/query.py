@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
@@ -37,6 +38,18 @@ class Query:
         value = self._values.get(name, default)
         if value not in allowed:
             raise InvalidRequest(f"{name} is {value[:40]!r}, allowed are {', '.join(allowed)}", param=name)
+        return value
+
+    def seconds(self, name: str, default: float, *, low: float, high: float) -> float:
+        text = self._values.get(name)
+        if text is None:
+            return default
+        try:
+            value = float(text) if len(text) <= NUMBER_DIGITS_MAX else math.nan
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} is {text[:40]!r}, allowed are {low:g} to {high:g} seconds", param=name)
         return value
 
     def number(self, name: str, default: int, *, low: int, high: int) -> int:

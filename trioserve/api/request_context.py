@@ -21,6 +21,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
     from trioserve.api.operations.routers_heard import RoutersHeard
+    from trioserve.api.page.page import Page
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.api.streams.detached_streams import DetachedStreams
     from trioserve.api.streams.router_streams import RouterStreams
@@ -83,7 +84,7 @@ class RequestContext(Responder):
     rules: what the operator has decided.
     priority_least: no request of this one runs with a better priority, whatever its body says.
     detached: streams that go on without a client. router_streams: those that go on without the router that asked.
-    routers_heard: which routers ask for its load.
+    routers_heard: which routers ask for its load. page: the live page.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class RequestContext(Responder):
         router_streams: RouterStreams,
         routers_heard: RoutersHeard,
         rules: AccessRules,
+        page: Page,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
+        self.page = page
         self.engine = engine
         self.rules = rules
         self.store = store

@@ -43,6 +43,9 @@ from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.thoughts import control_request
+from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
+from trioserve.api.page.page import EVENTS_PATH, Page
+from trioserve.api.page.settings import PageSettings
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses.background import BackgroundResponses
@@ -65,6 +68,10 @@ if TYPE_CHECKING:
 __all__ = ["ROUTES", "TEMPLATES", "App"]
 
 UPLOADS_MAX = 2  # forms that are taken apart in threads at a time
+
+
+async def stream_page_events(context: RequestContext) -> None:
+    await context.page.stream(context)
 
 
 async def read_openapi(context: RequestContext) -> None:
@@ -106,6 +113,8 @@ ROUTES = {
         Route(path="/version", operations={"GET": read_version}, needs_key=False),
         Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False),
         Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
+        Route[RequestContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
+        Route(path=EVENTS_PATH, operations={"GET": stream_page_events}),
     )
 }
 REQUEST = Route[RequestContext](
@@ -125,6 +134,7 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/batches/{batch}", operations={"GET": retrieve_batch}),
     Route(path="/v1/batches/{batch}/cancel", operations={"POST": cancel_batch}),
     Route(path="/v1/streams/{stream}", operations={"GET": read_stream, "DELETE": delete_stream}),
+    Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
     Route(path="/v1/kept_streams/{stream}", operations={"GET": read_kept_stream, "DELETE": end_kept_stream}),
 )
 """Paths with an id in them, which is one segment: each segment in braces stands for any text."""
@@ -144,7 +154,7 @@ class App(BaseApp[RequestContext]):
     store: where responses, files and batches are kept; None: none are, and nothing goes on in the background.
     background, batches: bounds of what does, inside of `async with app.running()`.
     detaching: whether streams may go on without their clients, and for how long; inside of the same.
-    router_grace: the same of those whose router is gone.
+    router_grace: the same of those whose router is gone. page: the live page, whose history is kept there, too.
     """
 
     def __init__(
@@ -162,6 +172,7 @@ class App(BaseApp[RequestContext]):
         batches: BatchSettings | None = None,
         detaching: DetachSettings | None = None,
         router_grace: DetachSettings | None = None,
+        page: PageSettings | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
@@ -183,6 +194,8 @@ class App(BaseApp[RequestContext]):
         self.detached = DetachedStreams(detaching or DetachSettings())
         self._routers_heard = RoutersHeard(trio.current_time)
         self.router_streams = RouterStreams(router_grace or ROUTER_GRACE)
+        needs_key = self._keys.rules.metrics_need_key
+        self.page = Page(lambda: engine.live_feed, page, metrics_need_key=needs_key)
         show_lasting(engine.metrics, store, self.background, self.detached, self.router_streams)
 
     @asynccontextmanager
@@ -193,6 +206,7 @@ class App(BaseApp[RequestContext]):
             self.router_streams.running(),
             self.background.running(),
             self.batches.running(),
+            self.page.running(),
         ):
             yield
 
@@ -235,6 +249,8 @@ class App(BaseApp[RequestContext]):
         await streams.serve(context, wish, self.new_context, handle)
 
     def route(self, path: str) -> Route[RequestContext] | None:
+        if not self.page.settings.is_shown and is_of_page(path):
+            return None
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
             return MODEL
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
@@ -242,7 +258,8 @@ class App(BaseApp[RequestContext]):
         return ROUTES.get(path) or (None if path in NOT_HERE else find_templated(TEMPLATES, path))
 
     def paths(self) -> Iterable[str]:
-        return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, REQUEST_HAND_OVER.path]
+        paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, REQUEST_HAND_OVER.path]
+        return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
 
     def new_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext(
@@ -260,6 +277,7 @@ class App(BaseApp[RequestContext]):
             router_streams=self.router_streams,
             routers_heard=self._routers_heard,
             rules=self._keys.rules,
+            page=self.page,
         )
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:

@@ -22,6 +22,7 @@ from trioserve.commands.serving import (
     check_front,
     frontend_limits,
     open_places,
+    page_settings,
     run_until_signal,
     server_tls,
 )
@@ -93,7 +94,7 @@ async def serve_router(
             )
             service = Service(routing.dispatch, front_end, routing.settings)
             with errors_unwrapped():
-                async with routing.running(), trio.open_nursery() as nursery:
+                async with routing.running(), app.page.running(), trio.open_nursery() as nursery:
                     await nursery.start(service.run, orders)
                     on_serving(urls)
 
@@ -190,6 +191,7 @@ class Routing:
             more_metrics=more_metrics,
             naming=naming,
             peers=self._peers,
+            page=page_settings(config),
         )
 
     @asynccontextmanager

@@ -10,6 +10,7 @@ import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.page.settings import PageSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.api.streams.settings import DetachSettings
@@ -23,6 +24,7 @@ from trioserve.commands.serving import (
     frontend_limits,
     open_places,
     optional_path,
+    page_settings,
     run_until_signal,
     server_tls,
 )
@@ -98,6 +100,7 @@ async def serve_configured(
             batches=_batch_settings(config),
             detaching=_detach_settings(config),
             router_grace=_router_grace(config),
+            page=PageSettings(is_shown=False) if routing.has_endpoints else page_settings(config),
         )
         await scopes.enter_async_context(engines_app.running())
         worker: Worker = engine
@@ -106,6 +109,7 @@ async def serve_configured(
             naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
             await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
             app = routing.app(naming=naming, more_metrics=lambda: engine.metrics.expose(part="engine"))
+            await scopes.enter_async_context(app.page.running())
             worker, metrics = routing.dispatch, routing.metrics
         handler = around_app(app, config)
         front_end: FrontEnd

@@ -18,6 +18,7 @@ import trio
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
+from trioserve.api.page.settings import PageSettings
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.config import ServerConfig
 from trioserve.contracts.errors import StartupError
@@ -42,6 +43,7 @@ __all__ = [
     "frontend_limits",
     "open_places",
     "optional_path",
+    "page_settings",
     "run_until_signal",
     "server_tls",
 ]
@@ -132,6 +134,10 @@ def access_rules(config: ServerConfig) -> AccessRules:
         load_needs_key=config.load_needs_key,
         model_is_required=config.require_model,
     )
+
+
+def page_settings(config: ServerConfig) -> PageSettings:
+    return PageSettings(is_shown=config.ui)
 
 
 def frontend_limits(config: ServerConfig) -> FrontendLimits:

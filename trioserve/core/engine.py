@@ -33,7 +33,7 @@ from trioserve.contracts.events import (
     TokensReady,
 )
 from trioserve.contracts.guide import MaskMaker
-from trioserve.contracts.ids import RequestId
+from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
@@ -259,6 +259,23 @@ class EngineCore:
         """Blocks of a request that is over which are held for another engine."""
         hold = None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
         return 0 if hold is None else len(hold.blocks)
+
+    def hold_of(self, request_id: RequestId) -> Hold | None:
+        """What is held of a request that is over, for another engine; for a look, not for a change."""
+        return None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
+
+    def blocks_of(self, request_id: RequestId) -> tuple[BlockIndex, ...]:
+        """Those that a live request owns; none if it has none, or does not live."""
+        live = self._live.get(request_id)
+        return () if live is None else (*live.blocks, *live.reserved_blocks)
+
+    def block_states(self) -> bytes:
+        """The BlockState of every block, a byte each. O(blocks), in C: costs nothing while nobody asks."""
+        return self.pool.states()
+
+    def idle_block_count(self, blocks: Iterable[BlockIndex]) -> int:
+        """How many of these nobody uses or holds."""
+        return sum(map(self.pool.is_idle, blocks))
 
     @property
     def latest_faults(self) -> Mapping[TransferFault, str]:

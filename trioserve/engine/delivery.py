@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import trio
@@ -43,12 +44,42 @@ WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # a response that ended so is 
 MAY_BE_HELD = (*WHOLE, FinishReason.HANDED_OVER)
 
 
+class WatchesCancels(Protocol):
+    """Who wants to know what cancels free."""
+
+    def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
+        """A request ends by another hand than its own; ids: of its sequences that the core has, still with their
+        blocks. To be called also for one that is over; nothing to do then."""
+
+    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
+        """A sequence that was cancelled has no blocks any more: how many steps ended meanwhile, and how long it
+        took."""
+
+
+class NobodyWatches:
+    """The same for nobody."""
+
+    def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
+        pass
+
+    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
+        pass
+
+
 class Delivery:
-    """wake: called when the step loop may have something new to see to. step_watch: told of each step."""
+    """wake: called when the step loop may have something new to see to. step_watch: told of each step. cancels: told
+    of each cancel."""
 
     def __init__(
-        self, core: EngineCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch | None = None
+        self,
+        core: EngineCore,
+        metrics: Metrics,
+        *,
+        wake: Callable[[], None],
+        step_watch: StepWatch | None = None,
+        cancels: WatchesCancels | None = None,
     ) -> None:
+        self._cancels = cancels or NobodyWatches()
         self._core = core
         self._metrics = metrics
         self._wake = wake
@@ -88,12 +119,13 @@ class Delivery:
         request.upcoming.clear()
         cancelled = self._timings.cancelled(trio.current_time())
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id in self._choices]
+        self._cancels.note_cancelled(request, ids, reason)
         results = self._core.abort(ids, reason, now=cancelled.at)
         now = trio.current_time()
         for sequence_id, result in results.items():
             if result.finished is not None:
                 self._let_go(result.finished, now, reason)
-                self._timings.note_abort(result.finished.phase, cancelled, now)
+                self._note_abort(result.finished, cancelled, now)
             else:
                 self._cancelled.setdefault(sequence_id, cancelled)
         if not request.core_count:
@@ -184,7 +216,7 @@ class Delivery:
             choice = self._choices[sequence_id]
             if not choice.has_run:  # a preempted one is admitted again
                 choice.has_run = True
-                choice.request.note_run()
+                choice.request.note_run(now)
                 self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
                 self._metrics.prompt_tokens_total.inc(choice.request.prompt_token_count_of(choice))
 
@@ -237,7 +269,7 @@ class Delivery:
         if not has_reader:
             cancelled = self._cancelled.pop(event.request_id)
             if cancelled is not None:
-                self._timings.note_abort(event.phase, cancelled, now)
+                self._note_abort(event, cancelled, now)
         elif event.reason is FinishReason.ERROR:
             choice.request.push_end(choice, FinishReason.ERROR, event.message)
         elif event.reason is FinishReason.HANDED_OVER:  # what was held back is said by who goes on
@@ -246,6 +278,11 @@ class Delivery:
             token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
             reason = self._feed(choice, token_ids, logprobs, event, now) or reason
         self._let_go(event, now, reason, has_reader=has_reader)
+
+    def _note_abort(self, event: RequestFinished, cancelled: Cancelled, now: float) -> None:
+        """The blocks of a sequence that was aborted are back."""
+        self._timings.note_abort(event.phase, cancelled, now)
+        self._cancels.note_freed(event.request_id, self._timings.steps_since(cancelled), now - cancelled.at)
 
     def _feed(
         self,

@@ -52,6 +52,7 @@ from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
 from trioserve.engine.engine_parts import EngineParts, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.live_view import view_of
 from trioserve.engine.load_changes import LoadChanges
 from trioserve.engine.model_description import ModelDescription
@@ -161,6 +162,9 @@ class Engine:
         self._reopened = trio.Event()
         self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
         self.kv_events: KvEvents | None = None
+        self.live_feed = LiveFeed(
+            model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
+        )
         self._forget_connector: Callable[[], None] = lambda: None
         self._install(EngineParts(core, steps, connector, readers_first, when_idle))
         metrics.on_scrape(self._set_gauges)
@@ -172,7 +176,8 @@ class Engine:
         metrics, settings = self.metrics, self._settings
         self._core = core
         self._connector = connector
-        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
+        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch, cancels=self.live_feed)
+        self.live_feed.install(core, connector)
         self._loop = EngineLoop(
             core,
             steps,
@@ -274,6 +279,7 @@ class Engine:
         self._kept_holds.clear()  # nobody will report their end
         self._note_idle()
         self._end_kv_events()
+        self.live_feed.leave()
         for request in self._requests:
             request.fail(fault)
         if self.on_fault is not None:
@@ -397,6 +403,7 @@ class Engine:
         self._reopened.set()  # who waits for it has not begun to run
         self.dispatch.drain()
         self._end_kv_events()
+        self.live_feed.leave()
         for request in self._requests:
             if (request.core_count or request.upcoming) and not request.has_run:
                 self._delivery.end(request, FinishReason.ABORT)
@@ -717,6 +724,7 @@ class Engine:
             try:
                 with request.preparation:
                     await self._admission.lease(request, admission)
+                    request.is_leased = True
                     request.guides = await self._guides.prepare(request.sampling)
                     await request.tokenize(self._prompts)
                     if request.resume is not None:
@@ -748,6 +756,7 @@ class Engine:
             request.on_released = lambda: self._forget_hold(request)
         else:
             self._delivery.end_holds(request)
+            self.live_feed.note_left(request)
         self._requests.remove(request)
         self._ended_ids.note(request.id, request.owner)
         self.load_changes.note()
@@ -795,6 +804,7 @@ class Engine:
     def _forget_hold(self, request: OpenRequest) -> None:
         if self.fault is None:
             self._kept_holds.remove(request)
+            self.live_feed.note_left(request)
             self._note_idle()
 
     def _leave_queue(self, request: OpenRequest, admission: AdmissionScope) -> None:
@@ -847,6 +857,15 @@ class Engine:
     def _note_idle(self) -> None:
         if not (self._requests or self._kept_holds):
             self._idle.set()
+
+    def _look(self) -> EngineLook:
+        return EngineLook(
+            is_draining=self.draining,
+            restarts=self._restarts.taken_count,
+            preparing_count=self._preparing_count,
+            held_count=self._delivery.held_count,
+            role=self.role,
+        )
 
     def _set_gauges(self) -> None:
         now = trio.current_time()

@@ -35,7 +35,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic: what decides about the bits of a result besides tokens and weights. Engines of the same arithmetic and
     weights, both batch-invariant, compute the same bits from the same tokens. batch_invariant: they depend on nothing
     else. fingerprint: names all that decides about the tokens of a response, so that servers with the same one go on
-    with each other's; None: nobody has looked."""
+    with each other's; None: nobody has looked.
+    executor: what computes, in a few words for people."""
 
     served_names: tuple[str, ...]
     source: str
@@ -47,6 +48,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic: str = ""
     batch_invariant: bool = False
     fingerprint: str | None = None
+    executor: str | None = None
 
     def pooled_tokens_max(self, params: PoolingParams) -> int:
         """Tokens that an input may have."""

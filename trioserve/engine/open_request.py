@@ -139,6 +139,9 @@ class OpenRequest:
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.cached_token_count = 0
         self.entered_at = 0.0
+        self.is_leased = False  # its turn has come, and it is prepared
+        self.running_at: float | None = None
+        self.ended_at: float | None = None
         self.choices: list[Choice] = []
         self.guides: PreparedGuides | None = None  # what restrains its tokens, once it is compiled
         self.is_thought_hurried = False  # thoughts are to end at once, also those that are still to come
@@ -206,6 +209,13 @@ class OpenRequest:
     def is_finished(self) -> bool:
         """Every choice has had its last delta, or the request failed."""
         return all(choice.is_ended for choice in self.choices)
+
+    @property
+    def end_reason(self) -> FinishReason | None:
+        """Of the choice that ended first; None: none has, unless it was by its scope."""
+        if self._error is not None:
+            return FinishReason.ERROR
+        return None if self._first_end is None else self._first_end.finish_reason
 
     @property
     def is_held(self) -> bool:
@@ -337,8 +347,10 @@ class OpenRequest:
         if self.is_finished:
             self._begun.set()
 
-    def note_run(self) -> None:
+    def note_run(self, now: float) -> None:
         """One more choice of it runs; when all do, the queue is over."""
+        if self.running_at is None:
+            self.running_at = now
         self._run_count += 1
         self._begun.set()
         if self._run_count == self.sequence_count:
@@ -369,6 +381,8 @@ class OpenRequest:
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
             self._first_end = self._first_end or delta
+            if self._unfinished_count == 0:
+                self.ended_at = trio.current_time()
             self._begun.set()
         self._wake_readers()
 
@@ -408,6 +422,7 @@ class OpenRequest:
         for choice in self.choices:
             choice.is_ended = True
         self._error = error
+        self.ended_at = trio.current_time()
         self._begun.set()
         self._end_wait_for_release()
         self._wake_readers()

@@ -66,11 +66,15 @@ class TokenTimings:
         """A sequence is aborted now; to be kept until its blocks are back."""
         return Cancelled(now, self._step_count)
 
+    def steps_since(self, cancelled: Cancelled) -> int:
+        """How many have ended."""
+        return self._step_count - cancelled.step_count
+
     def note_abort(self, phase: Phase, cancelled: Cancelled, now: float) -> None:
         """The blocks of a sequence that was aborted are back."""
         self._metrics.aborts_total.labels(phase.value).inc()
         self._metrics.cancel_to_free_seconds.labels(phase.value).observe(now - cancelled.at)
-        self._metrics.cancel_to_free_steps.labels(phase.value).observe(self._step_count - cancelled.step_count)
+        self._metrics.cancel_to_free_steps.labels(phase.value).observe(self.steps_since(cancelled))
 
     def note_left_queue(self, count: int) -> None:
         """So many sequences were aborted before the core had them: nothing had to be freed."""

@@ -21,17 +21,21 @@ class PlainHistogram:
     def __init__(self, name: str, meaning: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
         self._meaning = meaning
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
+        self.bounds = tuple(buckets)
+        self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
         registry.register(self)
 
     def observe(self, value: float, count: int = 1) -> None:
         """`value` came `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
+        self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
+    def counts(self) -> tuple[int, ...]:
+        """Of each bucket by itself so far, and of what lies beyond the last bound."""
+        return tuple(self._counts)
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        names = (*(str(float(bound)) for bound in self._bounds), "+Inf")
+        names = (*(str(float(bound)) for bound in self.bounds), "+Inf")
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum)

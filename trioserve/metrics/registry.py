@@ -189,13 +189,25 @@ class Metrics:
 
         return end
 
+    def refresh(self) -> None:
+        """Have everybody who counts by himself tell what he has, as at every exposition."""
+        for callback in self._callbacks:
+            callback()
+
+    def total(self, name: str) -> float:
+        """The value of a counter or a gauge, all its labels together; 0 where there is no such metric here. A counter's
+        is always that of the moment; a gauge's that of the last exposition or refresh."""
+        if name not in self._names:
+            return 0.0
+        family = next(iter(getattr(self, name).collect()))
+        return float(sum(sample.value for sample in family.samples if not sample.name.endswith("_created")))
+
     def expose(self, *, part: Part | None = None) -> bytes:
         """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the
         label model_name on every series; after them the process under the names that every exporter uses, on Linux
         (`process_resident_memory_bytes`, ...). To be sent with `content_type`. part: this alone, without the process,
         to be shown behind others."""
-        for callback in self._callbacks:
-            callback()
+        self.refresh()
         metrics = [metric for metric in self._metrics if part in (None, metric.part)]
         return generate_latest(_Shown(self.registry, metrics, self._model_name, with_process=part is None))
 

@@ -17,6 +17,9 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.live_requests import REQUEST_PATH, serve_abort, serve_aborts
+from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
+from trioserve.api.page.page import EVENTS_PATH, Page
+from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.contracts.version import VERSION
@@ -37,6 +40,7 @@ from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
+from trioserve.proxy.router_feed import RouterFeed
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
@@ -217,6 +221,11 @@ async def abort_requests(context: RouterContext) -> None:
     await serve_aborts(context, context.fleet.dispatch.abort)
 
 
+async def stream_page_events(context: RouterContext) -> None:
+    assert context.page is not None, "the route is there with the page"
+    await context.page.stream(context)
+
+
 async def read_metrics(context: RouterContext) -> None:
     metrics = context.metrics
     await context.respond_bytes(metrics.expose() + context.more_metrics(), metrics.content_type)
@@ -240,6 +249,9 @@ ROUTES = {
         Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False),
         Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False),
         Route[RouterContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+        Route[RouterContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
+        Route[RouterContext](path=ROUTER_PATH, operations={"GET": show_page}, needs_key=False),
+        Route[RouterContext](path=EVENTS_PATH, operations={"GET": stream_page_events}),
     )
 }
 MODEL = Route[RouterContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
@@ -258,8 +270,9 @@ TEMPLATES: tuple[Route[RouterContext], ...] = (
     Route(path=MESSAGE_BATCHES_PATH + "/{batch}/cancel", operations={"POST": forward_kept}),
     Route(path=MESSAGE_BATCHES_PATH + "/{batch}/results", operations={"GET": forward_kept}),
     Route(path="/v1/streams/{stream}", operations={"GET": forward_stream, "DELETE": forward_stream}),
+    Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
 )
-"""About what an endpoint keeps. Each segment in braces stands for any text."""
+"""About what an endpoint keeps, and the page's files. Each segment in braces stands for any text."""
 ENDPOINT = Route[RouterContext](
     path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint, "POST": drain_endpoint}
 )
@@ -281,9 +294,10 @@ class RouterApp(BaseApp[RouterContext]):
         clock_and_ids: ClockAndIds | None = None,
         naming: PromptBlocks | None = None,
         peers: NoPeers | None = None,
+        page: PageSettings | None = None,
     ) -> None:
         """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks.
-        peers: what other routers before the same endpoints mean for streams."""
+        peers: what other routers before the same endpoints mean for streams. page: the live page."""
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), metrics)
         self._fleet = fleet
         self._rules = rules or RoutingRules()
@@ -291,11 +305,15 @@ class RouterApp(BaseApp[RouterContext]):
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._naming = naming
         self._peers = peers
+        feed = RouterFeed(fleet, metrics)
+        self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self._kept = KeptObjects()
         self._streams = LiveStreams()
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
 
     def route(self, path: str) -> Route[RouterContext] | None:
+        if not self.page.settings.is_shown and is_of_page(path):
+            return None
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
             return MODEL
         if path.startswith(ENDPOINT_PATH) and len(path) > len(ENDPOINT_PATH):
@@ -305,7 +323,8 @@ class RouterApp(BaseApp[RouterContext]):
         return ROUTES.get(path) or find_templated(TEMPLATES, path)
 
     def paths(self) -> Iterable[str]:
-        return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, ENDPOINT.path]
+        paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, ENDPOINT.path]
+        return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
 
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(
@@ -320,6 +339,7 @@ class RouterApp(BaseApp[RouterContext]):
             streams=self._streams,
             access=self._keys.rules,
             peers=self._peers,
+            page=self.page,
         )
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:

@@ -21,6 +21,7 @@ from trioserve.proxy.peers.retries import NoPeers
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.api.page.page import Page
     from trioserve.http.exchange import Exchange, HeaderFields
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import Fleet
@@ -70,6 +71,7 @@ class RouterContext(Responder):
     streams: those that may be continued. continuation: of this one, if it may.
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
+    page: the live page.
     stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
     """
 
@@ -87,8 +89,10 @@ class RouterContext(Responder):
         streams: LiveStreams | None = None,
         access: AccessRules | None = None,
         peers: NoPeers | None = None,
+        page: Page | None = None,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
+        self.page = page
         self.fleet = fleet
         self.rules = rules
         self.metrics = metrics

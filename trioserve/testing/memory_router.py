@@ -14,6 +14,7 @@ from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.caller import AccessRules
+from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.http.server import FrontendServer
@@ -99,6 +100,7 @@ async def open_memory_router(
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
     access: AccessRules | None = None,
+    page: PageSettings | None = None,
     endpoint_api_key: str | None = None,
     aliases: Mapping[str, str] | None = None,
     leases_max: int | None = None,
@@ -161,6 +163,7 @@ async def open_memory_router(
             api_keys=api_keys,
             admin_api_key=admin_api_key,
             access=access,
+            page=page or PageSettings(history_seconds=0),
             naming=naming,
             peers=None if peer_watch is None else PeerStreams(farewells, peer_watch),
         )

@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
+from trioserve.api.page.settings import PageSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.api.streams.settings import DetachSettings
@@ -79,6 +80,7 @@ async def open_memory_server(
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
     access: AccessRules | None = None,
+    page: PageSettings | None = None,
     background: BackgroundSettings | None = None,
     batches: BatchSettings | None = None,
     detaching: DetachSettings | None = None,
@@ -96,6 +98,7 @@ async def open_memory_server(
                 api_keys=api_keys,
                 admin_api_key=admin_api_key,
                 access=access,
+                page=page or PageSettings(history_seconds=0),
                 store=store,
                 background=background,
                 batches=batches,

@@ -1,0 +1,344 @@
+"""The live page over a connection in memory: its files, who may watch, what a reader is told, and what is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.caller import AccessRules
+from trioserve.api.page.changes import fold
+from trioserve.api.page.page import ALIVE_SECONDS
+from trioserve.api.page.settings import PageSettings
+from trioserve.testing.memory_client import MemoryResponse
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+COMPLETIONS = "/v1/completions"
+KEPT = ("_watched", "_keys", "_ended", "_outcomes", "_cancels", "_freed")
+PATH = "/ui/events"
+
+
+class Reader:
+    """What a page knows. events: (name, JSON) as they came."""
+
+    def __init__(self, response: MemoryResponse) -> None:
+        self.response = response
+        self.events: list[tuple[str, Any]] = []
+        self.shown: dict[str, Any] = {}
+        self._taken = 0
+
+    async def read(self) -> None:
+        """Whatever comes by itself, now."""
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read_on)
+                await wait_all_tasks_blocked()
+                scope.cancel()
+        *whole, _rest = self.response.body[self._taken :].split(b"\n\n")
+        self._taken += sum(len(event) + 2 for event in whole)
+        for event in whole:
+            lines = event.decode().split("\n")
+            if lines[0].startswith("event: "):
+                name, data = lines[0].removeprefix("event: "), json.loads(lines[1].removeprefix("data: "))
+                self.events.append((name, data))
+                if name == "snapshot":
+                    self.shown = data
+                else:
+                    fold(self.shown, data)
+
+    async def _read_on(self) -> None:
+        async for _piece in self.response.pieces():
+            pass
+
+
+@asynccontextmanager
+async def reading(server: MemoryServer, query: str = "", **headers: str) -> AsyncIterator[Reader]:
+    async with server.client(headers=headers).ask(PATH + query) as response:
+        reader = Reader(response)
+        await reader.read()
+        yield reader
+
+
+async def test_a_reader_gets_a_snapshot_and_then_what_changes(memory_server, mock_clock):
+    async with reading(memory_server) as reader:
+        (name, snapshot), *others = reader.events
+        assert (name, others) == ("snapshot", [])
+        assert snapshot["server"]["model"] == "fake"
+        assert snapshot["blocks"] == [[64, 0]]
+
+
+@pytest.mark.fake_engine(paused=True)
+async def test_a_request_is_seen_from_the_queue_to_its_end(memory_server, mock_clock):
+    engine = memory_server.engine
+    async with (
+        reading(memory_server) as reader,
+        memory_server.client().ask(
+            COMPLETIONS,
+            {"prompt": "good morning", "max_tokens": 3, "ignore_eos": True, "stream": True},
+            headers={"x-request-id": "r"},
+        ) as response,
+    ):
+        await wait_all_tasks_blocked()
+        await tick(reader, mock_clock)
+        assert reader.shown["requests"]["r"]["state"] == "waiting"
+        await engine.step()
+        await tick(reader, mock_clock)
+        request = reader.shown["requests"]["r"]
+        assert (request["state"], request["phase"], request["completion_tokens"]) == ("running", "decode", 1)
+        assert sum(count for _, count in request["blocks"]) == reader.shown["stats"]["blocks_used"] == 3
+        engine.resume()
+        await response.read()
+        await tick(reader, mock_clock)
+        request = reader.shown["requests"]["r"]
+        assert (request["state"], request["outcome"], request["blocks"]) == ("finished", "finished", [])
+        assert request["freed"] is None
+        for _ in range(4):
+            await tick(reader, mock_clock, 10)
+        assert reader.shown["requests"] == {}
+
+
+async def tick(reader: Reader, clock: trio.testing.MockClock, seconds: float = 0.4) -> None:
+    """More than an interval goes by."""
+    await wait_all_tasks_blocked()
+    clock.jump(seconds)
+    await wait_all_tasks_blocked()
+    await reader.read()
+
+
+def states(shown: dict[str, Any]) -> list[int]:
+    return [state for count, state in shown["blocks"] for _ in range(count)]
+
+
+@pytest.mark.fake_engine(paused=True, enable_prefix_caching=False)
+@pytest.mark.parametrize("way", ["by id", "by its client"])
+async def test_a_cancel_shows_its_blocks_before_and_as_free_after(memory_server, mock_clock, way):
+    engine = memory_server.engine
+    async with reading(memory_server) as reader:
+        client = memory_server.client()
+        async with client.ask(
+            COMPLETIONS,
+            {"prompt": "good morning", "max_tokens": 9, "stream": True},
+            headers={"x-request-id": "r"},
+        ) as response:
+            await engine.step()
+            await response.head()
+            await tick(reader, mock_clock)
+            blocks = [first + i for first, count in reader.shown["requests"]["r"]["blocks"] for i in range(count)]
+            assert len(blocks) == 3, "and the next step takes one more"
+            assert {states(reader.shown)[block] for block in blocks} == {2}
+            async with engine.held_step():
+                mock_clock.jump(0.03)
+                if way == "by id":
+                    engine.abort("r")
+                else:
+                    client.close()
+                await wait_all_tasks_blocked()
+                mock_clock.jump(0.02)
+        await tick(reader, mock_clock)
+        request = reader.shown["requests"]["r"]
+        assert (request["state"], request["outcome"]) == ("finished", "cancelled")
+        assert request["freed"] == {"blocks": 4, "steps": 1, "seconds": pytest.approx(0.02)}
+        assert {states(reader.shown)[block] for block in blocks} == {0}
+
+
+@pytest.mark.fake_engine(paused=True)
+async def test_what_others_share_is_not_said_to_be_free(memory_server, mock_clock):
+    engine = memory_server.engine
+    body = {"prompt": "the same eight and more", "max_tokens": 9, "stream": True}
+    async with (
+        reading(memory_server) as reader,
+        memory_server.client().ask(COMPLETIONS, body, headers={"x-request-id": "a"}),
+    ):
+        await engine.step()
+        async with memory_server.client().ask(COMPLETIONS, body, headers={"x-request-id": "b"}):
+            await engine.step()
+            await tick(reader, mock_clock)
+            a, b = (dict(reader.shown["requests"][name])["blocks"] for name in "ab")
+            assert a[0][0] == b[0][0], "they share their first blocks"
+        await tick(reader, mock_clock)
+        freed = reader.shown["requests"]["b"]["freed"]
+        assert 0 < freed["blocks"] < sum(count for _, count in b)
+
+
+async def test_a_slow_reader_gets_one_change_for_all_that_it_has_missed(memory_server, mock_clock):
+    client, other = memory_server.client(), memory_server.client()
+    async with client.ask(PATH) as response:
+        reader = Reader(response)
+        await reader.read()
+        for _ in range(50):  # nobody reads: the window fills, and then the server waits
+            await other.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 2})
+            mock_clock.jump(0.4)
+        await reader.read()
+        while True:
+            before = len(reader.events)
+            await tick(reader, mock_clock)
+            if len(reader.events) == before:
+                break
+        async with reading(memory_server) as fresh:
+            assert reader.shown["stats"]["steps_total"] == fresh.shown["stats"]["steps_total"]
+
+
+async def test_readers_have_bounds_and_one_that_leaves_makes_room(mock_clock):
+    page = PageSettings(readers_max=3, readers_of_one_max=2, history_seconds=0)
+    async with open_memory_server(api_keys=("a", "b"), page=page) as server:
+        for _ in range(3):
+            async with reading(server, authorization="Bearer a"), reading(server, authorization="Bearer a"):
+                refused = await server.client(headers={"authorization": "Bearer a"}).get(PATH)
+                assert (refused.status, refused.headers["x-trioserve-reason"]) == (429, "too_many_readers")
+                assert int(refused.headers["retry-after"]) > 0
+                async with reading(server, authorization="Bearer b"):
+                    assert (await server.client(headers={"authorization": "Bearer b"}).get(PATH)).status == 429
+            await server.assert_all_free()
+            assert server.app.page.reader_count == 0
+
+
+async def test_a_key_sees_its_own_requests_and_the_admin_all(mock_clock):
+    access = AccessRules(metrics_need_key=True)
+    for rules in (AccessRules(), access):
+        async with open_memory_server(
+            api_keys=("a", "b"), admin_api_key="boss", access=rules, paused=True, model=None
+        ) as server:
+            assert (await server.client().get(PATH)).status == 401
+            a = server.client(headers={"authorization": "Bearer a", "x-tenant-id": "secret-tenant"})
+            body = {"prompt": "hi", "max_tokens": 9, "stream": True}
+            async with a.ask(COMPLETIONS, body, headers={"x-request-id": "of-a"}) as response:
+                await server.engine.step()
+                await response.head()
+                async with reading(server, authorization="Bearer b") as other:
+                    assert other.shown["requests"] == {}
+                    assert (other.shown["request_count"], other.shown["server"]["sees"]) == (0, "own")
+                    assert b"of-a" not in other.response.body
+                    assert (other.shown["blocks"] is None) == rules.metrics_need_key
+                    if rules.metrics_need_key:
+                        assert set(other.shown["stats"]) == {
+                            "blocks_free",
+                            "blocks_cached",
+                            "blocks_used",
+                            "blocks_held",
+                        }
+                        assert (other.shown["steps"], other.shown["history"]) == (None, None)
+                async with reading(server, authorization="Bearer a") as own:
+                    assert set(own.shown["requests"]) == {"of-a"}
+                async with reading(server, authorization="Bearer boss") as admin:
+                    assert set(admin.shown["requests"]) == {"of-a"}
+                    assert admin.shown["server"]["sees"] == "all"
+                    assert admin.shown["blocks"] is not None
+                    tenant = admin.shown["requests"]["of-a"]["tenant"]
+                    assert tenant.startswith("key-")
+                    assert len(tenant) == len("key-") + 6
+
+
+async def test_an_ended_request_of_anothers_is_not_seen_either(mock_clock):
+    async with (
+        open_memory_server(api_keys=("a", "b"), admin_api_key="boss") as server,
+        reading(server, authorization="Bearer b") as other,
+        reading(server, authorization="Bearer boss") as admin,
+    ):
+        a = server.client(headers={"authorization": "Bearer a", "x-request-id": "of-a"})
+        await a.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 1})
+        await tick(admin, mock_clock)
+        await other.read()
+        assert set(admin.shown["requests"]) == {"of-a"}
+        assert b"of-a" not in other.response.body
+
+
+async def test_nothing_is_there_without_the_page(mock_clock):
+    async with open_memory_server(page=PageSettings(is_shown=False)) as server:
+        for path in ("/", "/ui/events", "/ui/page.css"):
+            response = await server.client().get(path)
+            assert (response.status, response.headers["x-trioserve-reason"]) == (404, "not_found")
+
+
+async def test_the_page_is_strict_about_what_it_loads_and_fresh_files_are_not_sent_again(memory_server):
+    response = await memory_server.client().get("/")
+    assert response.status == 200
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    assert response.headers["cache-control"] == "no-cache"
+    again = await memory_server.client().get("/", headers={"if-none-match": response.headers["etag"]})
+    assert (again.status, again.body) == (304, b"")
+    assert (await memory_server.client().get("/router")).status == 404
+    for path in ("/ui/page.html", "/ui/page.py", "/ui/nothing.js", "/ui/../page.py"):
+        assert (await memory_server.client().get(path)).status == 404
+
+
+@pytest.mark.parametrize("interval", ["0", "0.09", "10.5", "nan", "x", "1e9"])
+async def test_an_interval_has_bounds(memory_server, interval):
+    response = await memory_server.client().get(f"{PATH}?interval={interval}")
+    assert response.status == 400
+    assert (await response.json())["error"]["param"] == "interval"
+
+
+async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
+    async with memory_server.client().ask(PATH) as response:
+        await response.head()
+        with trio.move_on_after(3.1 * ALIVE_SECONDS):
+            await response.read()
+        assert response.body.count(b": keep-alive\n\n") == 3
+
+
+async def test_a_reader_is_told_that_the_server_leaves_and_its_stream_ends(memory_server, mock_clock):
+    async with memory_server.client().ask(PATH + "?interval=10") as response:
+        reader = Reader(response)
+        await reader.read()
+        memory_server.engine.drain()
+        await reader.read()
+        assert response.is_complete
+        assert reader.shown["server"]["is_draining"] is True
+    assert (await memory_server.client().get(PATH)).status == 503
+
+
+async def test_nothing_is_kept_while_nobody_looks_and_nothing_is_left_of_who_did(memory_server, mock_clock):
+    feed = memory_server.engine.live_feed
+
+    def kept() -> int:
+        return sum(
+            len(getattr(feed, name)) for name in ("_watched", "_keys", "_ended", "_outcomes", "_cancels", "_freed")
+        )
+
+    await memory_server.client().post(COMPLETIONS, {"prompt": "hi", "max_tokens": 1})
+    assert kept() == 0
+    for _ in range(20):
+        async with reading(memory_server) as reader:
+            await memory_server.client().post(COMPLETIONS, {"prompt": "hi", "max_tokens": 1})
+            await tick(reader, mock_clock)
+            assert kept() > 0
+    await memory_server.assert_all_free()
+    assert kept() == 0
+    assert not memory_server.app.page._looks
+    assert not memory_server.app.page._changes
+
+
+async def test_several_that_bear_the_same_id_are_all_seen(memory_server, mock_clock):
+    engine = memory_server.engine
+    engine.pause()
+    async with (
+        engine.generate("a", request_id="same"),
+        engine.generate("b", request_id="same"),
+        reading(memory_server) as reader,
+    ):
+        assert [request["id"] for request in reader.shown["requests"].values()] == ["same", "same"]
+
+
+@pytest.mark.fake_engine(step_seconds=0.01)
+async def test_the_history_is_there_for_who_comes_later(autojump_clock):
+    async with open_memory_server(page=PageSettings(history_seconds=5), step_seconds=0.01) as server:
+        await server.client().post(COMPLETIONS, {"prompt": "hi", "max_tokens": 100, "ignore_eos": True})
+        await trio.sleep(11)
+        async with server.client().ask(PATH) as response:
+            reader = Reader(response)
+            await response.head()
+            with trio.move_on_after(1):
+                await response.read()
+            await reader.read()
+        history = reader.shown["history"]
+        assert history["series"]["tokens_per_second"][:2] == [20.0, 0.0]
+        assert history["series"]["itl_p50"][1] is None
+        assert 0.005 < history["series"]["itl_p50"][0] < 0.015

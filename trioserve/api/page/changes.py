@@ -1,0 +1,146 @@
+"""A snapshot as JSON, what has changed between two of them, and the one made of the other and the change.
+
+Whoever has a snapshot and applies every change to it has what a new snapshot would say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.page import HISTORY_POINTS_MAX, HistoryShown, PageSnapshot, RequestShown
+
+__all__ = ["change_between", "fold", "snapshot_fields"]
+
+SAME = re.compile(rb"(.)\1*", re.DOTALL)
+DIFFERENT = re.compile(rb"[^\x00]+")
+REQUEST_FIELDS = tuple(field.name for field in msgspec.structs.fields(RequestShown))
+WHOLE_FIELDS = ("server", "request_count", "stats", "steps", "transfers", "queues")
+"""They are sent again as a whole."""
+
+Fields = dict[str, Any]
+
+
+def snapshot_fields(snapshot: PageSnapshot) -> Fields:
+    """Ready to become JSON."""
+    history = snapshot.history
+    return {
+        "now": snapshot.now,
+        **{name: getattr(snapshot, name) for name in WHOLE_FIELDS},
+        "blocks": None if snapshot.blocks is None else [[count, state] for _, count, state in _runs(snapshot.blocks)],
+        "requests": snapshot.requests,
+        "history": history
+        and {"interval_seconds": history.interval_seconds, "at": history.at, "series": history.series},
+        "endpoints": snapshot.endpoints,
+    }
+
+
+def change_between(before: PageSnapshot, after: PageSnapshot) -> Fields | None:
+    """What has changed, ready to become JSON; None: nothing but the time."""
+    change: Fields = {
+        name: getattr(after, name) for name in WHOLE_FIELDS if getattr(before, name) != getattr(after, name)
+    }
+    if before.blocks != after.blocks:
+        change["blocks"] = _changed_blocks(before.blocks, after.blocks)
+    requests = _changed_requests(before.requests, after.requests)
+    if requests:
+        change["requests"] = requests
+    if after.history is not None and after.history is not before.history:
+        new = _new_points(before.history, after.history)
+        if new is not None:
+            change["history"] = new
+    if before.endpoints != after.endpoints:
+        change["endpoints"] = _changed_endpoints(before.endpoints or {}, after.endpoints or {})
+    return {"now": after.now, **change} if change else None
+
+
+def fold(shown: Fields, change: Fields) -> None:
+    """Make of what a reader has, decoded from JSON, what it is after a change."""
+    for name, value in change.items():  # the server comes before its blocks
+        if name == "blocks":
+            shown["blocks"] = value and _folded_blocks(shown["blocks"], value, shown["server"]["block_count"])
+        elif name in ("requests", "endpoints"):
+            shown[name] = shown[name] or {}
+            for key, fields in value.items():
+                if fields is None:
+                    shown[name].pop(key, None)
+                else:
+                    shown[name].setdefault(key, {}).update(fields)
+        elif name == "history":
+            _fold_history(shown["history"], value)
+        else:
+            shown[name] = value
+
+
+# --- blocks ---
+
+
+def _runs(states: bytes, start: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
+    """(first, count, state) of blocks in a row whose state is the same. A pattern finds them, not a loop over all."""
+    found = SAME.finditer(states, start, len(states) if end is None else end)
+    return [(run.start(), run.end() - run.start(), states[run.start()]) for run in found]
+
+
+def _changed_blocks(before: bytes | None, after: bytes | None) -> list[tuple[int, int, int]] | None:
+    if after is None or before is None or len(before) != len(after):
+        return None if after is None else _runs(after)
+    difference = int.from_bytes(before, "big") ^ int.from_bytes(after, "big")
+    runs = []
+    for changed in DIFFERENT.finditer(difference.to_bytes(len(after), "big")):
+        runs += _runs(after, changed.start(), changed.end())
+    return runs
+
+
+def _folded_blocks(shown: list[list[int]] | None, changed: list[list[int]], block_count: int) -> list[list[int]]:
+    states = bytearray().join(bytes([state]) * count for count, state in shown or ())
+    states = states[:block_count] + bytes(max(0, block_count - len(states)))
+    for first, count, state in changed:
+        states[first : first + count] = bytes([state]) * count
+    return [[count, state] for _, count, state in _runs(bytes(states))]
+
+
+# --- the others ---
+
+
+def _changed_requests(
+    before: Mapping[str, RequestShown], after: Mapping[str, RequestShown]
+) -> dict[str, Fields | RequestShown | None]:
+    changed: dict[str, Fields | RequestShown | None] = dict.fromkeys(before.keys() - after.keys())
+    for key, request in after.items():
+        known = before.get(key)
+        if known is None:
+            changed[key] = request
+        elif known is not request and known != request:
+            changed[key] = {
+                name: value for name in REQUEST_FIELDS if (value := getattr(request, name)) != getattr(known, name)
+            }
+    return changed
+
+
+def _changed_endpoints(
+    before: Mapping[str, Mapping[str, object]], after: Mapping[str, Mapping[str, object]]
+) -> dict[str, Fields | None]:
+    changed: dict[str, Fields | None] = dict.fromkeys(before.keys() - after.keys())
+    for key, endpoint in after.items():
+        known = before.get(key, {})
+        fields = {name: value for name, value in endpoint.items() if name not in known or known[name] != value}
+        if fields:
+            changed[key] = fields
+    return changed
+
+
+def _new_points(before: HistoryShown | None, after: HistoryShown) -> Fields | None:
+    """Those behind the last one that the reader has; as many as are kept if that one is older."""
+    count = after.number - (-1 if before is None else before.number)
+    if count <= 0:
+        return None
+    return {"at": after.at, "points": {name: values[-count:] for name, values in after.series.items()}}
+
+
+def _fold_history(shown: Fields, new: Fields) -> None:
+    shown["at"] = new["at"]
+    for name, values in new["points"].items():
+        shown["series"][name] = (shown["series"].get(name, []) + values)[-HISTORY_POINTS_MAX:]

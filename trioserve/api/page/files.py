@@ -1,0 +1,88 @@
+"""The files of the live page, read once, when this is imported: no request waits for a disk."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.responder import Responder
+
+__all__ = ["FILES", "PAGE_PATH", "ROUTER_PATH", "UI_PATH", "is_of_page", "show_file", "show_page"]
+
+PAGE_PATH = "/"
+ROUTER_PATH = "/router"
+UI_PATH = "/ui/"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+PAGE = "page.html"
+HEADERS = (
+    (
+        "content-security-policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cache-control", "no-cache"),
+)
+
+
+class _File(msgspec.Struct, frozen=True):
+    body: bytes
+    media_type: str
+    etag: str
+
+
+def _read_all() -> dict[str, _File]:
+    files = {}
+    for path in sorted(Path(__file__).parent.iterdir()):
+        media_type = MEDIA_TYPES.get(path.suffix)
+        if media_type is not None:
+            body = path.read_bytes()
+            files[path.name] = _File(body, media_type, f'"{blake2b(body, digest_size=12).hexdigest()}"')
+    return files
+
+
+FILES = _read_all()
+"""By name."""
+
+
+def is_of_page(path: str) -> bool:
+    """Whether nothing is at this path where there is no page."""
+    return path in (PAGE_PATH, ROUTER_PATH) or path.startswith(UI_PATH)
+
+
+async def show_page(context: Responder) -> None:
+    await _show(context, FILES[PAGE])
+
+
+async def show_file(context: Responder) -> None:
+    """Raises Refusal (404)."""
+    name = context.exchange.path.removeprefix(UI_PATH)
+    file = FILES.get(name)
+    if file is None or name == PAGE:
+        raise Refusal(
+            ErrorResponse(
+                status=404,
+                type="invalid_request_error",
+                code="not_found",
+                message=f"the page has no file {name!r}",
+                headers=((REASON_HEADER, "not_found"),),
+            )
+        )
+    await _show(context, file)
+
+
+async def _show(context: Responder, file: _File) -> None:
+    headers = (*HEADERS, ("etag", file.etag))
+    asked = context.exchange.headers.get("if-none-match") or ""
+    if file.etag in (part.strip().removeprefix("W/") for part in asked.split(",")):
+        await context.respond_bytes(b"", file.media_type, status=304, headers=headers)
+    else:
+        await context.respond_bytes(file.body, file.media_type, headers=headers)

@@ -1,0 +1,463 @@
+"""What an engine does at this moment, for those who watch it: every block, every request, and what a cancel has freed.
+
+It is looked at when somebody asks. While nobody watches nothing is kept, but for a point of the history in 5 seconds.
+Of requests that have left, and of those that are cancelled, something is kept only inside of `watching`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import trio
+
+from trioserve.admission.tenant_name import tenant_name
+from trioserve.contracts.events import FinishReason, Phase
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import RunningConnector
+from trioserve.contracts.page import (
+    ENDED_SECONDS,
+    REQUESTS_SHOWN_MAX,
+    Freed,
+    PageSnapshot,
+    RequestShown,
+    ServerShown,
+    StepsShown,
+)
+from trioserve.contracts.version import VERSION
+from trioserve.core.engine import EngineCore
+from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.engine.model_description import ModelDescription
+from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.requests_by_id import RequestsById
+from trioserve.engine.step_times import StepTimes
+from trioserve.metrics.history import History
+from trioserve.metrics.quantiles import HistogramWindow
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["EngineLook", "LiveFeed"]
+
+STEPS_SECONDS = 1.0  # over which the parts of a step are summed up
+GAUGES_SECONDS = 1.0  # between two questions for what the metrics alone know
+HISTORY_SERIES = (
+    "tokens_per_second",
+    "ttft_p50",
+    "ttft_p95",
+    "itl_p50",
+    "itl_p95",
+    "queue",
+    "running",
+    "kv_usage",
+)
+SHARES = (0.5, 0.95)
+OUTCOMES = {
+    FinishReason.STOP: "finished",
+    FinishReason.LENGTH: "finished",
+    FinishReason.ABORT: "cancelled",
+    FinishReason.DEADLINE: "deadline",
+    FinishReason.ERROR: "error",
+    FinishReason.HANDED_OVER: "handed_over",
+}
+
+
+class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine itself knows of the moment."""
+
+    is_draining: bool
+    restarts: int
+    preparing_count: int
+    held_count: int
+    role: str | None
+
+
+class _Cancel:
+    """sequence_count: so many still have their blocks. blocks: of all of them."""
+
+    __slots__ = ("blocks", "key", "seconds", "sequence_count", "steps")
+
+    def __init__(self, key: str, blocks: frozenset[BlockIndex], sequence_count: int) -> None:
+        self.key = key
+        self.blocks = blocks
+        self.sequence_count = sequence_count
+        self.steps = 0
+        self.seconds = 0.0
+
+
+class _Watched:
+    """What is known of a request from one look to the next. blocks: at the last one, and the runs that they make."""
+
+    __slots__ = ("blocks", "entered_at", "key", "runs", "tenant")
+
+    def __init__(self, key: str, request: OpenRequest) -> None:
+        self.key = key
+        self.entered_at = round(request.entered_at, 4)
+        self.tenant = tenant_name(request.owner, request.tenant)
+        self.blocks: list[BlockIndex] = []
+        self.runs: tuple[tuple[int, int], ...] = ()
+
+
+class LiveFeed:
+    """Every method belongs to the thread of the engine's Trio program. leaving: set when the engine takes nothing new
+    any more. requests: entered and not left. kept_holds: left, and something of them is held."""
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        requests: RequestsById,
+        kept_holds: RequestsById,
+        metrics: Metrics,
+        step_times: StepTimes,
+        look: Callable[[], EngineLook],
+        started_at: float,
+    ) -> None:
+        self.leaving = trio.Event()
+        self._model = model
+        self._requests = requests
+        self._kept_holds = kept_holds
+        self._metrics = metrics
+        self._step_times = step_times
+        self._look = look
+        self._started_at = started_at
+        self._watcher_count = 0
+        self._watched: dict[OpenRequest, _Watched] = {}
+        self._keys: set[str] = set()  # in use
+        self._ended: OrderedDict[str, tuple[str | None, RequestShown]] = OrderedDict()  # whose, and what is shown
+        self._outcomes: dict[str, str] = {}
+        self._cancels: dict[RequestId, _Cancel] = {}
+        self._freed: dict[str, Freed] = {}
+        self._step_marks: deque[tuple[float, tuple[float, ...]]] = deque()
+        self._gauges_at = 0.0
+        self._history: History | None = None
+
+    def install(self, core: EngineCore, connector: RunningConnector | None) -> None:
+        """From here on the engine computes with these; blocks of those before are nobody's."""
+        self._core = core
+        self._connector = connector
+        self._cancels.clear()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Somebody looks now and then."""
+        self._watcher_count += 1
+        try:
+            yield
+        finally:
+            self._watcher_count -= 1
+            if not self._watcher_count:
+                self._forget_all()
+
+    # --- told by the engine ---
+
+    def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
+        """It ends by another hand than its own; these are its sequences that the core has, still with their blocks."""
+        if not self._watcher_count or request.is_finished:
+            return
+        key = self._of(request).key
+        self._outcomes.setdefault(key, OUTCOMES[reason])
+        blocks: frozenset[BlockIndex] = frozenset().union(*map(self._core.blocks_of, ids))
+        if not ids:
+            self._freed.setdefault(key, Freed(0, 0, 0.0))
+            return
+        cancel = _Cancel(key, blocks, len(ids))
+        for sequence_id in ids:
+            self._cancels.setdefault(sequence_id, cancel)
+
+    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
+        """A sequence that was cancelled has no blocks any more."""
+        cancel = self._cancels.pop(sequence_id, None)
+        if cancel is None:
+            return
+        cancel.sequence_count -= 1
+        cancel.steps, cancel.seconds = max(cancel.steps, steps), max(cancel.seconds, seconds)
+        if cancel.sequence_count:
+            return
+        freed = Freed(self._core.idle_block_count(cancel.blocks), cancel.steps, round(cancel.seconds, 6))
+        self._freed[cancel.key] = freed
+        ended = self._ended.get(cancel.key)
+        if ended is not None:
+            owner, shown = ended
+            self._ended[cancel.key] = owner, msgspec.structs.replace(shown, freed=freed)
+
+    def note_left(self, request: OpenRequest) -> None:
+        """It is entered no longer, and nothing of it is held."""
+        if not self._watcher_count:
+            return
+        watched = self._of(request)
+        shown = self._shown(request, watched, [], now=trio.current_time(), is_left=True)
+        del self._watched[request]
+        self._ended[watched.key] = request.owner, shown
+        if len(self._ended) > REQUESTS_SHOWN_MAX:
+            self._forget_ended()
+
+    def leave(self) -> None:
+        """The engine takes nothing new, or has broken."""
+        self.leaving.set()
+
+    # --- the history ---
+
+    async def keep_history(self, interval_seconds: float) -> None:
+        """A point every so many seconds, until cancelled."""
+        self._history = History(interval_seconds, HISTORY_SERIES)
+        ttft = HistogramWindow(self._metrics.time_to_first_token_seconds)
+        itl = HistogramWindow(self._metrics.inter_token_latency_seconds)
+        tokens = self._metrics.total("generation_tokens_total")
+        at = trio.current_time()
+        while True:
+            at += interval_seconds
+            await trio.sleep_until(at)
+            before, tokens = tokens, self._metrics.total("generation_tokens_total")
+            stats = self._core.stats()
+            values = [
+                round((tokens - before) / interval_seconds, 3),
+                *ttft.take(SHARES),
+                *itl.take(SHARES),
+                stats.waiting_count + self._look().preparing_count,
+                stats.running_count,
+                round(stats.kv_usage, 4),
+            ]
+            self._history.note(dict(zip(HISTORY_SERIES, values, strict=True)), trio.current_time())
+
+    # --- looking ---
+
+    def snapshot(self, owner: str | None, *, sees_counts: bool = True) -> PageSnapshot:
+        """owner: whose requests are to be seen; None: all. sees_counts: whether what counts everybody's requests is,
+        too, and the state of each block. To be asked for inside of `watching`."""
+        now = trio.current_time()
+        look = self._look()
+        requests, request_count = self._shown_requests(owner, now)
+        stats = self._stats(look, now)
+        core = self._core
+        return PageSnapshot(
+            now=round(now, 3),
+            server=ServerShown(
+                kind="engine",
+                model=self._model.name,
+                version=VERSION,
+                executor=self._model.executor,
+                max_num_seqs=core.settings.max_num_seqs,
+                max_model_len=core.settings.context_tokens_max,
+                block_size=core.settings.block_size,
+                block_count=core.settings.block_count,
+                role=look.role,
+                is_draining=look.is_draining,
+                restarts=look.restarts,
+                sees="all" if owner is None else "own",
+                started_at=_moment(self._started_at),
+            ),
+            blocks=core.block_states() if sees_counts else None,
+            requests=requests,
+            request_count=request_count,
+            stats=stats if sees_counts else {name: stats[name] for name in stats if name.startswith("blocks_")},
+            steps=self._steps(now) if sees_counts else None,
+            history=self._history.shown() if self._history is not None and sees_counts else None,
+            transfers=self._transfers(look) if sees_counts else None,
+        )
+
+    def _shown_requests(self, owner: str | None, now: float) -> tuple[dict[str, RequestShown], int]:
+        self._forget_ended(now)
+        lives = {live.request.id: live for live in self._core.live_requests()}
+        requests = [*self._kept_holds, *self._requests]
+        if owner is not None:
+            requests = [request for request in requests if request.owner == owner]
+        shown = {}
+        for request in requests[-REQUESTS_SHOWN_MAX:]:
+            watched = self._of(request)
+            if len(request.choices) == 1:  # nearly all
+                live = lives.get(request.choices[0].sequence_id)
+                own = [] if live is None else [live]
+            else:
+                own = [lives[choice.sequence_id] for choice in request.choices if choice.sequence_id in lives]
+            shown[watched.key] = self._shown(request, watched, own, now=now)
+        room = REQUESTS_SHOWN_MAX - len(shown)
+        ended = [(key, row) for key, (whose, row) in self._ended.items() if owner in (None, whose)]
+        shown.update(ended[-room:] if room else ())
+        return shown, len(requests)
+
+    def _shown(
+        self, request: OpenRequest, watched: _Watched, lives: list[LiveRequest], *, now: float, is_left: bool = False
+    ) -> RequestShown:
+        outcome, held_until = None, None
+        is_over = request.is_finished or is_left
+        blocks: Sequence[BlockIndex] = ()
+        if is_over:
+            state = "finished"
+            outcome = self._outcomes.get(watched.key)
+            if outcome is None:
+                reason = request.end_reason
+                outcome = "cancelled" if reason is None else OUTCOMES[reason]
+            if request.is_held and not is_left:
+                state = "held"
+                blocks, held_until = self._held(request)
+        elif not lives:
+            state = "preparing" if request.is_leased else "queued"
+        else:
+            state = "running" if any(live.status is RequestStatus.RUNNING for live in lives) else "waiting"
+        if lives:
+            blocks = _blocks_of(lives)
+        first_token_at = min(
+            (choice.first_token_at for choice in request.choices if choice.first_token_at is not None), default=None
+        )
+        if first_token_at is not None:
+            phase = Phase.DECODE
+        else:
+            phase = Phase.PREFILL if request.has_run else Phase.QUEUED
+        cached = request.cached_token_count
+        if lives and not cached:
+            cached = min(lives[0].cached_token_count or 0, lives[0].prompt_count)
+        return RequestShown(
+            id=request.id,
+            state=state,
+            phase=phase.value,
+            entered_at=watched.entered_at,
+            running_at=_moment(request.running_at),
+            first_token_at=_moment(first_token_at),
+            ended_at=_moment(now if request.ended_at is None else request.ended_at) if is_over else None,
+            outcome=outcome,
+            prompt_tokens=request.prompt_token_count,
+            completion_tokens=request.completion_token_count,
+            cached_tokens=cached,
+            deadline_at=None if is_over or not request.alarms else _next_deadline(request),
+            tenant=watched.tenant,
+            priority=request.priority,
+            choices=request.choice_count,
+            blocks=_runs(watched, blocks),
+            held_until=held_until,
+            freed=self._freed.get(watched.key) if self._freed else None,
+        )
+
+    def _held(self, request: OpenRequest) -> tuple[list[BlockIndex], float | None]:
+        holds = [self._core.hold_of(choice.sequence_id) for choice in request.choices if choice.is_held]
+        blocks = dict.fromkeys(block for hold in holds if hold is not None for block in hold.blocks)
+        until = max((hold.deadline for hold in holds if hold is not None), default=None)
+        return list(blocks), _moment(until)
+
+    def _stats(self, look: EngineLook, now: float) -> dict[str, float]:
+        stats, metrics = self._core.stats(), self._metrics
+        if now - self._gauges_at >= GAUGES_SECONDS:
+            self._gauges_at = now
+            metrics.refresh()
+        return {
+            "running": stats.running_count,
+            "waiting": stats.waiting_count + look.preparing_count,
+            "blocks_free": stats.blocks_free,
+            "blocks_cached": stats.blocks_cached,
+            "blocks_used": stats.blocks_used,
+            "blocks_held": stats.blocks_held,
+            "preemptions_total": stats.preemptions_total,
+            "steps_total": stats.steps_total,
+            "prefix_query_tokens_total": stats.prefix_query_tokens_total,
+            "prefix_hit_tokens_total": stats.prefix_hit_tokens_total,
+            "prompt_tokens_total": metrics.total("prompt_tokens_total"),
+            "generation_tokens_total": metrics.total("generation_tokens_total"),
+            "aborts_total": metrics.total("aborts_total"),
+            "connections": metrics.total("connections_open"),
+        }
+
+    def _steps(self, now: float) -> StepsShown:
+        times, marks = self._step_times, self._step_marks
+        totals = (
+            times.count,
+            times.schedule_seconds,
+            times.forward_seconds,
+            times.update_seconds,
+            times.deliver_seconds,
+        )
+        marks.append((now, totals))
+        while len(marks) > 2 and marks[1][0] <= now - STEPS_SECONDS:
+            marks.popleft()
+        count, *seconds = (new - old for new, old in zip(totals, marks[0][1], strict=True))
+        schedule, forward, update, deliver = (round(value, 6) for value in seconds)
+        return StepsShown(
+            count=int(count),
+            schedule_seconds=schedule,
+            forward_seconds=forward,
+            update_seconds=update,
+            deliver_seconds=deliver,
+        )
+
+    def _transfers(self, look: EngineLook) -> dict[str, object] | None:
+        """None without a connector."""
+        if self._connector is None:
+            return None
+        stats = self._core.stats()
+        return {
+            "holds": look.held_count,
+            "loads_waiting": stats.remote_kv_count,
+            "holds_refused_total": stats.holds_refused_total,
+            "loaded_tokens_total": stats.loaded_tokens_total,
+            "faults": {fault.value: total for fault, total in stats.transfer_faults_total.items() if total},
+            "counts": dict(self._connector.counts()),
+        }
+
+    # --- inside ---
+
+    def _of(self, request: OpenRequest) -> _Watched:
+        watched = self._watched.get(request)
+        if watched is None:
+            key, number = request.id, 1
+            while key in self._keys:  # several may bear the same id
+                number += 1
+                key = f"{request.id}~{number}"
+            self._keys.add(key)
+            watched = self._watched[request] = _Watched(key, request)
+        return watched
+
+    def _forget_ended(self, now: float | None = None) -> None:
+        """Those that left long ago; without a time, the one that left first."""
+        while self._ended:
+            key, (_, shown) = next(iter(self._ended.items()))
+            if now is not None and shown.ended_at is not None and now - shown.ended_at < ENDED_SECONDS:
+                return
+            del self._ended[key]
+            self._keys.discard(key)
+            self._outcomes.pop(key, None)
+            self._freed.pop(key, None)
+            if now is None:
+                return
+
+    def _forget_all(self) -> None:
+        for kept in (self._watched, self._keys, self._ended, self._outcomes, self._cancels, self._freed):
+            kept.clear()
+        self._step_marks.clear()
+
+
+def _blocks_of(lives: list[LiveRequest]) -> Sequence[BlockIndex]:
+    """Each once, in the order of the block tables."""
+    if len(lives) == 1 and not lives[0].reserved_blocks:
+        return lives[0].blocks
+    return list(dict.fromkeys(block for live in lives for block in (*live.blocks, *live.reserved_blocks)))
+
+
+def _runs(watched: _Watched, blocks: Sequence[BlockIndex]) -> tuple[tuple[int, int], ...]:
+    """(first, count) of blocks that follow each other, in the table and in the pool. Most often they are what they were
+    at the last look, or a few more."""
+    known = watched.blocks
+    if len(blocks) == len(known) and blocks == known:
+        return watched.runs
+    count = len(known)
+    if count and count < len(blocks) and blocks[:count] == known:
+        watched.runs = (*watched.runs[:-1], *_joined(blocks[count:], watched.runs[-1:]))
+    else:
+        watched.runs = tuple(_joined(blocks))
+    watched.blocks = list(blocks)
+    return watched.runs
+
+
+def _joined(blocks: Iterable[BlockIndex], runs: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    joined = list(runs)
+    for block in blocks:
+        if joined and joined[-1][0] + joined[-1][1] == block:
+            joined[-1] = joined[-1][0], joined[-1][1] + 1
+        else:
+            joined.append((block, 1))
+    return joined
+
+
+def _next_deadline(request: OpenRequest) -> float | None:
+    return _moment(min((alarm.at for alarm in request.alarms.values() if alarm.ring is not None), default=None))
+
+
+def _moment(at: float | None) -> float | None:
+    return None if at is None else round(at, 4)

@@ -1,0 +1,183 @@
+"""What a router does at this moment, for those who watch it: its endpoints, its queues, and where each request is.
+
+As engine/live_feed: it is looked at when somebody asks, and nothing is kept while nobody does, but for the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import trio
+
+from trioserve.admission.dispatch import AdmissionScope
+from trioserve.admission.tenant_name import tenant_name
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.events import Phase
+from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
+from trioserve.contracts.version import VERSION
+from trioserve.metrics.history import History
+from trioserve.metrics.quantiles import HistogramWindow
+from trioserve.metrics.registry import Metrics
+from trioserve.proxy.fleet import Fleet
+
+__all__ = ["RouterFeed"]
+
+GAUGES_SECONDS = 1.0  # between two questions for what the metrics alone know
+HISTORY_SERIES = ("requests_per_second", "queue_wait_p50", "queue_wait_p95", "queue", "running")
+SHARES = (0.5, 0.95)
+
+
+class RouterFeed:
+    """Every method belongs to the thread of the router's Trio program. leaving: set when it takes nothing new."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self.leaving = trio.Event()
+        self._fleet = fleet
+        self._dispatch = fleet.dispatch
+        self._dispatch.on_drain = self.leaving.set
+        self._metrics = metrics
+        self._started_at: float | None = None
+        self._watcher_count = 0
+        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # at the last look, and still there
+        self._ended: dict[str, tuple[str | None, RequestShown]] = {}
+        self._health: dict[str, tuple[str, float | None]] = {}  # since when, if that has been seen
+        self._gauges_at = 0.0
+        self._history: History | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Somebody looks now and then."""
+        self._watcher_count += 1
+        try:
+            yield
+        finally:
+            self._watcher_count -= 1
+            if not self._watcher_count:
+                for kept in (self._seen, self._ended, self._health):
+                    kept.clear()
+
+    async def keep_history(self, interval_seconds: float) -> None:
+        """A point every so many seconds, until cancelled."""
+        self._history = History(interval_seconds, HISTORY_SERIES)
+        wait = HistogramWindow(self._metrics.queue_wait_seconds)
+        admissions = self._dispatch.stats().admissions_total
+        at = trio.current_time()
+        self._started_at = at
+        while True:
+            at += interval_seconds
+            await trio.sleep_until(at)
+            stats = self._dispatch.stats()
+            before, admissions = admissions, stats.admissions_total
+            values = [(admissions - before) / interval_seconds, *wait.take(SHARES), stats.waiting, self._in_flight()]
+            self._history.note(dict(zip(HISTORY_SERIES, values, strict=True)), trio.current_time())
+
+    def snapshot(self, owner: str | None, *, sees_counts: bool = True) -> PageSnapshot:
+        """As LiveFeed's."""
+        now = trio.current_time()
+        requests, request_count = self._requests(owner, now)
+        stats = self._dispatch.stats()
+        return PageSnapshot(
+            now=round(now, 3),
+            server=ServerShown(
+                kind="router",
+                model=", ".join(self._fleet.models()),
+                version=VERSION,
+                is_draining=self._dispatch.is_draining,
+                sees="all" if owner is None else "own",
+                started_at=self._started_at,
+            ),
+            requests=requests,
+            request_count=request_count,
+            stats=self._stats(now) if sees_counts else {},
+            history=self._history.shown() if self._history is not None and sees_counts else None,
+            endpoints=self._endpoints(now) if sees_counts else None,
+            queues={
+                "waiting": stats.waiting,
+                "waiting_prompt_tokens": stats.waiting_prompt_tokens,
+                "continuing": stats.continuing,
+                "moving": stats.moving,
+            }
+            if sees_counts
+            else None,
+        )
+
+    def _stats(self, now: float) -> dict[str, float]:
+        stats, metrics = self._dispatch.stats(), self._metrics
+        if now - self._gauges_at >= GAUGES_SECONDS:
+            self._gauges_at = now
+            metrics.refresh()
+        return {
+            "running": self._in_flight(),
+            "waiting": stats.waiting,
+            "leases": sum(stats.leases.values()),
+            "admissions_total": stats.admissions_total,
+            "retries_total": stats.retries_total,
+            "rejections_total": sum(stats.rejections_total.values()),
+            "continued_total": stats.continuations_total,
+            "moved_total": stats.moves_total,
+            "connections": metrics.total("connections_open"),
+        }
+
+    def _in_flight(self) -> int:
+        return sum(state.in_flight for state in self._dispatch.endpoints)
+
+    def _endpoints(self, now: float) -> dict[str, dict[str, object]]:
+        loads = {state.id: state.load for state in self._dispatch.endpoints}
+        shown: dict[str, dict[str, object]] = {}
+        for described in self._fleet.described():
+            id = EndpointId(str(described.pop("id")))
+            del described["object"]
+            health = str(described["health"])
+            known = self._health.get(id)
+            if known is None or known[0] != health:
+                self._health[id] = health, None if known is None else round(now, 3)
+            load = loads.get(id)
+            shown[id] = {
+                **described,
+                "health_since_at": self._health[id][1],
+                "load": load and {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage},
+            }
+        for gone in self._health.keys() - shown.keys():
+            del self._health[gone]
+        return shown
+
+    def _requests(self, owner: str | None, now: float) -> tuple[dict[str, RequestShown], int]:
+        seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}
+        for admission in self._dispatch.live_admissions():
+            if admission.id is not None:
+                key = admission.id if admission.id not in seen else f"{admission.id}~{admission.index}"
+                seen[key] = admission, _shown(admission)
+        for key in self._seen.keys() - seen.keys():
+            admission, shown = self._seen[key]
+            outcome = "finished" if not admission.is_ended else "error" if admission.end_reason is None else "cancelled"
+            ended = msgspec.structs.replace(shown, state="finished", outcome=outcome, ended_at=round(now, 4))
+            self._ended[key] = admission.owner, ended
+        self._seen = seen
+        over = [key for key, (_, shown) in self._ended.items() if now - (shown.ended_at or now) >= ENDED_SECONDS]
+        for key in [*over, *list(self._ended)[:-REQUESTS_SHOWN_MAX]]:
+            self._ended.pop(key, None)
+        live = {key: shown for key, (admission, shown) in seen.items() if owner in (None, admission.owner)}
+        ended_own = {key: shown for key, (whose, shown) in self._ended.items() if owner in (None, whose)}
+        rows = [*(row for row in ended_own.items() if row[0] not in live), *live.items()]
+        return dict(rows[-REQUESTS_SHOWN_MAX:]), len(live)
+
+
+def _shown(admission: AdmissionScope) -> RequestShown:
+    if admission.has_token:
+        phase = Phase.DECODE
+    else:
+        phase = Phase.QUEUED if admission.is_queued else Phase.PREFILL
+    return RequestShown(
+        id=admission.id or "",
+        state="queued" if admission.is_queued else "running",
+        phase=phase.value,
+        entered_at=round(admission.entered_at, 4),
+        running_at=None if admission.is_queued else round(admission.leased_at, 4),
+        prompt_tokens=admission.prompt_tokens,
+        tenant=tenant_name(admission.owner, admission.tenant),
+        priority=admission.priority,
+        choices=admission.sequence_count,
+        endpoint=None if admission.is_queued else admission.endpoint,
+    )
