@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.router_context import RoutingRules
 
@@ -249,6 +249,60 @@ async def test_a_request_that_kills_every_engine_is_stopped_after_two(open_pair,
         assert sum(len(endpoint.asks) for endpoint in pair.endpoints.values()) == 2
         assert any("poison" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
         assert counted(pair, "stream_continuations_refused_total") == {"poisoned": 1}
+    await pair.assert_all_free()
+
+
+async def on_trial(pair, *, code=None):
+    """Two endpoints in a row stop in the middle of a stream, which waits then. code: the second one says why."""
+    dispatch = pair.router.dispatch
+    for id in pair.endpoints:
+        load = EndpointLoad(running=0, waiting=0, clock=id)
+        dispatch.note_load(EndpointId(id), load, sent_when_asked=0)
+    left = []
+    for token in range(2):
+        id, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group(f"0:{token}")
+        await wait_all_tasks_blocked()
+        if code is not None:
+            ask.say(f'data: {{"error": {{"code": "{code}"}}}}\n\n')
+        ask.hang_up()
+        left.append(id)
+    await wait_all_tasks_blocked()
+    return left
+
+
+async def test_a_bystander_of_two_endpoints_goes_on_once_one_is_known_to_have_lived_on(open_pair, autojump_clock):
+    async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, second = await on_trial(pair)
+        assert not any(endpoint.open for endpoint in pair.endpoints.values())
+        dispatch = pair.router.dispatch
+        dispatch.note_health(EndpointId(second), True, hangs=False)
+        dispatch.note_load(EndpointId(second), EndpointLoad(running=0, waiting=0, clock=second), sent_when_asked=0)
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:9")
+        ask.finish_resumable()
+        assert await texts(response) == " 0:0 0:1 0:9"
+    await pair.assert_all_free()
+
+
+async def test_a_trial_that_lasts_too_long_is_told_and_logged(open_pair, autojump_clock, caplog):
+    headers = {"x-request-id": "poison"}
+    async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
+        await on_trial(pair)
+        events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "request_poisoned"
+        assert any("poison" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
+        assert counted(pair, "stream_continuations_refused_total") == {"poisoned": 1}
+    await pair.assert_all_free()
+
+
+async def test_endpoints_that_say_that_they_broke_are_believed(open_pair):
+    async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
+        await on_trial(pair, code="engine_fault")
+        events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "request_poisoned"
     await pair.assert_all_free()
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, Overloaded, RequestPoisoned
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.endpoint_state import Fault
@@ -329,3 +329,125 @@ def test_a_check_that_finds_an_endpoint_well_clears_those_that_were_there_before
     router.leave(second)
     router.core.note_health(b, True, router.now)
     assert not break_off(router, first, tokens=6)
+
+
+# --- on trial ---
+
+
+def tell(router, id, clock):
+    """It is found well, and tells its load after that."""
+    router.core.note_health(EndpointId(id), True, router.now)
+    tell_load(router, id, clock)
+
+
+def tell_load(router, id, clock):
+    load = EndpointLoad(running=0, waiting=0, **({} if clock is None else {"clock": clock}))
+    router.core.note_load(EndpointId(id), load, router.now, sent_when_asked=0)
+
+
+def on_trial(make_router, *, clocks="abc", fault=Fault.BROKE, is_certain=False, **settings):
+    """One at which two endpoints broke; the third one is left."""
+    router = make_router(breaks_max=2, failures_max=100, **settings)
+    for id, clock in zip("abc", clocks, strict=True):
+        router.endpoint(id)
+        tell_load(router, id, None if clock == "-" else clock)
+    ticket = streaming(router)
+    assert break_off(router, ticket, fault=fault, tokens=10)
+    router.core.sent(ticket)
+    router.core.failed(ticket, fault, router.now, token_count=11, is_certain=is_certain)
+    assert [broken.endpoint for broken in ticket.broken] == ["a", "b"]
+    return router, ticket
+
+
+@pytest.mark.parametrize("fault", [Fault.BROKE, Fault.HUNG])
+def test_a_stream_is_cleared_by_an_endpoint_that_goes_on(make_router, fault):
+    router, ticket = on_trial(make_router, fault=fault)
+    assert ticket.state is TicketState.WAITING
+    tell_load(router, "b", "b")
+    assert ticket.state is TicketState.WAITING, "this one may have been on its way when it broke"
+    tell(router, "b", "b")
+    assert ticket.state is TicketState.LEASED
+    assert sum(leases(router).values()) == 1
+
+
+def test_a_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
+    router, ticket = on_trial(make_router)
+    tell(router, "a", "new")
+    assert ticket.state is TicketState.WAITING
+    router.changed.clear()
+    tell(router, "b", "new")
+    assert router.changed == [ticket]
+    assert isinstance(ticket.refusal, RequestPoisoned)
+    assert '"a", "b"' in str(ticket.refusal)
+    assert router.core.stats().continuations_refused_total == {"poisoned": 1}
+    assert router.core.next_tick(router.now) == math.inf or router.core.stats().continuing == 0
+
+
+def test_where_endpoints_say_that_they_broke_there_is_no_trial(make_router):
+    router = make_router(breaks_max=1)
+    for id in "ab":
+        router.endpoint(id)
+        tell_load(router, id, id)
+    ticket = streaming(router)
+    assert not router.core.failed(ticket, Fault.BROKE, router.now, token_count=5, is_certain=True)
+    assert isinstance(ticket.refusal, RequestPoisoned)
+
+
+def test_one_break_that_is_certain_leaves_the_other_to_be_judged(make_router):
+    router, ticket = on_trial(make_router, is_certain=True)
+    tell(router, "b", "b")
+    assert ticket.state is TicketState.WAITING
+    tell(router, "a", "a")
+    assert ticket.state is TicketState.LEASED
+
+
+def test_of_endpoints_that_tell_no_clock_nothing_is_learnt(make_router):
+    _router, ticket = on_trial(make_router, clocks="--c")
+    assert isinstance(ticket.refusal, RequestPoisoned)
+
+
+def test_who_is_on_trial_holds_up_nobody_and_may_leave(make_router):
+    router, ticket = on_trial(make_router, leases_max=1)
+    other = streaming(router)
+    assert other.state is TicketState.LEASED
+    assert break_off(router, other, tokens=50)
+    assert other.state is TicketState.LEASED, "and it goes on past one that was there before"
+    newcomer = router.enter()
+    assert newcomer.state is TicketState.LEASED
+    router.leave(ticket)
+    assert router.core.stats().continuing == 0
+    tell(router, "b", "b")
+    assert ticket.refusal is None
+    router.leave(other, newcomer)
+    assert set(leases(router).values()) == {0}
+
+
+def test_a_trial_has_an_end(make_router):
+    router, ticket = on_trial(make_router, continuation_seconds_max=5)
+    router.after(4.9)
+    assert ticket.state is TicketState.WAITING
+    router.after(0.2)
+    assert isinstance(ticket.refusal, RequestPoisoned)
+    assert router.core.stats().continuations_refused_total == {"poisoned": 1}
+
+
+def test_an_endpoint_that_is_removed_tells_nothing_any_more(make_router):
+    router, ticket = on_trial(make_router)
+    tell(router, "a", "new")
+    router.core.drain_endpoint(EndpointId("b"), router.now)
+    assert isinstance(ticket.refusal, RequestPoisoned)
+
+
+def test_a_cleared_stream_does_not_take_a_lease_that_it_was_to_move_to(make_router):
+    router = make_router(breaks_max=1)
+    for id in "ab":
+        router.endpoint(id)
+        tell_load(router, id, id)
+    ticket = router.sent()
+    router.core.first_token(ticket, router.now, can_go_on=True)
+    router.core.note_leaving(EndpointId("a"), router.now, move_seconds=30)
+    assert ticket.next_lease is not None
+    assert break_off(router, ticket)
+    assert (ticket.state, leases(router)) == (TicketState.WAITING, {"a": 0, "b": 0})
+    tell(router, "a", "a")
+    assert ticket.state is TicketState.LEASED

@@ -506,15 +506,23 @@ class AdmissionScope:
         self._core.hold_lost(self.ticket, trio.current_time())
         self._dispatch.retime()
 
-    def failed(self, fault: Fault, *, busy_seconds: float = 1.0, token_count: int = 0) -> bool:
+    def failed(
+        self, fault: Fault, *, busy_seconds: float = 1.0, token_count: int = 0, is_certain: bool = False
+    ) -> bool:
         """The endpoint failed the request before it began to answer, or in the middle of what can go on elsewhere;
-        token_count: what its client has by then. True: `lease` again; False: it has ended here, see `refusal`."""
+        token_count: what its client has by then. is_certain: the endpoint has said itself that it is its fault. True:
+        `lease` again; False: it has ended here, see `refusal`."""
         if fault is Fault.LEAVING and self.ticket.next_lease is not None:
             self._core.moved(self.ticket, trio.current_time())
             self._dispatch.retime()
             return True
         is_waiting = self._core.failed(
-            self.ticket, fault, trio.current_time(), busy_seconds=busy_seconds, token_count=token_count
+            self.ticket,
+            fault,
+            trio.current_time(),
+            busy_seconds=busy_seconds,
+            token_count=token_count,
+            is_certain=is_certain,
         )
         self._dispatch.retime()
         return is_waiting

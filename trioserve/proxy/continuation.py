@@ -234,13 +234,22 @@ class Continuation:
         """Whether another endpoint could go on, so far as the stream tells. Costs what reading all ids costs."""
         return not self.stream.is_over and self.stream.resume_field() is not None
 
-    def goes_on(self, context: RouterContext, admission: AdmissionScope, fault: Fault, failure: EndpointLost) -> bool:
-        """Its endpoint has failed it. Whether the admission waits for another lease; otherwise it has ended."""
+    def goes_on(
+        self,
+        context: RouterContext,
+        admission: AdmissionScope,
+        fault: Fault,
+        failure: EndpointLost,
+        *,
+        is_certain: bool,
+    ) -> bool:
+        """Its endpoint has failed it. is_certain: and has said so itself. Whether the admission waits for another
+        lease; otherwise it has ended."""
         resume = self.stream.resume_field()
         if resume is None or isinstance(failure, CannotGoOn):
             why_not = failure.reason if isinstance(failure, CannotGoOn) else self.stream.why_not or WhyNot.MALFORMED
             self._metrics.streams_not_resumable_total.labels(why_not).inc()
-        elif admission.failed(fault, token_count=self.stream.token_count()):
+        elif admission.failed(fault, token_count=self.stream.token_count(), is_certain=is_certain):
             self._resume = resume
             self._params = _transfer_params(failure.said) if isinstance(failure, GivenAway) else None
             if self._broke_at is None:

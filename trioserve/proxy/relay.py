@@ -136,7 +136,8 @@ async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Ref
         lost = EndpointLost(f"the endpoint answered with status {failure.response.status} when it was to go on")
     assert isinstance(lost, EndpointLost)
     continuation = context.continuation
-    if continuation is not None and continuation.goes_on(context, admission, fault, lost):
+    is_certain = isinstance(failure, Refused | StreamFailed)
+    if continuation is not None and continuation.goes_on(context, admission, fault, lost, is_certain=is_certain):
         return False
     if isinstance(lost, StreamFailed) and not isinstance(admission.refusal, RequestPoisoned):
         await _end_with(context, lost.event)
@@ -169,6 +170,10 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
             raise
         context.continuation.note_not_continued(context, "no_endpoint", refusal)
         raise EndpointLost(f"the endpoint failed in the middle, and no other goes on: {refusal}") from refusal
+    except RequestPoisoned as refusal:
+        if context.continuation is not None:
+            context.continuation.note_not_continued(context, "poisoned", refusal)
+        raise
 
 
 async def check_status(response: RemoteResponse, stage: Stage | None) -> None:

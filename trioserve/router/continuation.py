@@ -3,15 +3,23 @@
 A stream that is the cause of its endpoint's end would end the next one as well. It is told by not getting on: its
 client got next to nothing between two endpoints that broke. Who got on in between was a bystander, at least once. Where
 several were at both endpoints, one of them is the cause, and they have one try more.
+
+A connection may also break, or nothing come over it, while the endpoint goes on. So before a stream is taken for the
+cause it is on trial: it waits until each of its endpoints is found well and tells its clock after that. The clock of
+before clears the stream, as what served it has not ended; another one confirms that it has. Of an endpoint that has
+said itself that it broke, or that tells no clock, or that leaves, nothing can be learnt, and there is no trial.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned, TrioserveError
-from trioserve.router.endpoint_state import Fault
+from trioserve.router.endpoint_state import EndpointHealth, EndpointState, Fault
 from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
-from trioserve.router.ticket import Ticket
+from trioserve.router.ticket import Break, Ticket
 
 __all__ = ["Continuations"]
 
@@ -20,35 +28,38 @@ ENDPOINTS_OWN = frozenset({Fault.BROKE, Fault.HUNG})
 
 
 class Continuations:
-    """total: streams that got a lease to go on with. refused_total: that may not, by the reason."""
+    """total: streams that got a lease to go on with. refused_total: that may not, by the reason. endpoints: those that
+    there are, to be looked at."""
 
-    def __init__(self, settings: RouterSettings, budget: RetryBudget) -> None:
+    def __init__(
+        self, settings: RouterSettings, budget: RetryBudget, endpoints: Mapping[EndpointId, EndpointState]
+    ) -> None:
         self.total = 0
         self.refused_total: dict[str, int] = {}
         self._settings = settings
         self._budget = budget
+        self._endpoints = endpoints
         self._pace = RetryBudget(0.0, settings.continuations_per_second_max, burst_seconds=1.0)
 
-    def broke_off(self, ticket: Ticket, fault: Fault, token_count: int) -> None:
-        """The stream's endpoint has failed it. token_count: what its client has by now."""
+    def broke_off(
+        self, ticket: Ticket, fault: Fault, endpoint: EndpointState, token_count: int, *, is_certain: bool
+    ) -> None:
+        """The stream's endpoint has failed it. token_count: what its client has by now. is_certain: the endpoint has
+        said so itself."""
         if fault in ENDPOINTS_OWN:
             has_got_on = token_count - ticket.token_count >= self._settings.progress_tokens_min
-            ticket.breaks = 1 if has_got_on else ticket.breaks + 1
+            clock = None if is_certain else endpoint.clock
+            broken = Break(endpoint.id, clock, endpoint.checks_total, endpoint.suspects_seen <= 1)
+            ticket.broken = (broken,) if has_got_on else (*ticket.broken, broken)
         ticket.token_count = token_count
 
-    def refusal(self, ticket: Ticket, *, is_served: bool, is_alone: bool) -> TrioserveError | None:
-        """Why it may not go on, if so. is_served: there are endpoints for its model. is_alone: of those at the endpoint
-        with which another one had broken before; else nobody knows yet which of them it is."""
+    def refusal(self, ticket: Ticket, *, is_served: bool) -> TrioserveError | None:
+        """Why it may not go on, if so; otherwise it may, or is on trial. is_served: there are endpoints for its
+        model."""
         settings = self._settings
-        if ticket.breaks >= settings.breaks_max + (not is_alone):
-            names = ", ".join(f'"{id}"' for id in ticket.tried)
-            return self._refused(
-                "poisoned",
-                RequestPoisoned(
-                    f"{ticket.breaks} endpoints in a row broke while they served this request ({names} failed it): it "
-                    f"is not sent to another one"
-                ),
-            )
+        poisoned = self.judge(ticket)
+        if poisoned is not None:
+            return poisoned
         if ticket.continuations >= settings.continuations_max:
             return self._refused(
                 "too_many",
@@ -61,6 +72,38 @@ class Continuations:
                 "no_endpoint", EndpointLost("the endpoint failed, and no other takes requests for its model")
             )
         return None
+
+    def judge(self, ticket: Ticket) -> TrioserveError | None:
+        """Look at what is known by now of the endpoints that broke with it, and settle whether it is on trial. Returns
+        why it ends, if it is taken for the cause."""
+        goes_on = {broken: self._goes_on(broken) for broken in ticket.broken}
+        ticket.broken = tuple(broken for broken in ticket.broken if not goes_on[broken])
+        # Nobody knows yet who of several it is that were at both.
+        is_suspected = bool(ticket.broken) and len(ticket.broken) >= self._settings.breaks_max + (
+            not ticket.broken[-1].is_alone
+        )
+        ticket.is_on_trial = is_suspected and None in goes_on.values()
+        return self.poisoned(ticket) if is_suspected and not ticket.is_on_trial else None
+
+    def _goes_on(self, broken: Break) -> bool | None:
+        """Whether what served the stream has not ended; None: nobody knows yet."""
+        state = self._endpoints.get(broken.endpoint)
+        if broken.clock is None or state is None:
+            return False
+        if state.clock_checks > broken.checks:
+            return state.clock == broken.clock
+        return False if state.health is EndpointHealth.DRAINING else None
+
+    def poisoned(self, ticket: Ticket) -> TrioserveError:
+        """Why one ends that is taken for the cause."""
+        names = ", ".join(f'"{broken.endpoint}"' for broken in ticket.broken)
+        return self._refused(
+            "poisoned",
+            RequestPoisoned(
+                f"{len(ticket.broken)} endpoints in a row broke while they served this request ({names} failed it): it "
+                f"is not sent to another one"
+            ),
+        )
 
     def has_turn(self, now: float) -> bool:
         """Whether one more may go on at this moment."""

@@ -1,7 +1,8 @@
 """Streams that broke off and wait to go on elsewhere: who of them is next. Where there is room is not asked here.
 
 Those that failed at the same endpoints may all go to the same others. So they stand in one line, and only its first is
-ever asked for: when an endpoint dies under hundreds of streams, one look tells that none of them has room.
+ever asked for: when an endpoint dies under hundreds of streams, one look tells that none of them has room. Who is on
+trial stands apart, and is not asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trioserve.router.ticket import Ticket
 
 __all__ = ["ContinuedQueue"]
 
-Line = tuple[int, tuple[tuple[EndpointId, int], ...]]
+Line = tuple[bool, int, tuple[tuple[EndpointId, int], ...]]
 
 
 class ContinuedQueue:
@@ -37,7 +38,7 @@ class ContinuedQueue:
             yield from tickets.values()
 
     def add(self, ticket: Ticket) -> None:
-        line = (ticket.request.priority, tuple(ticket.tried.items()))
+        line = (ticket.is_on_trial, ticket.request.priority, tuple(ticket.tried.items()))
         self._line_of[ticket.index] = line
         self._lines.setdefault(line, OrderedDict())[ticket.index] = ticket
         self.prompt_tokens += ticket.request.prompt_tokens
@@ -51,5 +52,10 @@ class ContinuedQueue:
         self.prompt_tokens -= ticket.request.prompt_tokens
 
     def heads(self) -> list[Ticket]:
-        """The first of each line, in no order."""
-        return [next(iter(tickets.values())) for tickets in self._lines.values()]
+        """The first of each line, in no order. Nobody who is on trial."""
+        return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
+
+    def on_trial(self) -> list[Ticket]:
+        """Who is on trial, in the order in which that began."""
+        found = [ticket for line, tickets in self._lines.items() if line[0] for ticket in tickets.values()]
+        return sorted(found, key=lambda ticket: ticket.again_index)

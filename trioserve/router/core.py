@@ -81,7 +81,7 @@ class RouterCore:
         self._deadlines = QueueDeadlines()
         self._next_index = 0
         self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
-        self._continuations = Continuations(settings, self._budget)
+        self._continuations = Continuations(settings, self._budget, self.endpoints)
         self._moving = Moving(settings, self._queues)
         self._admissions_total = 0
         self._retries_total = 0
@@ -234,11 +234,19 @@ class RouterCore:
             self._hand_over(now)
 
     def failed(
-        self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0, token_count: int = 0
+        self,
+        ticket: Ticket,
+        fault: Fault,
+        now: float,
+        *,
+        busy_seconds: float = 1.0,
+        token_count: int = 0,
+        is_certain: bool = False,
     ) -> bool:
         """The endpoint failed a request that has no token yet, or a stream that can go on elsewhere; with a stream that
         cannot, the caller leaves. The lease is back before anything else happens. busy_seconds: of a BUSY or LEAVING
-        endpoint, for how long it is left alone. token_count: what the stream's client has by now.
+        endpoint, for how long it is left alone. token_count: what the stream's client has by now. is_certain: the
+        endpoint has said itself that it is its fault.
 
         Returns whether the ticket waits again (or has a lease elsewhere already); otherwise it has ended, and the
         caller tells the client the ticket's refusal, or if there is none what the endpoint said.
@@ -257,8 +265,8 @@ class RouterCore:
             endpoint.note_busy(now, busy_seconds)
         ticket.tried = {**ticket.tried, ticket.endpoint: endpoint.checks_total}
         if ticket.has_token:
-            is_alone = endpoint.suspects_seen <= 1
-            return self._goes_on(ticket, fault, token_count, next_lease, now, is_alone=is_alone)
+            self._continuations.broke_off(ticket, fault, endpoint, token_count, is_certain=is_certain)
+            return self._goes_on(ticket, next_lease, now)
         assert next_lease is None, "what has not begun is not moved"
         ticket.stage_fault = stage_fault(ticket.stage, fault)
         if not self._may_try_again(ticket, now):
@@ -272,28 +280,19 @@ class RouterCore:
         self._hand_over(now)
         return True
 
-    def _goes_on(
-        self,
-        ticket: Ticket,
-        fault: Fault,
-        token_count: int,
-        next_lease: Lease | None,
-        now: float,
-        *,
-        is_alone: bool,
-    ) -> bool:
-        """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to.
-        is_alone: no other that may be the cause was at the endpoint, too."""
-        self._continuations.broke_off(ticket, fault, token_count)
+    def _goes_on(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
+        """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
         is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
-        ticket.refusal = self._continuations.refusal(ticket, is_served=is_served, is_alone=is_alone)
-        if ticket.refusal is not None:
-            ticket.next_lease = next_lease
-            self._drop_next_lease(ticket)
-            self._end(ticket)
-        elif next_lease is not None:
+        ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
+        if next_lease is not None and ticket.refusal is None and not ticket.is_on_trial:
             self._take_up(ticket, next_lease)
             self._continuations.note(ticket, now)
+            self._hand_over(now)
+            return True
+        ticket.next_lease = next_lease
+        self._drop_next_lease(ticket)
+        if ticket.refusal is not None:
+            self._end(ticket)
         else:
             ticket.stage = None  # whoever goes on does all of the rest
             # Its time in the queue was that before its first token.
@@ -349,6 +348,7 @@ class RouterCore:
         state = self.endpoints[id]
         state.drain()
         self._fleet.note_drained(state)
+        self._judge(now)
         if move_seconds is not None and state.in_flight:
             self._empty(id, now + move_seconds)
         self._refuse_hopeless(now)
@@ -377,6 +377,7 @@ class RouterCore:
         state = self.endpoints.get(id)
         if state is not None:
             state.note_load(load, now, sent_when_asked=sent_when_asked)
+            self._judge(now)
             self._hand_over(now)
 
     def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:
@@ -429,7 +430,10 @@ class RouterCore:
     def tick(self, now: float) -> None:
         """Refuse those whose wait is over, and let endpoints be probed whose ejection is."""
         while (ticket := self._deadlines.take_over(now)) is not None:
-            self._refuse(ticket, refusals.wait_over(ticket, self._queues.of(ticket), now), now)
+            if ticket.is_on_trial:
+                self._end_wait(ticket, self._continuations.poisoned(ticket), now)
+            else:
+                self._refuse(ticket, refusals.wait_over(ticket, self._queues.of(ticket), now), now)
         self._fleet.tick(now)
         self._hand_over(now)
         for id in self._moving.take_over(now):
@@ -661,10 +665,24 @@ class RouterCore:
 
     def _refuse(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
         """End one that was not sent anywhere, and tell it."""
+        self._end_wait(ticket, self._refusals.counted(refusal), now)
+
+    def _end_wait(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
         self._let_go(ticket, now)
-        ticket.refusal = self._refusals.counted(refusal)
+        ticket.refusal = refusal
         self._end(ticket)
         self._on_change(ticket)
+
+    def _judge(self, now: float) -> None:
+        """An endpoint has told what it is, or will tell no more: streams on trial go on or end, if that is enough."""
+        for model in self._queues.models.values():
+            for ticket in model.continued.on_trial():
+                refusal = self._continuations.judge(ticket)
+                if refusal is not None:
+                    self._end_wait(ticket, refusal, now)
+                elif not ticket.is_on_trial:
+                    model.continued.remove(ticket)
+                    self._queues.wait_again(ticket)
 
     def _refuse_hopeless(self, now: float) -> None:
         """Those who wait for a model that nobody else serves any more are told so at once."""

@@ -22,6 +22,8 @@ import enum
 import math
 from collections.abc import Callable
 
+from msgspec import UNSET
+
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
@@ -74,9 +76,11 @@ class EndpointState:
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get
-    its share little by little. checks_total: health checks that found it well. hangs_total: how often it was left out
-    since it did not answer. suspects: requests here with which another endpoint broke; suspects_seen: the most since a
-    check found it well. fingerprint: of what computes there; None: it does not tell.
+    its share little by little. checks_total: health checks that found it well; counted on from others that are gone, so
+    that one which comes back under its id has no fewer than before. hangs_total: how often it was left out since it did
+    not answer. clock: what names its process in its last report; None: nothing does. clock_checks: checks_total at that
+    time. suspects: requests here with which another endpoint broke; suspects_seen: the most since a check found it
+    well. fingerprint: of what computes there; None: it does not tell.
     role: which stages it is meant for; None: of disaggregated requests none.
     """
 
@@ -90,6 +94,7 @@ class EndpointState:
         slow_start: bool = False,
         role: EngineRole | None = None,
         number: int = 0,
+        checks_total: int = 0,
         on_change: Callable[[EndpointState], None] = lambda state: None,
     ) -> None:
         self.id = id
@@ -106,8 +111,10 @@ class EndpointState:
         self.busy_until = 0.0
         self.ejected_until = 0.0
         self.ejections_total = 0
-        self.checks_total = 0
+        self.checks_total = checks_total
         self.hangs_total = 0
+        self.clock: str | None = None
+        self.clock_checks = 0
         self.suspects = 0
         self.suspects_seen = 0
         self.fingerprint: str | None = None
@@ -246,6 +253,8 @@ class EndpointState:
         later may be in the report or not, and are taken for ones that are not."""
         self.load = load
         self._load_at = now
+        self.clock = None if load.clock is UNSET else load.clock
+        self.clock_checks = self.checks_total
         self._known_at_load = sum(count for index, count in self.sent.items() if index <= sent_when_asked)
         self._slots_seen = load.running if load.waiting else max(self._slots_seen, load.running)
         self.others = max(0, load.running + load.waiting - self._known_at_load)

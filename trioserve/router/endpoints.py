@@ -45,6 +45,7 @@ class Endpoints:
         self._openings = Moments()
         self._ejections = Moments()
         self._added_count = 0
+        self._checks_of_gone = 0  # the most that one had
         self._healthy_ids: set[EndpointId] = set()
 
     # --- who there is ---
@@ -71,6 +72,7 @@ class Endpoints:
             slow_start=bool(self._healthy_ids),
             role=role,
             number=self._added_count,
+            checks_total=self._checks_of_gone,
             on_change=self._changed,
         )
         self._filings[id] = Filing()
@@ -182,7 +184,7 @@ class Endpoints:
             if state is not None:
                 ticket.is_probe = state.take(request.sequences)
                 ticket.endpoint = state.id
-                ticket.is_suspect = ticket.breaks > 0
+                ticket.is_suspect = bool(ticket.broken)
                 state.note_suspect(ticket.is_suspect)
                 self._policy.note_sent(request, state.id)
                 return True
@@ -254,6 +256,7 @@ class Endpoints:
     def note_drained(self, state: EndpointState) -> None:
         if state.health is EndpointHealth.DRAINING and state.in_flight == 0:
             del self.by_id[state.id], self._filings[state.id]
+            self._checks_of_gone = max(self._checks_of_gone, state.checks_total)
             self._openings.clear(state.id)
             self._count_names(state.models, -1)
             self._policy.forget(state.id)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import TrioserveError
 
-__all__ = ["Lease", "Ticket", "TicketState"]
+__all__ = ["Break", "Lease", "Ticket", "TicketState"]
 
 
 class TicketState(enum.Enum):
@@ -58,6 +58,17 @@ class Lease(NamedTuple):
     at: float = 0.0
 
 
+class Break(NamedTuple):
+    """An endpoint broke with a stream. clock: of what served it there, by its reports; None: whether that goes on,
+    nobody can find out. checks: that had found the endpoint well by then. is_alone: no other was there that may be the
+    cause as well."""
+
+    endpoint: EndpointId
+    clock: str | None
+    checks: int
+    is_alone: bool
+
+
 class Ticket:
     """One request at the router, from entering to leaving.
 
@@ -74,8 +85,9 @@ class Ticket:
     being split. stage_fault: what that is to be if nobody takes over the stage that an endpoint has failed.
 
     Of a stream that goes on elsewhere: continuations: how often it has. token_count: what its client had when it broke
-    off last. breaks: how often in a row it broke off without having got on in between. fingerprint: what computed its
-    first token; None where that is unknown. can_go_on: another endpoint could go on from what its client has.
+    off last. broken: the endpoints that broke in a row without its having got on in between, those apart that went on
+    all the same. is_on_trial: it waits until more is known of these. fingerprint: what computed its first token; None
+    where that is unknown. can_go_on: another endpoint could go on from what its client has.
 
     Of a stream that is to leave its endpoint: is_moving: it runs there, and waits for room elsewhere. next_lease: which
     it has there then, beside the one in hand.
@@ -83,7 +95,7 @@ class Ticket:
 
     __slots__ = (
         "again_index",
-        "breaks",
+        "broken",
         "can_go_on",
         "continuations",
         "endpoint",
@@ -95,6 +107,7 @@ class Ticket:
         "is_disaggregated",
         "is_held",
         "is_moving",
+        "is_on_trial",
         "is_probe",
         "is_suspect",
         "leased_at",
@@ -130,7 +143,8 @@ class Ticket:
         self.is_answered = False
         self.continuations = 0
         self.token_count = 0
-        self.breaks = 0
+        self.broken: tuple[Break, ...] = ()
+        self.is_on_trial = False
         self.fingerprint: str | None = None
         self.can_go_on = False
         self.is_moving = False

@@ -23,8 +23,8 @@ __all__ = ["RouterBooks"]
 
 class RouterBooks:
     """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
-    went since this was emptied. live_peak: the most that ever lived. pairs: what became of disaggregated requests.
-    continued: of streams that broke off."""
+    went since this was emptied. checks_of_gone: the most that ever found one well that is gone. live_peak: the most
+    that ever lived. pairs: what became of disaggregated requests. continued: of streams that broke off."""
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.world = world
@@ -33,6 +33,7 @@ class RouterBooks:
         self.live_peak = 0
         self.endpoints: dict[str, EndpointBook] = {}
         self.gone: list[str] = []
+        self.checks_of_gone = 0
         self.is_draining = False
         self.entering: ExpectedRequest | None = None  # while the router is asked to take it
         self.pairs: Counter[PairOutcome] = Counter()
@@ -133,6 +134,7 @@ class RouterBooks:
             self._fairness_of(entry).leave(entry)
             self.continued.note_newcomer(entry)
         elif entry.is_continuing:
+            assert not entry.is_on_trial, f"{entry.name} is on trial, and gets {id}"
             self.continued.note_granted(entry, self._are_newcomers_waiting(entry), self.now)
             self._spend_try()
 
@@ -192,7 +194,7 @@ class RouterBooks:
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
             self._check_least_loaded(entry, book, taking)
-        book.give(name, request.sequences, is_suspect=entry.breaks > 0)
+        book.give(name, request.sequences, is_suspect=bool(entry.broken))
 
     def fail(self, entry: ExpectedRequest) -> bool:
         """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
@@ -209,23 +211,34 @@ class RouterBooks:
         """This endpoint failed it."""
         entry.tried = {**entry.tried, book.id: book.checks}
 
-    def break_off(self, entry: ExpectedRequest, fault: str, book: EndpointBook) -> str | None:
+    def break_off(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> str | None:
         """Its stream broke off, at an endpoint that has been told of it. Returns why it does not go on, if so;
         otherwise it waits again."""
-        reason = self.continued.refusal(entry, fault, book, is_served=bool(self.serving(entry)))
+        self.continued.note_break(entry, fault, book, is_certain=is_certain)
+        reason = self.continued.refusal(entry, self.endpoints, is_served=bool(self.serving(entry)))
         if reason is not None:
             self.drop_next(entry)
             self.end(entry)
             return reason
-        if entry.next is not None:
+        if entry.next is not None and not entry.is_on_trial:
             self.take_up_next(entry)
             self.continued.note_turn(entry, self.now)
             self._spend_try()
             return None
+        self.drop_next(entry)
         entry.stage, entry.own_deadline = None, math.inf
         entry.wait_ends_at = self.now + self.world.continuation_seconds_max
         self.wait_again(entry)
         return None
+
+    def judge(self) -> None:
+        """An endpoint has told something, or will tell no more: whose trial is over now."""
+        on_trial = [entry for entry in self.waiting if entry.is_on_trial]
+        for entry in sorted(on_trial, key=lambda entry: entry.failed_index or 0):
+            self.continued.judge(entry, self.endpoints)
+            if not entry.is_on_trial and not entry.is_condemned:
+                self._failure_count += 1
+                entry.failed_index = self._failure_count
 
     def wait_again(self, entry: ExpectedRequest) -> None:
         """It was elsewhere, and what it had there is back."""
@@ -297,6 +310,7 @@ class RouterBooks:
     def note_drained(self, book: EndpointBook) -> None:
         if book.health == "draining" and not book.in_flight:
             del self.endpoints[book.id]
+            self.checks_of_gone = max(self.checks_of_gone, book.checks)
             self.continued.deadlines.pop(book.id, None)
             self.gone.append(book.id)
 
@@ -305,7 +319,7 @@ class RouterBooks:
     def check_nobody_waits_in_vain(self, now: float) -> None:
         """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
         for entry in self.waiting:
-            if entry.is_continuing and not self.continued.must_have_turn(now):
+            if entry.is_continuing and (entry.is_on_trial or not self.continued.must_have_turn(now)):
                 continue
             taking = self.taking(entry, now)
             assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, and {taking} could take it"

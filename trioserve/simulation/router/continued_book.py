@@ -8,7 +8,10 @@ one that broke off, or was to be moved, first.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.router.ticket import Break
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
 from trioserve.simulation.router.queue_rules import ExpectedRequest
@@ -44,7 +47,7 @@ class ContinuedBook:
     def is_before(self, other: ExpectedRequest, entry: ExpectedRequest, now: float) -> bool:
         """Whether `other` waits, and has to get what both may have. Both are newcomers or streams of one model."""
         if other.is_continuing:
-            may_have = self.must_have_turn(now)
+            may_have = not other.is_on_trial and self.must_have_turn(now)
         else:
             may_have = self.may_move if other.is_moving else other.is_queued
         are_newcomers = not (other.is_continuing or other.is_moving or entry.is_continuing or entry.is_moving)
@@ -102,17 +105,43 @@ class ContinuedBook:
         self.note_turn(entry, now)
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
-    def refusal(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_served: bool) -> str | None:
-        """Its stream broke off. Why it may not go on, if so."""
-        world = self._world
+    def note_break(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> None:
+        """Its stream broke off at an endpoint."""
         if fault in ("broke", "hung"):
-            has_got_on = entry.tokens >= entry.tokens_at_break + world.progress_tokens_min
-            entry.breaks = 1 if has_got_on else entry.breaks + 1
+            if entry.tokens >= entry.tokens_at_break + self._world.progress_tokens_min:
+                entry.broken.clear()
+            clock = None if is_certain else book.clock
+            entry.broken.append(Break(EndpointId(book.id), clock, book.checks, book.suspects_seen <= 1))
         entry.tokens_at_break = entry.tokens
+
+    def judge(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook]) -> None:
+        """Whether it is on trial, or taken for the cause."""
+        entry.is_on_trial = entry.is_condemned = False
+        is_any_unknown = False
+        for broken in list(entry.broken):
+            book = endpoints.get(broken.endpoint)
+            if broken.clock is None or book is None:
+                continue
+            if book.clock_checks <= broken.checks:
+                is_any_unknown |= book.health != "draining"
+            elif book.clock == broken.clock:
+                entry.broken.remove(broken)
+        if not entry.broken:
+            return
+        breaks_max = self._world.breaks_max if entry.broken[-1].is_alone else self._world.breaks_max + 1
+        if len(entry.broken) >= breaks_max:
+            entry.is_on_trial, entry.is_condemned = is_any_unknown, not is_any_unknown
+            if entry.is_condemned:
+                self.refused["poisoned"] += 1
+
+    def refusal(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook], *, is_served: bool) -> str | None:
+        """Its stream broke off. Why it may not go on, if so; otherwise it may, or is on trial."""
+        world = self._world
+        self.judge(entry, endpoints)
+        if entry.is_condemned:
+            return "poisoned"
         reason = None
-        if entry.breaks >= world.breaks_max + (book.suspects_seen > 1):
-            reason = "poisoned"
-        elif entry.continuations >= world.continuations_max:
+        if entry.continuations >= world.continuations_max:
             reason = "too_many"
         elif entry.request.pinned is not None or not is_served:
             reason = "no_endpoint"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec import UNSET
 
 from trioserve.contracts.endpoint import EndpointLoad, Stage
 from trioserve.simulation.router.history import Add, RouterWorld
@@ -44,9 +45,10 @@ class EndpointBook:
     """leased, running: the sequences of the requests that hold a lease here, with a seat or waiting for one
     (claims, in all); of those whose lease is back, but which run. there: those of both that were sent. health: by
     the names of EndpointHealth. probe: who is out as one. checks: that found it well. suspects: with
-    which another endpoint broke before; suspects_seen: the most of them since a check found it well."""
+    which another endpoint broke before; suspects_seen: the most of them since a check found it well. clock: what it
+    told last that its process is called; clock_checks: the checks by then."""
 
-    def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool) -> None:
+    def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool, checks: int) -> None:
         self.id = event.id
         self.models = frozenset(event.models)
         self.leases_max = event.leases_max or world.leases_max
@@ -56,7 +58,9 @@ class EndpointBook:
         self.probe: str | None = None
         self.role = event.role
         self.fingerprint = event.fingerprint
-        self.checks = 0
+        self.checks = checks
+        self.clock: str | None = None
+        self.clock_checks = 0
         self.suspects: set[str] = set()
         self.suspects_seen = 0
         self.health = "starting"
@@ -65,6 +69,8 @@ class EndpointBook:
         self._seats = event.seats
         self._strangers = event.strangers
         self._tells_seats = event.tells_seats
+        self._tells_clock = event.tells_clock
+        self._processes = 0  # that have ended
         self._has_lied = False
         self._report: Report | None = None
         self._busy_until = 0.0
@@ -209,7 +215,10 @@ class EndpointBook:
         count = self._strangers + sum(self.there.values())
         running, waiting = lie or (min(count, self._seats), max(0, count - self._seats))
         self.question.response = EndpointLoad(
-            running=running, waiting=waiting, max_num_seqs=self._seats if self._tells_seats else None
+            running=running,
+            waiting=waiting,
+            max_num_seqs=self._seats if self._tells_seats else None,
+            clock=f"{self.id} {self._processes}" if self._tells_clock else UNSET,
         )
         self.question.is_lie = lie is not None
 
@@ -220,8 +229,14 @@ class EndpointBook:
         assert question.response is not None
         self.question = None
         self._has_lied |= question.is_lie
+        clock = question.response.clock
+        self.clock, self.clock_checks = None if clock is UNSET else clock, self.checks
         known = sum(count for name, count in self.there.items() if name in question.there)
         self._report = Report(question.response, now, known, self.in_flight, question.is_lie)
+
+    def begin_process(self) -> None:
+        """The one before has ended."""
+        self._processes += 1
 
     def note_check(self, is_well: bool, now: float) -> None:
         if not is_well:

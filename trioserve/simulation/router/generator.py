@@ -131,7 +131,8 @@ class RouterGenerator:
             strangers=rng.choice((0, 0, 0, 1, 3)),
             tells_seats=rng.random() < 0.6,
             role=rng.choice(self._roles),
-            fingerprint=rng.choice((None, "f", "f", "g")),
+            fingerprint=(fingerprint := rng.choice((None, "f", "f", "g"))),
+            tells_clock=fingerprint is not None,
         )
 
     def _step(self, simulation: RouterSimulation) -> RouterEvent:
@@ -162,10 +163,12 @@ class RouterGenerator:
     def _failure(self, entry: ExpectedRequest) -> Fail:
         faults: tuple[str, ...] = ("unreachable", "busy", "broke")
         if entry.is_answered:
-            faults = ("broke", "broke", "hung", "leaving")
+            faults = ("broke", "certain", "hung", "leaving")
         elif entry.stage is Stage.DECODE:
             faults = ("busy", "broke", "transfer")
         fault = self._one(faults)
+        if fault == "certain":
+            return Fail(name=entry.name, is_certain=True)
         busy_seconds = self._one((0.1, 1.0, 5.0)) if fault == "busy" else 1.0
         return Fail(name=entry.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
 
@@ -208,6 +211,8 @@ class RouterGenerator:
 
     def _report(self, simulation: RouterSimulation) -> RouterEvent | None:
         books = list(simulation.books.endpoints.values())
+        on_trial = _broken(simulation)
+        books = [book for book in books if book.id in on_trial] or books
         if not books:
             return None
         book = self._one(books)
@@ -219,7 +224,8 @@ class RouterGenerator:
         return Note(id=book.id)
 
     def _check(self, simulation: RouterSimulation) -> Check:
-        ill = [book.id for book in simulation.books.endpoints.values() if not book.is_given]
+        on_trial = _broken(simulation)
+        ill = [book.id for book in simulation.books.endpoints.values() if not book.is_given or book.id in on_trial]
         if ill and self._chance() < 0.5:
             return Check(id=self._one(ill))
         return Check(id=self._one(self._ids), is_well=self._chance() > self._fault_share)
@@ -254,7 +260,15 @@ class RouterGenerator:
         there = [book.id for book in simulation.books.endpoints.values() if book.there]
         if not there:
             return None
-        return Crash(id=self._one(there), fault=self._one(("broke", "broke", "unreachable", "hung", "leaving")))
+        id = self._one(there)
+        faults: tuple[Crash, ...] = (
+            Crash(id=id),
+            Crash(id=id, is_over=True),
+            Crash(id=id, fault="unreachable", is_over=True),
+            Crash(id=id, fault="hung"),
+            Crash(id=id, fault="leaving"),
+        )
+        return self._one(faults)
 
     def _lose(self, simulation: RouterSimulation) -> Lose | None:
         held = [entry.name for entry in simulation.books.live.values() if entry.stage is Stage.DECODE]
@@ -269,6 +283,12 @@ class RouterGenerator:
 
     def _drain(self, simulation: RouterSimulation) -> Drain | None:
         return Drain() if self._names >= 10 and not simulation.books.is_draining else None
+
+
+def _broken(simulation: RouterSimulation) -> set[str]:
+    """Endpoints of which streams on trial wait to hear."""
+    on_trial = (entry for entry in simulation.books.waiting if entry.is_on_trial)
+    return {broken.endpoint for entry in on_trial for broken in entry.broken}
 
 
 def _drawn_world(rng: Random) -> RouterWorld:

@@ -57,7 +57,8 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
     it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
-    which stages of a disaggregated request it is meant for. fingerprint: of what computes there."""
+    which stages of a disaggregated request it is meant for. fingerprint: of what computes there. tells_clock: its
+    reports name its process."""
 
     id: str
     models: tuple[str, ...] = ("m",)
@@ -67,6 +68,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ad
     tells_seats: bool = True
     role: EngineRole | None = None
     fingerprint: str | None = None
+    tells_clock: bool = False
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="role"):
@@ -213,18 +215,20 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail"):
-    """Its endpoint fails it, before the first token or in the middle of its stream."""
+    """Its endpoint fails it, before the first token or in the middle of its stream. is_certain: and says so itself."""
 
     name: str
     fault: Literal["unreachable", "busy", "broke", "transfer", "hung", "leaving"] = "broke"
     busy_seconds: float = 1.0
+    is_certain: bool = False
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crash"):
-    """An endpoint fails all that it has, one after the other."""
+    """An endpoint fails all that it has, one after the other. is_over: its process has ended, and another one comes."""
 
     id: str
     fault: Literal["unreachable", "broke", "hung", "leaving"] = "broke"
+    is_over: bool = False
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wait"):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
-from trioserve.router.ticket import Ticket
+from trioserve.router.ticket import Break, Ticket
 from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
 from trioserve.simulation.router.streams import SimulatedStream
 
@@ -27,8 +27,9 @@ class ExpectedRequest:
     """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
     the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
     the end of its wait, its own or wait_ends_at, which is the router's. queue_index: in the order of joining a queue.
-    stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, breaks, continuations,
-    fingerprint, can_go_on, is_moving: as those of a Ticket. moving_index: in the order of becoming one
+    stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, broken, is_on_trial,
+    continuations, fingerprint, can_go_on, is_moving: as those of a Ticket. is_condemned: its trial is over, and it has
+    to be told. moving_index: in the order of becoming one
     that is to move. next: where it has its next lease. tried: where it failed, and how often that endpoint had been
     found well before. tokens: its client has; tokens_at_break: had when it broke
     off last. is_behind: somebody was in its queue when it came."""
@@ -53,7 +54,9 @@ class ExpectedRequest:
         self.tokens = 0
         self.stream: SimulatedStream | None = None
         self.tokens_at_break = 0
-        self.breaks = 0
+        self.broken: list[Break] = []
+        self.is_on_trial = False
+        self.is_condemned = False
         self.continuations = 0
         self.fingerprint: str | None = None
         self.can_go_on = False
@@ -92,7 +95,7 @@ class ExpectedRequest:
             return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
         if self.state == "waiting":
             if self.has_token:
-                return "in the queue to go on"
+                return "on trial" if self.is_on_trial else "in the queue to go on"
             return "in the queue" if self.failed_index is None else "in the queue again"
         if self.state == "ended":
             return "ended"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, TrioserveError
+from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, RequestPoisoned, TrioserveError
 from trioserve.simulation.router.books import RouterBooks
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 
@@ -57,6 +57,11 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
         assert not entry.has_token, f"the stream of {name} is to go on, and it is refused"
         return
     assert entry.state == "waiting", f"{name} is {entry.state}, and refused"
+    if isinstance(refusal, RequestPoisoned):
+        is_over = entry.is_on_trial and entry.wait_ends_at <= books.now
+        assert entry.is_condemned or is_over, f"{name} is taken for the cause of the end of endpoints"
+        return
+    assert not entry.is_condemned, f"{name} is the cause of the end of endpoints, and told {refusal!r}"
     if isinstance(refusal, QueueWaitOver):
         assert entry.own_deadline <= books.now, f"{name} is told that its time is over"
         assert not entry.has_token, f"{name} has a token, and is told that its time in the queue is over"
@@ -77,6 +82,7 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
     reason = "continuation_wait_over" if entry.has_token else "queue_wait_over"
     assert refusal.reason == reason, f"{name} is told {refusal.reason}"
     assert entry.wait_ends_at <= books.now, f"{name} is told that it waited too long"
+    assert not entry.is_on_trial, f"{name} is on trial, and told that it waited too long"
 
 
 def _check_retry_after(refusal: Overloaded) -> None:

@@ -336,11 +336,17 @@ class RouterSimulation:
     def _break_off(self, entry: ExpectedRequest, event: Fail, endpoint: EndpointBook) -> None:
         ticket = entry.ticket
         assert ticket is not None
-        reason = self.books.break_off(entry, event.fault, endpoint)
+        reason = self.books.break_off(entry, event.fault, endpoint, is_certain=event.is_certain)
+        self._count("streams put on trial", entry.is_on_trial)
         self._count(f"streams broken off: {event.fault}")
         self._count(f"streams that may not go on: {reason}" if reason else "streams that may go on")
         said = self.core.failed(
-            ticket, Fault(event.fault), self.books.now, busy_seconds=event.busy_seconds, token_count=entry.tokens
+            ticket,
+            Fault(event.fault),
+            self.books.now,
+            busy_seconds=event.busy_seconds,
+            token_count=entry.tokens,
+            is_certain=event.is_certain,
         )
         assert said == (reason is None), f"{entry.name} {'goes on' if said else 'ends'}: {reason}"
         is_poisoned = isinstance(ticket.refusal, RequestPoisoned)
@@ -353,6 +359,8 @@ class RouterSimulation:
             if entry.endpoint == event.id and entry.is_sent:
                 self._fail(Fail(name=name, fault=event.fault))
                 self._check()
+        if book is not None and event.is_over:
+            book.begin_process()
 
     # --- endpoints ---
 
@@ -363,7 +371,8 @@ class RouterSimulation:
             return  # whoever adds endpoints knows which there are
         if book is None:
             has_others = any(other.health == "healthy" for other in endpoints.values())
-            endpoints[event.id] = EndpointBook(event, self.world, starts_slowly=has_others)
+            checks = self.books.checks_of_gone
+            endpoints[event.id] = EndpointBook(event, self.world, starts_slowly=has_others, checks=checks)
         else:
             book.come_back(event)
             self._stop_moving(event.id)
@@ -390,6 +399,7 @@ class RouterSimulation:
         if book is not None:
             book.drain()
             self.books.note_drained(book)
+            self._judge()
             self._begin_moving(book, event.move_seconds)
             self.core.drain_endpoint(EndpointId(event.id), self.books.now, move_seconds=event.move_seconds)
 
@@ -445,9 +455,17 @@ class RouterSimulation:
             return
         book.note(self.books.now)
         self._count("reports: a lie" if question.is_lie else "reports: true")
+        self._judge()
         self.core.note_load(
             EndpointId(event.id), question.response, self.books.now, sent_when_asked=question.sent_total
         )
+
+    def _judge(self) -> None:
+        on_trial = [entry for entry in self.books.waiting if entry.is_on_trial]
+        self.books.judge()
+        for entry in on_trial:
+            self._count("trials: the cause", entry.is_condemned)
+            self._count("trials: cleared", not entry.is_on_trial and not entry.is_condemned)
 
     def _store(self, event: Store) -> None:
         blocks = [BlockHash(block.encode()) for block in event.blocks]
@@ -531,7 +549,10 @@ class RouterSimulation:
         else:
             assert ticket.state is TicketState.ENDED, f"{entry.name} is told of a change, and is {ticket.state}"
             check_refused_in_queue(books, entry, ticket.refusal)
-            self._note_refusal(entry, ticket.refusal)
+            if isinstance(ticket.refusal, RequestPoisoned):
+                self._note_poisoned(entry)
+            else:
+                self._note_refusal(entry, ticket.refusal)
             books.release(entry)
             books.end(entry)
 
@@ -560,6 +581,11 @@ class RouterSimulation:
         if self._endpoint_of(entry).claims > self._endpoint_of(entry).leases_max:
             self._count("grants: of fewer seats than sequences")
         self._say(f"  {entry.name} -> {ticket.endpoint}")
+
+    def _note_poisoned(self, entry: ExpectedRequest) -> None:
+        if not entry.is_condemned:
+            self.books.continued.refused["poisoned"] += 1
+            self._count("trials: too long")
 
     def _note_refusal(self, entry: ExpectedRequest, refusal: TrioserveError | None) -> None:
         reason = refusal.reason if isinstance(refusal, Overloaded) else "queue_timeout"
@@ -629,6 +655,10 @@ class RouterSimulation:
             assert ticket.state.value == entry.state, f"{entry.name} is {ticket.state}, expected {entry.state}"
             is_there = ticket.endpoint == entry.endpoint or entry.state == "waiting"
             assert is_there, f"{entry.name} is at {ticket.endpoint}, expected {entry.endpoint}"
+            assert not entry.is_condemned, f"{entry.name} is taken for the cause of the end of endpoints, and not told"
+            assert ticket.is_on_trial == entry.is_on_trial, f"{entry.name} is on trial: {ticket.is_on_trial}"
+            broken = tuple(entry.broken)
+            assert ticket.broken == broken, f"{ticket.broken} have broken with {entry.name}, expected {broken}"
             assert ticket.stage is entry.stage, f"{entry.name} is to be {ticket.stage}, expected {entry.stage}"
             assert ticket.tried == entry.tried, f"{entry.name} failed at {ticket.tried}, expected {entry.tried}"
             next_id = None if ticket.next_lease is None else ticket.next_lease.endpoint
@@ -648,8 +678,9 @@ class RouterSimulation:
         if self._trace is not None:
             self._trace(line)
 
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def _count(self, what: str, count: int = 1) -> None:
+        if count:
+            self.counts[what] = self.counts.get(what, 0) + count
 
 
 _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
