@@ -4,6 +4,7 @@ stream that was not cut."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
@@ -46,12 +48,16 @@ WASH = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
+SECONDS = itertools.count(1_800_000_000)
+CLOCK = ClockAndIds(wall_clock=lambda: next(SECONDS))  # between any two looks at it a second begins
+
+
 @asynccontextmanager
 async def opened(make_api: Any, response: Any = None, **options: Any) -> AsyncIterator[tuple[Any, FakeEngine]]:
     async with open_fake_engine(
         response=response, block_count=512, context_tokens_max=2048, step_tokens_max=2048, **options
     ) as engine:
-        api = make_api()
+        api = make_api(clock_and_ids=CLOCK)
         api.engine = engine
         yield api, engine
         await trio.testing.wait_all_tasks_blocked()
@@ -220,6 +226,9 @@ async def test_a_response_with_logprobs_cannot_go_on(make_api: Any) -> None:
     [
         ({}, {"id": "../x"}, "resume.id"),
         ({}, {"id": "x", "state": "-1"}, "resume.state"),
+        ({}, {"state": "-1"}, "resume.state"),
+        ({}, {"created": -1}, "resume.created"),
+        ({}, {"created": 10**20}, "resume.created"),
         ({"background": True, "store": True}, {"id": "x"}, "resume"),
     ],
 )

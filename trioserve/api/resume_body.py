@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 __all__ = ["ResumeBody"]
+
+UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # every event of the response repeats it
 
 
 class ResumeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +19,6 @@ class ResumeBody(msgspec.Struct, frozen=True, kw_only=True):
     finished: list[bool]
     prompt_digest: str | None = None
     seed: int | None = None
-    created: int | None = None
+    created: UnixSeconds | None = None
     id: str | None = None
     state: str | None = None

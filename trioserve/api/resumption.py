@@ -124,9 +124,9 @@ class Resumption:
         """That of the last group that the client has, where the response goes on."""
         return None if self.body is None else self.body.state
 
-    def headers(self, streams: Sequence[RequestStream], **more: str) -> tuple[tuple[str, str], ...]:
+    def headers(self, streams: Sequence[RequestStream], **more: object) -> tuple[tuple[str, str], ...]:
         """Of the head of the response, where it was asked for. streams: all of them, entered. more: what the API wants
-        to be told again."""
+        to be told again, or has another value of."""
         if not self.is_asked:
             return ()
         known = {"prompt_digest": _digest(streams), "seed": self._seed, "created": self.created, **more}

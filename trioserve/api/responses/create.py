@@ -42,7 +42,8 @@ async def create_response(context: RequestContext) -> None:
             await turn.wait_until_begun()
             context.surface = _StreamSurface(run)
             ids = resumption.group_ids()
-            await context.start_events(resumption.headers([turn.stream], id=key))
+            head = resumption.headers([turn.stream], id=key, created=planned.head.created_at)
+            await context.start_events(head)
             if resumption.state is None:
                 start = b"".join(map(event_bytes, begun))
                 await context.exchange.send(start if ids is None else ids.begin(start, b"%d" % run.events.next_number))
@@ -86,11 +87,11 @@ def _key(context: RequestContext, body: ResponsesBody) -> str:
         raise InvalidRequest(
             "resume is set, but a background response goes on by itself: leave one out", param="resume"
         )
+    _number(resume.state or "0")
     if resume.id is None:
         return context.clock_and_ids.new_request_id()
     if item_place(item_id("message", response_id(resume.id), 0)) is None:
         raise InvalidRequest("resume.id is not what the head of the response said", param="resume.id")
-    _number(resume.state or "0")
     return resume.id
 
 
