@@ -214,6 +214,28 @@ async def test_a_request_that_runs_is_reached_where_it_is(open_setup: Any) -> No
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post("/v1/requests/none", {"end_thinking": True})
         assert (response.status, await code(response)) == (404, "request_not_found")
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 50, "stream": True}
+        for server in setup.servers.values():
+            server.engine.pause()
+        async with setup.client().ask("/v1/completions", body, headers={"x-request-id": "r/1"}):
+            await wait_all_tasks_blocked()
+            response = await setup.client().post("/v1/requests/r/1", {"end_thinking": True})
+            assert (response.status, await code(response)) == (409, "no_thought")
+
+
+async def test_a_client_cannot_have_an_endpoint_taken_for_one_that_leaves(open_setup: Any) -> None:
+    async with open_setup(engine={"paused": True}) as setup:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 50, "stream": True}
+        async with setup.client().ask("/v1/completions", body, headers={"x-request-id": "mine"}):
+            for server in setup.servers.values():
+                await server.engine.step(3)
+            await wait_all_tasks_blocked()
+            before = setup.leases()
+            response = await setup.client().post("/v1/requests/mine/hand-over", {})
+            assert response.status == 404
+            await wait_all_tasks_blocked()
+            assert setup.leases() == before
+            assert all(state.busy_until <= trio.current_time() for state in setup.router.dispatch.endpoints)
 
 
 async def test_a_router_wants_a_model_named_too(open_setup: Any) -> None:

@@ -15,6 +15,8 @@ import msgspec
 from trioserve.api.caller import CallerKind
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import decode_body
+from trioserve.api.operations.hand_over import HAND_OVER
+from trioserve.api.operations.live_requests import REQUEST_PATH
 from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
@@ -105,8 +107,11 @@ async def forward_stream(context: RouterContext) -> None:
 
 
 async def forward_control(context: RouterContext) -> None:
-    """To the endpoint where the request is."""
-    id = context.exchange.path.split("/")[3]
+    """To the endpoint where the request is. To give it away is the router's own wish alone: an endpoint that does so is
+    taken for one that leaves, and gets nothing for a while."""
+    id = context.exchange.path.removeprefix(REQUEST_PATH)
+    if id.endswith(HAND_OVER):
+        raise _not_found("a router gives requests away by itself: drain their endpoint with move=true", "not_found")
     body = await context.exchange.body()
     for admission in context.fleet.dispatch.live_admissions(owner=context.owner):
         if admission.id == id and not admission.is_queued and admission.endpoint is not None:
