@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -9,6 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.admission.local_endpoint import local_request
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
@@ -57,6 +60,28 @@ async def test_prompt_tokens_in_the_queue_are_bounded_before_they_are_counted_ex
             with pytest.raises(Overloaded, match="1 requests wait") as refused:
                 await ask([1])
             assert refused.value.reason == "queue_full"
+            nursery.cancel_scope.cancel()
+        fake.steps.release()
+
+
+async def test_tokens_that_are_known_of_a_response_count_as_those_of_its_prompt(autojump_clock):
+    resume = Resume(token_ids=((65,) * 10, (65,) * 5), finished=(False, True))
+    sampling = SamplingParams(n=2, max_tokens=12)
+    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
+        fake.steps.hold()
+        async with trio.open_nursery() as nursery:
+
+            async def ask(**options: object) -> None:
+                async with fake.generate([1], **options) as response:
+                    async for _ in response:
+                        pass
+
+            for _ in range(2):
+                nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(partial(ask, sampling=sampling, resume=resume))
+            await wait_all_tasks_blocked()
+            assert fake.dispatch.core.stats().waiting_prompt_tokens == 16
             nursery.cancel_scope.cancel()
         fake.steps.release()
 

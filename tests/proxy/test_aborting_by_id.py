@@ -70,6 +70,14 @@ async def test_an_id_of_somebody_else_is_unknown(open_setup):
 
 
 @pytest.mark.parametrize(
+    ("resume", "count"), [("null", 0), ('{"token_ids": [[1, 2, 3], [4]], "finished": [false, true]}', 5)]
+)
+def test_tokens_that_are_known_cost_a_turn_as_a_prompts_do(resume: str, count: int) -> None:
+    raw = f'{{"prompt": "x", "resume": {resume}}}'.encode()
+    assert decode_body(raw, RoutedBody).known_token_count == count
+
+
+@pytest.mark.parametrize(
     ("prompt", "count"),
     [
         ('"one"', 1),

@@ -119,6 +119,15 @@ def test_a_position_is_read_as_it_was_written(groups):
         assert parse_position(str(keeper)) == keeper.position
 
 
+@pytest.mark.parametrize("choice", ["16384", "9" * 9, "9" * 5000])
+def test_an_endpoint_that_names_a_choice_out_of_reach_says_nothing(choice):
+    keeper = PositionKeeper()
+    keeper.note(b"0:1")
+    before = str(keeper)
+    keeper.note(f"{choice}:1".encode())
+    assert str(keeper) == before
+
+
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6))
 def test_a_position_does_not_depend_on_how_its_tokens_came(groups):
     keeper, at_once = PositionKeeper(), PositionKeeper()

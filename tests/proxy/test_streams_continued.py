@@ -156,6 +156,18 @@ async def test_a_client_may_go_on_itself_and_the_router_from_there(open_pair):
     await pair.assert_all_free()
 
 
+async def test_what_its_client_knows_already_counts_in_the_queue(open_pair):
+    resume = {"token_ids": [[1] * 50], "finished": [False]}
+    async with open_pair("w", leases_max=1) as pair, pair.client().ask(TEXT, BODY):  # noqa: SIM117
+        async with pair.client().ask(TEXT, BODY):
+            await wait_all_tasks_blocked()
+            before = pair.router.dispatch.stats().waiting_prompt_tokens
+            async with pair.client().ask(TEXT, {**BODY, "resume": resume}):
+                await wait_all_tasks_blocked()
+                assert pair.router.dispatch.stats().waiting_prompt_tokens >= 2 * before + 50
+    await pair.assert_all_free()
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("f1+exact", "f2+exact"), ("f1", "f1"), ("f1+exact", ""), ("f1+exact", "f1")]
 )

@@ -42,15 +42,17 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
     return dispatch
 
 
-def local_request(prompts: Iterable[PooledInput], *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
+def local_request(
+    prompts: Iterable[PooledInput], *, tenant: str, priority: int, sequences: int, known_tokens: int = 0
+) -> RoutedRequest:
     """What the queue is told of a request. Its tokens are estimated from its length: nothing is tokenized before it has
-    a lease."""
+    a lease. known_tokens: of a response that goes on, those that are computed as a prompt is."""
     return RoutedRequest(
         model=LOCAL_MODEL,
         tenant=tenant,
         priority=priority,
         sequences=sequences,
-        prompt_tokens=sum(map(_token_count, prompts)),
+        prompt_tokens=sum(map(_token_count, prompts)) + known_tokens,
     )
 
 

@@ -28,7 +28,11 @@ class RequestAdmission:
         """A place in the queue, or a lease at once. The caller owes the dispatch a `leave`. Raises Overloaded, and then
         holds nothing."""
         routed = local_request(
-            request.prompts, tenant=request.tenant, priority=request.priority, sequences=max(1, request.sequence_count)
+            request.prompts,
+            tenant=request.tenant,
+            priority=request.priority,
+            sequences=max(1, request.sequence_count),
+            known_tokens=0 if request.resume is None else sum(map(len, request.resume.token_ids)),
         )
         try:
             return self._dispatch.begin(routed)

@@ -142,7 +142,7 @@ def _routed(
         tenant=context.caller.tenant(context.named_tenant),
         priority=body.priority or 0,
         sequences=max(1, body.n or 1) * body.prompt_count,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=prompt_tokens + body.known_token_count,
         session=headers.get(rules.session_header),
         pinned=pinned,
         prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),

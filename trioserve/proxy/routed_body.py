@@ -51,6 +51,11 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
         return before + said if before else said
 
     @property
+    def known_token_count(self) -> int:
+        """Tokens of a response that goes on: those are computed as a prompt is. An estimate: the endpoint counts."""
+        return bytes(self.resume).count(b",")
+
+    @property
     def prompt_count(self) -> int:
         """How many prompts there are: a list of texts, or of lists of token ids, is several."""
         if bytes(memoryview(self.prompt)[:1]) != b"[":

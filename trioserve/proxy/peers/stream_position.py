@@ -24,6 +24,7 @@ __all__ = ["END", "LAST_EVENT_ID", "Position", "PositionKeeper", "parse_position
 
 LAST_EVENT_ID = "last-event-id"
 POSITION_CHARACTERS_MAX = 1024
+CHOICES_MAX = 128 * 128  # of 128 prompts; an id that names a later one says nothing
 _POSITION = re.compile(r"(\d{1,9}!?(?:\.\d{1,9}!?)*)(?:\+(\d{1,9}))?~([0-9a-f]{8})(?:~([\w-]{1,32}))?", re.ASCII)
 _STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")  # what fits into an id; another one is left out
 
@@ -99,7 +100,7 @@ class PositionKeeper:
             self.is_at_end = True
             return
         choice_text, colon, tokens = told.partition(b":")
-        if not colon or not choice_text.isdigit():
+        if not colon or not choice_text.isdigit() or len(choice_text) > 9 or int(choice_text) >= CHOICES_MAX:
             return
         choice = int(choice_text)
         while len(self._counts) <= choice:
