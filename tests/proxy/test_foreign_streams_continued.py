@@ -160,6 +160,40 @@ async def test_a_request_with_more_than_text_ends_as_ever(open_pair, autojump_cl
         await pair.assert_all_free()
 
 
+@pytest.mark.parametrize("fields", [{"prompt": ["one", "two"]}, {"prompt": [[1], [2]]}, {"logprobs": 0}])
+async def test_nor_does_a_completion_of_several_prompts_or_with_logprobs_go_on(open_pair, autojump_clock, fields):
+    async with open_pair("v1 v2", watch=WATCH) as pair:
+        await trio.sleep(2)
+        async with pair.client().ask(TEXT, {**BODIES[TEXT], **fields}) as response:
+            _, ask = await the_ask(pair)
+            assert "return_token_ids" not in ask.body
+            ask.say(chunk(TEXT, " one", []))
+            await trio.sleep(0.1)
+            ask.hang_up()
+            events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "endpoint_lost"
+        await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("usage", [{}, {"prompt_tokens": None, "completion_tokens": 3}, [1], "much"])
+async def test_usage_that_is_none_is_passed_on(open_pair, autojump_clock, usage):
+    async with open_pair("v1 v2", watch=WATCH) as pair:
+        await trio.sleep(2)
+        async with pair.client().ask(TEXT, BODIES[TEXT]) as response:
+            _, ask = await the_ask(pair)
+            begin(ask, TEXT)
+            ask.say(chunk(TEXT, " one", [10]))
+            await trio.sleep(0.1)
+            ask.hang_up()
+            _, again = await the_ask(pair)
+            again.say(chunk(TEXT, " two", [20], finish="stop", usage=usage))
+            again.finish()
+            await response.read()
+        assert b"error" not in response.body
+        assert response.body.endswith(b"data: [DONE]\n\n")
+        await pair.assert_all_free()
+
+
 @pytest.mark.parametrize("what", ["no ids", "thoughts", "too many"])
 async def test_what_does_not_tell_enough_ends_as_ever(open_pair, autojump_clock, what):
     rules = RoutingRules(continuation_bytes_max=16 if what == "too many" else 1000)

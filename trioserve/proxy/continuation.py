@@ -130,10 +130,11 @@ class Continuation:
     made_id: of what endpoints keep, once it is known.
     """
 
-    def __init__(self, stream: ContinuedStream, metrics: Metrics, *, shows_ids: bool) -> None:
+    def __init__(self, stream: ContinuedStream, metrics: Metrics, *, choice_count: int, shows_ids: bool) -> None:
         self.stream: ContinuedStream | ForeignStream = stream
         self.shows_ids = shows_ids
         self.made_id: str | None = None
+        self._choice_count = choice_count
         self._own_stream = stream
         self._foreign_fields: dict[str, msgspec.Raw] | None = None  # of a request that could go on as a completion
         self._metrics = metrics
@@ -158,7 +159,7 @@ class Continuation:
             shows_ids=shows_ids,
             known=bytes(body.resume) or None,
         )
-        return cls(stream, context.metrics, shows_ids=shows_ids)
+        return cls(stream, context.metrics, choice_count=request.sequences, shows_ids=shows_ids)
 
     # --- what the next endpoint is told ---
 
@@ -166,7 +167,9 @@ class Continuation:
         """Of the body for the endpoint of its lease, in place of its own. raw: as the client sent it."""
         if self._resume is None:
             is_foreign = context.endpoint is not None and context.fleet.tells_token_ids(context.endpoint)
-            self._foreign_fields = foreign_body(context.exchange.path, raw) if is_foreign else None
+            self._foreign_fields = None
+            if is_foreign:
+                self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
             return {} if self._foreign_fields is None else {TOKEN_IDS: True}
         params, self._params = self._params, None  # for the first that is asked; another one computes
         given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}

@@ -77,17 +77,22 @@ _HINDRANCES = frozenset(
         "thinking_token_budget",
     ]
 )
-_NOTHING = frozenset({b"null", b"false", b"[]", b"0", b'"none"'})
+_NOTHING = frozenset({b"null", b"false", b"[]", b'"none"'})
+_ZERO_IS_NOTHING = frozenset({"min_tokens", "top_logprobs"})  # logprobs of 0 are those of the tokens themselves
 
 
-def foreign_body(path: str, raw: bytes) -> dict[str, msgspec.Raw] | None:
-    """The fields of a request that could be gone on with as a completion; None if it is none. raw: a JSON object."""
-    if path not in (CHAT_PATH, COMPLETIONS_PATH):
+def foreign_body(path: str, raw: bytes, *, choice_count: int) -> dict[str, msgspec.Raw] | None:
+    """The fields of a request that could be gone on with as a completion; None if it is none. raw: a JSON object.
+    choice_count: of its response, over all of its prompts."""
+    if path not in (CHAT_PATH, COMPLETIONS_PATH) or choice_count != 1:
         return None
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    if any(bytes(fields.get(name, b"null")) not in _NOTHING for name in _HINDRANCES):
-        return None
-    return fields if bytes(fields.get("n", b"1")) in (b"1", b"null") else None
+    return None if any(_is_set(fields, name) for name in _HINDRANCES) else fields
+
+
+def _is_set(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    value = bytes(fields.get(name, b"null"))
+    return value not in _NOTHING and not (value == b"0" and name in _ZERO_IS_NOTHING)
 
 
 class ForeignStream:
@@ -237,9 +242,10 @@ class ForeignStream:
                 choice["delta"] = {"content": choice.pop("text", "")}
         if self._path == CHAT_PATH:
             chunk["object"] = "chat.completion.chunk"
-        if (usage := chunk.get("usage")) is not None:
-            usage["prompt_tokens"] -= self._known_count
-            usage["completion_tokens"] = usage.get("completion_tokens", 0) + self._known_count
+        if isinstance(usage := chunk.get("usage"), dict):
+            for name, more in (("prompt_tokens", -self._known_count), ("completion_tokens", self._known_count)):
+                if isinstance(count := usage.get(name), int):
+                    usage[name] = count + more
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
