@@ -103,11 +103,9 @@ async def test_of_several_choices_one_says_it_for_all(autojump_clock):
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045)
             given_away(fake)
-            while True:
-                delta = await anext(stream)
-                if delta.finish_reason is not None:
-                    break
-            assert (delta.index, delta.finish_reason) == (0, FinishReason.HANDED_OVER)
+            deltas = await rest_of(stream)
+            ends = [(delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason is not None]
+            assert ends == [(0, FinishReason.HANDED_OVER)]
         assert len(fake.connector.sends) == 1
         fake.connector.release_all()
         await wait_all_tasks_blocked()
@@ -139,11 +137,39 @@ async def test_what_nobody_can_go_on_with_is_not_given_away(autojump_clock):
         fake.assert_all_free()
 
 
+async def test_an_engine_that_breaks_meanwhile_gives_it_away_without_its_kv(autojump_clock):
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=3)
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, engine_restarts=1) as fake:
+        async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.045)
+            given_away(fake)
+            fake.break_next_step()
+            *_, last = await rest_of(stream)
+            assert (last.finish_reason, last.kv_transfer) == (FinishReason.HANDED_OVER, None)
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
 async def groups_of(server: Any, body: dict[str, object]) -> tuple[int, dict[str, str], list[str]]:
     response = await server.client().post(
         "/v1/chat/completions", body, headers={"x-request-id": "r/1", "x-trioserve-resumable": "1"}
     )
     return response.status, response.headers, (await response.read()).decode().split("\n\n")
+
+
+async def test_several_prompts_are_given_away_without_their_kv(autojump_clock):
+    body = {"prompt": [PROMPT, "another one of some blocks"], "max_tokens": 60, "stream": True, "seed": 1}
+    async with open_memory_server(connector=ScriptedConnector, step_seconds=0.01, block_count=200) as server:
+        asked = {"x-request-id": "r", "x-trioserve-resumable": "1"}
+        async with server.client().ask("/v1/completions", body, headers=asked) as response:
+            await trio.sleep(0.155)
+            assert (await server.client().post("/v1/requests/r/hand-over", {})).status == 200
+            *_, last, _ = (await response.read()).split(b"\n\n")
+        assert last == b'data: {"object":"hand_over","kv_transfer_params":null}\nid: >'
+        server.engine.connector.release_all()
+        await wait_all_tasks_blocked()
+        assert all(send.is_aborted for send in server.engine.connector.sends.values())
+        server.engine.assert_all_free()
 
 
 async def test_over_http_a_stream_ends_with_a_group_that_says_it(autojump_clock):

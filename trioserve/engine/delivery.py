@@ -141,10 +141,10 @@ class Delivery:
             return False
         first, *others = choices
         now = trio.current_time()
-        request.is_hold_kept = True
+        request.is_hold_kept = request.is_given_away = True
         request.kv_transfer = request.kv_transfer or KVTransferParams(do_remote_decode=True)
         for choice in others:  # they say nothing more: their reader has the end of the first for all of them
-            choice.is_ended = True
+            request.end_silently(choice)
             self._cancelled[choice.sequence_id] = None
         aborted = self._core.abort([choice.sequence_id for choice in others], now=now)
         for choice in others:

@@ -327,6 +327,9 @@ class Engine:
             carried = requests.setdefault(request, [])
             if choice.is_ended or request.scope is ScopeState.LEFT:
                 continue
+            if request.is_given_away:  # it was to end with this step, and its other choices have
+                request.push_end(choice, FinishReason.HANDED_OVER)
+                continue
             live = lives.get(choice.sequence_id)
             count = choice.output.token_count
             if live is None or (count and count >= live.request.output_tokens_max):

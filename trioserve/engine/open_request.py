@@ -91,7 +91,8 @@ class OpenRequest:
 
     on_gone: called when the core has none of it, and gets none any more. on_released: when no block of it is held any
     more. preparation: the scope around waiting for a lease, rendering and tokenizing. core_count: choices whose
-    sequences the core has. is_hold_kept: what is held outlives the scope. upcoming: sequences that the core gets one
+    sequences the core has. is_hold_kept: what is held outlives the scope. is_given_away: it ends
+    as soon as the step in flight is over, and another engine goes on. upcoming: sequences that the core gets one
     by one, each when it is done with another, so that what it has of this request at a time is bounded. begin_next:
     hands it the next of them. sequence_count: as many are with the core at a time, at most. known: what the response so
     far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand has
@@ -120,6 +121,7 @@ class OpenRequest:
         self.id = request_id
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
+        self.is_given_away = False
         self.on_released: Callable[[], None] = lambda: None
         self.sampling = sampling
         self.priority = priority
@@ -410,6 +412,11 @@ class OpenRequest:
                 kv_transfer=kv_transfer,
             )
         )
+
+    def end_silently(self, choice: Choice) -> None:
+        """Nothing more is said of a choice, since another one says it for all."""
+        choice.is_ended = True
+        self._unfinished_count -= 1
 
     def _end_wait_for_release(self) -> None:
         if self._released is not None:

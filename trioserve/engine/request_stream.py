@@ -142,6 +142,10 @@ class RequestStream:
         over. Whoever calls this has told somebody how to read it."""
         self._request.is_hold_kept = True
 
+    def drop_hold(self) -> None:
+        """Nobody is told how to read it: leaving the scope ends the hold."""
+        self._request.is_hold_kept = False
+
     async def wait_until_begun(self) -> Delta | None:
         """Returns when the request runs; or, if it ended in the queue, the delta that says so, which is read as well.
         Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose

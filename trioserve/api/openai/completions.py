@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.error_responses import HandedOver
 from trioserve.api.generation import (
     Choice,
     Usage,
@@ -99,7 +100,14 @@ async def create_completion(context: RequestContext) -> None:
                 if piece := ids.group(events.of(stream_index, delta), index, delta):
                     await context.exchange.send(piece)
 
-            await read_streams(streams, send if ids is None else send_group, keep_alive=context.keep_alive)
+            try:
+                await read_streams(streams, send if ids is None else send_group, keep_alive=context.keep_alive)
+            except HandedOver:
+                if len(streams) == 1:
+                    raise
+                for stream in streams:  # one that goes on with several prompts can fetch none of them
+                    stream.drop_hold()
+                raise HandedOver(None) from None
             if streams[0].is_held:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
