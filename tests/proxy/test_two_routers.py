@@ -6,12 +6,16 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.proxy.peers.farewells import Farewell, Farewells
+from trioserve.proxy.peers.kept_stream import Found, KeptStream
 from trioserve.testing.memory_client import ConnectionLost
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -430,3 +434,24 @@ async def test_the_second_router_can_lose_the_endpoint_too(autojump_clock):
 async def test_clients_of_a_router_alone_see_no_ids(autojump_clock):
     async with opened("a", has_peers=False, engine={"paused": False}) as setup, asked(setup, "one", "chat") as response:
         assert b"id: " not in await response.read()
+
+
+def test_a_stream_that_was_found_and_cannot_be_read_there_is_ended_by_its_last_reader():
+    said: list[Farewell] = []
+
+    class Heard(Farewells):
+        def keeps(self, id: EndpointId) -> bool:
+            return True
+
+        def say(self, farewell: Farewell) -> None:
+            said.append(farewell)
+
+    def request(*_: Any) -> Any:
+        return SimpleNamespace(end=lambda: None)
+
+    found = SimpleNamespace(has_ended=False, header={"x-trioserve-kept": "5;reader=3"}.get)
+    context: Any = SimpleNamespace(admission=SimpleNamespace(has_token=False, end_reason=None))
+    where, elsewhere = (SimpleNamespace(id=EndpointId(id), request=request) for id in "ab")
+    stream = KeptStream(context, "name", Heard(), known=None, found=Found(where.id, request(), found), choice_count=1)
+    stream.request(elsewhere, "POST", "/", [], b"")
+    assert [(farewell.name, farewell.reader) for farewell in said] == [("name", 3)]

@@ -234,8 +234,9 @@ class Continuation:
     # --- when it breaks off ---
 
     def can_go_on(self) -> bool:
-        """Whether another endpoint could go on, so far as the stream tells. Costs what reading all ids costs."""
-        return not self.stream.is_over and self.stream.resume_field() is not None
+        """Whether another endpoint could go on, so far as the stream tells without reading all of its ids: it is asked
+        of hundreds of streams at once when an endpoint hangs."""
+        return not self.stream.is_over and self.stream.why_not is None
 
     def goes_on(
         self,

@@ -133,7 +133,8 @@ class KeptStream(Stream):
         begun: RemoteResponse | None = None,
     ) -> KeptRequest:
         own = [(name, value) for name, value in headers if name in KEY_HEADERS]  # they say who asks
-        farewell = Farewell(endpoint, self.name, 1, own)
+        reader = None if begun is None else reader_in(begun.header(KEPT_HEADER))
+        farewell = Farewell(endpoint, self.name, reader or 1, own)
         return KeptRequest(request, farewell, self._farewells, self._context, begun=begun)
 
     def _wishes(self, *, is_begun: bool) -> list[tuple[str, str]]:
