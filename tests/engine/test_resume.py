@@ -258,6 +258,7 @@ async def test_another_prompt_is_refused() -> None:
         ({"seed": 2**64}, "resume.seed"),
         ({"seed": "1"}, "resume.seed"),
         ({"prompt_digest": 5}, "resume.prompt_digest"),
+        ({"end_thinking": 1}, "resume.end_thinking"),
     ],
 )
 def test_values_of_other_types_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -280,6 +281,24 @@ def joined(parts: list[Any]) -> list[Any]:
             part = msgspec.structs.replace(part, text=whole.pop().text + part.text)
         whole.append(part)
     return whole
+
+
+async def test_a_thought_that_was_ended_by_hand_does_not_go_on_elsewhere() -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>"))
+    response = "abcdefghijklmnopqrstuvwxyz"
+    async with open_fake_engine(**SMALL, response=response, paused=True) as fake:
+        async with fake.generate(PROMPT, sampling, request_id="r") as stream:
+            await fake.step(3)
+            delta = await anext(stream)
+            assert not stream.resume_state().end_thinking
+            fake.end_thoughts("r")
+            state = stream.resume_state()
+        fake.resume()
+        async with fake.generate(PROMPT, sampling, resume=state) as stream:
+            text = delta.text + "".join([delta.text async for delta in stream])
+            assert stream.resume_state().end_thinking
+        assert text.index("</t>") <= len(delta.text) + 1
+        fake.assert_all_free()
 
 
 async def test_parts_go_on_behind_those_that_were_given() -> None:

@@ -156,6 +156,27 @@ async def test_a_client_may_go_on_itself_and_the_router_from_there(open_pair):
     await pair.assert_all_free()
 
 
+@pytest.mark.parametrize("status", [200, 409])
+async def test_a_thought_that_was_ended_by_hand_is_over_elsewhere_too(open_pair, status):
+    headers = {"x-request-id": "mine"}
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
+        first, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        async with pair.client().ask("/v1/requests/mine", {"end_thinking": True}) as control:
+            where, told = await the_ask(pair, without=[ask])
+            assert (where, told.path) == (first, "/v1/requests/mine")
+            told.respond({"result": "ending"}) if status == 200 else told.refuse(status, "no_thought")
+            assert await control.head() == status
+        ask.hang_up()
+        _, again = await the_ask(pair)
+        assert ("end_thinking" in again.body["resume"]) == (status == 200)
+        again.begin_resumable()
+        again.finish_resumable()
+        await response.read()
+    await pair.assert_all_free()
+
+
 async def test_what_its_client_knows_already_counts_in_the_queue(open_pair):
     resume = {"token_ids": [[1] * 50], "finished": [False]}
     async with open_pair("w", leases_max=1) as pair, pair.client().ask(TEXT, BODY):  # noqa: SIM117

@@ -107,6 +107,7 @@ class Resumption:
             finished=body.finished[own],  # type: ignore[arg-type]
             prompt_digest=body.prompt_digest if self._prompt_count == 1 else None,
             seed=self._seed_of(prompt_index),
+            end_thinking=body.end_thinking,
         )
 
     def check(self, streams: Sequence[RequestStream]) -> None:

@@ -32,6 +32,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: of the prompt's tokens (digest_of): where the prompt turns out to be another one the request is
         refused, since its continuation would be another text. None: nobody looks.
     seed: that of the response. None: sampling's own, or a new one.
+    end_thinking: its thoughts were ended by hand (Engine.end_thoughts): one that goes on ends with the next token.
     Raises InvalidRequest, naming the field, when a value is of another type or out of range.
     """
 
@@ -39,6 +40,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     finished: tuple[bool, ...]
     prompt_digest: str | None = None
     seed: int | None = None
+    end_thinking: bool = False
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
@@ -58,6 +60,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
             if not SEED_MIN <= seed <= SEED_MAX:
                 raise InvalidRequest(f"resume.seed has {seed.bit_length()} bits, allowed are 64", param="resume.seed")
             force(self, "seed", seed)
+        to_bool("resume.end_thinking", self.end_thinking)
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

@@ -146,7 +146,8 @@ class OpenRequest:
         self.ended_at: float | None = None
         self.choices: list[Choice] = []
         self.guides: PreparedGuides | None = None  # what restrains its tokens, once it is compiled
-        self.is_thought_hurried = False  # thoughts are to end at once, also those that are still to come
+        # Thoughts are to end at once, also those that are still to come.
+        self.is_thought_hurried = resume is not None and resume.end_thinking
         self.preparation = trio.CancelScope()
         self.core_count = 0
         self.sequence_count = sampling.n if resume is None else resume.finished.count(False)
@@ -271,6 +272,7 @@ class OpenRequest:
             finished=tuple(index in self._read_ends for index in indices),
             prompt_digest=self.prompt_digest,
             seed=self.seed,
+            end_thinking=self.is_thought_hurried,
         )
 
     @property

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 CONTINUED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 RESUME = "resume"
+END_THINKING = "end_thinking"
 
 RESUMABLE_HEADER = "x-trioserve-resumable"
 RESUME_HEADER = "x-trioserve-resume"
@@ -143,6 +144,7 @@ class Continuation:
         self._params: bytes | None = None
         self._broke_at: float | None = None
         self._reason = ""
+        self._is_thought_ended = False
 
     @classmethod
     def of(cls, context: RouterContext, body: RoutedBody, request: RoutedRequest) -> Continuation | None:
@@ -171,9 +173,14 @@ class Continuation:
             if is_foreign:
                 self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
             return {} if self._foreign_fields is None else {TOKEN_IDS: True}
+        ended = {END_THINKING: True} if self._is_thought_ended else {}
         params, self._params = self._params, None  # for the first that is asked; another one computes
         given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}
-        return {RESUME: self._resume, **given}
+        return {RESUME: {**self._resume, **ended}, **given}
+
+    def note_thought_ended(self) -> None:
+        """By hand."""
+        self._is_thought_ended = True
 
     def know(self, resume: bytes) -> None:
         """Its client has that already: the field `resume`, as JSON."""
