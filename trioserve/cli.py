@@ -132,6 +132,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     )
     _add_simulate(simulate)
 
+    _add_operating(subparsers)
+
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what is missing for more")
     doctor.add_argument("--json", action="store_true", help="for scripts (default: off)")
 
@@ -148,6 +150,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "chat": _chat,
         "simulate": _simulate,
         "doctor": _doctor,
+        "top": _top,
+        **dict.fromkeys(("requests", "abort", "endpoints", "drain"), _operate),
         "random-checkpoint": _random_checkpoint,
     }
 
@@ -182,6 +186,27 @@ def _add_disagg(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill-port", type=int, default=8001, metavar="PORT", help="(default: 8001)")
     parser.add_argument("--decode-port", type=int, default=8002, metavar="PORT", help="(default: 8002)")
+
+
+def _add_operating(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Commands that ask a running server."""
+    top = subparsers.add_parser("top", help="watch a running server or router in the terminal")
+    top.add_argument("url", nargs="?", metavar="URL", help="(default: TRIOSERVE_URL, or http://127.0.0.1:8000)")
+    top.add_argument(
+        "--interval", type=float, default=0.5, metavar="SECONDS", help="between two looks, 0.1 to 10 (default: 0.5)"
+    )
+    requests = subparsers.add_parser("requests", help="list what lives in a running server")
+    abort = subparsers.add_parser("abort", help="abort requests of a running server by their ids")
+    abort.add_argument("ids", nargs="+", metavar="ID")
+    endpoints = subparsers.add_parser("endpoints", help="list the endpoints of a running router")
+    drain = subparsers.add_parser("drain", help="empty an endpoint of a running router")
+    drain.add_argument("name", metavar="NAME")
+    drain.add_argument("--move", action="store_true", help="move its streams to others now (default: off)")
+    for parser in (requests, abort, endpoints, drain):
+        parser.add_argument("--url", metavar="URL", help="(default: TRIOSERVE_URL, or http://127.0.0.1:8000)")
+    for parser in (top, requests, abort, endpoints, drain):
+        parser.add_argument("--api-key", metavar="KEY", help="(default: TRIOSERVE_API_KEY)")
+        parser.add_argument("--json", action="store_true", help="for scripts (default: off)")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -308,6 +333,27 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from trioserve.commands.doctor import run_doctor
 
     return run_doctor(as_json=arguments.json)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from trioserve.commands.remote import RemoteServer
+    from trioserve.commands.top import run_top
+
+    server = RemoteServer.from_arguments(arguments.url, arguments.api_key)
+    return run_top(server, interval=arguments.interval, as_json=arguments.json)
+
+
+def _operate(arguments: argparse.Namespace) -> int:
+    from trioserve.commands import operate
+    from trioserve.commands.remote import RemoteServer
+
+    server = RemoteServer.from_arguments(arguments.url, arguments.api_key)
+    if arguments.command == "abort":
+        return operate.run_abort(server, arguments.ids, as_json=arguments.json)
+    if arguments.command == "drain":
+        return operate.run_drain(server, arguments.name, move=arguments.move, as_json=arguments.json)
+    run = operate.run_requests if arguments.command == "requests" else operate.run_endpoints
+    return run(server, as_json=arguments.json)
 
 
 def _random_checkpoint(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,180 @@
+"""Commands that ask a running server: over a real socket, with a server that says what a test wants or the real one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve import cli
+from trioserve.commands.feed_state import FeedState
+from trioserve.commands.remote import RemoteServer
+from trioserve.commands.top import states, view
+from trioserve.testing.memory_server import open_memory_server
+
+SNAPSHOT = {
+    "now": 10.0,
+    "server": {"kind": "engine", "model": "smollm2", "executor": "bfloat16 on cpu", "is_draining": False},
+    "blocks": [[3, 0], [2, 2], [1, 1]],
+    "requests": {"r1": {"state": "running", "phase": "decode", "entered_at": 4.0, "prompt_tokens": 7, "tenant": None}},
+    "request_count": 1,
+    "stats": {"running": 1, "waiting": 0},
+    "history": {"series": {"tokens_per_second": [1.0, None]}},
+    "endpoints": None,
+}
+CHANGE = {
+    "now": 11.0,
+    "blocks": [[3, 2, 0]],
+    "requests": {
+        "r1": {"outcome": "cancelled", "ended_at": 10.5, "freed": {"blocks": 2, "steps": 1, "seconds": 0.009}},
+        "r2": {"state": "waiting", "entered_at": 10.9},
+    },
+    "history": {"at": 11.0, "points": {"tokens_per_second": 30.0}},
+}
+
+
+class Played:
+    """answers: status and body by method and path. asked: what came."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.asked: list[tuple[str, str | None, bytes]] = []
+        played = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                name = f"{self.command} {self.path}"
+                played.asked.append((name, self.headers.get("authorization"), body))
+                status, text = played.answers.get(name, (404, b'{"error": {"message": "nothing here"}}'))
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = do_DELETE = answer
+
+            def log_message(self, *_arguments: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def says(self, name: str, value: object, status: int = 200) -> None:
+        self.answers[name] = (status, value if isinstance(value, bytes) else json.dumps(value).encode())
+
+
+@pytest.fixture
+def played(monkeypatch: Any) -> Iterator[Played]:
+    monkeypatch.delenv("TRIOSERVE_URL", raising=False)
+    monkeypatch.delenv("TRIOSERVE_API_KEY", raising=False)
+    made = Played()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.server.shutdown()
+    thread.join()
+    made.server.server_close()
+
+
+def events(*pairs: tuple[str, object]) -> bytes:
+    return b":\n\n" + b"".join(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in pairs)
+
+
+def test_endpoints_are_listed_and_emptied_with_the_key(played: Played, capsys: Any, monkeypatch: Any):
+    played.says("GET /endpoints", {"data": [{"id": "a", "url": "http://x", "health": "healthy", "leases": 3}]})
+    played.says("POST /endpoints/a%2Fb/drain?move=true", {"id": "a/b"})
+    assert cli.main(["endpoints", "--url", played.url, "--api-key", "k"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["id  url       health   leases", "a   http://x  healthy  3"]
+    monkeypatch.setenv("TRIOSERVE_URL", played.url)
+    monkeypatch.setenv("TRIOSERVE_API_KEY", "k2,k3")
+    assert cli.main(["drain", "a/b", "--move", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": "a/b"}
+    assert [key for _, key, _ in played.asked] == ["Bearer k", "Bearer k2"]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (401, {"error": {"message": "no key"}}, "says 401, no key: give a key with --api-key or TRIOSERVE_API_KEY"),
+        (500, b"<html>", "says 500, Internal Server Error"),
+        (200, b"<html>", "answered with no JSON"),
+    ],
+)
+def test_what_a_server_refuses_is_one_sentence(status: int, answer: object, words: str, played: Played, capsys: Any):
+    played.says("GET /v1/requests", answer, status)
+    assert cli.main(["requests", "--url", played.url]) == 1
+    written = capsys.readouterr().err
+    assert words in written
+    assert written.count("\n") == 1
+
+
+def test_no_server_and_no_url_are_told(capsys: Any):
+    assert cli.main(["requests", "--url", "127.0.0.1:1"]) == 1
+    assert "no server answers at http://127.0.0.1:1 (" in capsys.readouterr().err
+    assert cli.main(["top", "ftp://x"]) == 1
+    assert "is no URL of a server" in capsys.readouterr().err
+
+
+def test_the_feed_is_put_together_from_a_snapshot_and_changes():
+    state = FeedState()
+    state.take_snapshot(SNAPSHOT)
+    assert state.blocks == bytes([0, 0, 0, 2, 2, 1])
+    state.take_change(CHANGE)
+    assert state.blocks == bytes([0, 0, 0, 0, 0, 1])
+    assert state.requests["r1"]["prompt_tokens"] == 7
+    assert state.series == {"tokens_per_second": [1.0, None, 30.0]}
+    state.take_change({"requests": {"r1": None}})
+    assert list(state.requests) == ["r2"]
+
+
+def test_the_view_shows_requests_blocks_and_what_a_cancel_freed(played: Played):
+    rich_console = pytest.importorskip("rich.console")
+    played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE)))
+    shown = []
+    for state in states(RemoteServer(played.url), 0.5):
+        console = rich_console.Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(view(state, played.url))
+        console.file.close()
+        shown.append(console.export_text())
+    first, second = shown
+    assert "r1" in first
+    assert "decode" in first
+    assert "6.0 s" in first
+    assert "2 used" in first
+    assert "cancelled: 2 blocks free in 9 ms" in second
+    assert "0 used" in second
+    assert second.index("r2") < second.index("r1")  # the newest first
+
+
+def test_for_scripts_top_prints_one_snapshot(played: Played, capsys: Any):
+    played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE)))
+    assert cli.main(["top", played.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == SNAPSHOT
+
+
+async def test_a_live_request_is_listed_and_aborted_and_its_blocks_come_back(capsys: Any):
+    async with open_memory_server(paused=True) as server, trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        await nursery.start(server.server.serve, listeners)
+        url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+
+        async def run(*arguments: str) -> int:
+            return await trio.to_thread.run_sync(cli.main, [*arguments, "--url", url])
+
+        async with server.client().ask("/v1/completions", {"prompt": "x" * 40, "stream": True}) as response:
+            async with server.engine.held_step():
+                assert await run("requests", "--json") == 0
+                [request] = json.loads(capsys.readouterr().out)["data"]
+                assert await run("requests") == 0
+                assert request["id"] in capsys.readouterr().out
+                assert await run("abort", request["id"], "nobody") == 1
+                assert "nobody: unknown" in capsys.readouterr().out
+            await response.read()
+        await server.assert_all_free()
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,59 @@
+"""What a server tells its live page, put together again: a snapshot, and the changes made to it since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BLOCK_STATES", "FeedState"]
+
+BLOCK_STATES = ("free", "cached", "used", "held")
+POINTS_MAX = 180  # as the server keeps: 15 minutes
+
+
+class FeedState:
+    """fields: of the snapshot but blocks, requests, endpoints and history. blocks: the state of each, an index into
+    BLOCK_STATES. requests, endpoints: by id. series: the latest points by name, oldest first."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.blocks: bytearray = bytearray()
+        self.requests: dict[str, dict[str, Any]] = {}
+        self.endpoints: dict[str, dict[str, Any]] = {}
+        self.series: dict[str, list[float | None]] = {}
+
+    def take_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+        fields = dict(snapshot)
+        self.blocks = bytearray()
+        for count, state in fields.pop("blocks", None) or ():
+            self.blocks += bytes([state]) * count
+        self.requests = {id: dict(request) for id, request in (fields.pop("requests", None) or {}).items()}
+        self.endpoints = {id: dict(endpoint) for id, endpoint in (fields.pop("endpoints", None) or {}).items()}
+        history = fields.pop("history", None) or {}
+        self.series = {name: list(points) for name, points in history.get("series", {}).items()}
+        self.fields = fields
+
+    def take_change(self, change: Mapping[str, Any]) -> None:
+        for name, value in change.items():
+            if name == "blocks":
+                for first, count, state in value:
+                    self.blocks[first : first + count] = bytes([state]) * count
+            elif name == "requests":
+                _merge(self.requests, value)
+            elif name == "endpoints":
+                _merge(self.endpoints, value or {})
+            elif name == "history":
+                for series, point in value.get("points", {}).items():
+                    points = self.series.setdefault(series, [])
+                    points.append(point)
+                    del points[:-POINTS_MAX]
+            else:
+                self.fields[name] = value
+
+
+def _merge(known: dict[str, dict[str, Any]], changes: Mapping[str, Mapping[str, Any] | None]) -> None:
+    for id, fields in changes.items():
+        if fields is None:
+            known.pop(id, None)
+        else:
+            known.setdefault(id, {}).update(fields)
