@@ -167,6 +167,11 @@ async def test_a_live_request_is_listed_and_aborted_and_its_blocks_come_back(cap
         async def run(*arguments: str) -> int:
             return await trio.to_thread.run_sync(cli.main, [*arguments, "--url", url])
 
+        assert await trio.to_thread.run_sync(cli.main, ["top", url, "--json"]) == 0
+        state = FeedState()
+        state.take_snapshot(json.loads(capsys.readouterr().out))
+        assert state.blocks == bytes(state.fields["server"]["block_count"])
+        assert state.requests == {}
         async with server.client().ask("/v1/completions", {"prompt": "x" * 40, "stream": True}) as response:
             async with server.engine.held_step():
                 assert await run("requests", "--json") == 0

@@ -22,8 +22,8 @@ GROUPS = {
         "kv_cache_memory gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens enable_prefix_caching"
     ),
     "server": _words(
-        "host port uds root_path served_model_name cors_origin frontend max_connections max_body_bytes stall_timeout "
-        "drain_timeout require_model log_level"
+        "host port ui uds root_path served_model_name cors_origin frontend max_connections max_body_bytes "
+        "stall_timeout drain_timeout require_model log_level"
     ),
     "keys and TLS": _words(
         "api_key admin_api_key gateway_api_key priority_min share_prefix_cache metrics_need_key load_needs_key "

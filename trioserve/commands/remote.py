@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class RemoteServer:
                     f"{self.url}{path} answered with no JSON ({error}): is it the right server?"
                 ) from None
 
-    def events(self, method: str, path: str, body: object = None) -> Iterator[Event]:
+    def events(self, method: str, path: str, body: object = None) -> Generator[Event, None, None]:
         """Events as they come, until the server ends them; closing the iterator hangs up. Raises ServerFailed."""
         with closing(self._open(method, path, body, SILENCE_SECONDS_MAX)) as response:
             name, lines = "message", []

@@ -63,10 +63,10 @@ def run_until_signal(config: ServerConfig, serve: Serve, *, what: str) -> int:
     for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
-    return trio.run(_serve_until_signal, serve, what)
+    return trio.run(_serve_until_signal, serve, what, config.ui)
 
 
-async def _serve_until_signal(serve: Serve, what: str) -> int:
+async def _serve_until_signal(serve: Serve, what: str, has_page: bool) -> int:
     sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
     is_serving = trio.Event()
 
@@ -85,6 +85,8 @@ async def _serve_until_signal(serve: Serve, what: str) -> int:
         seconds = _process_seconds()
         for url in urls:
             print(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)", file=sys.stderr, flush=True)
+            if has_page and url.startswith("http"):
+                print(f"watch it in a browser: {url}/", file=sys.stderr, flush=True)
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ def run_top(server: RemoteServer, *, interval: float, as_json: bool) -> int:
     raise ServerFailed(f"{server.url} has ended the view: it stops, or was asked to")
 
 
-def states(server: RemoteServer, interval: float) -> Iterator[FeedState]:
+def states(server: RemoteServer, interval: float) -> Generator[FeedState, None, None]:
     """The state after each event."""
     state = FeedState()
     with closing(server.events("GET", _path(interval))) as events:
