@@ -177,6 +177,9 @@ class ScriptedStream:
     ) -> None:
         self.left = True
 
+    def forget_known(self) -> None:
+        self.known = ()
+
     async def wait_until_begun(self) -> None:
         await trio.lowlevel.checkpoint()
 

@@ -261,6 +261,31 @@ async def test_without_the_header_a_stream_is_as_ever(make_api: Any) -> None:
             assert not {name for name in exchange.response_headers if name.startswith("x-trioserve-")}
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_what_was_known_is_kept_no_longer_than_it_takes(make_api: Any, path: str, is_streamed: bool) -> None:
+    asked = {"prompt": "hello"} if path == TEXT else {"messages": [USER]}
+    resume = {"token_ids": [[65] * 10], "finished": [False]}
+    async with opened(make_api, paused=True) as (api, engine):
+        streams: list[Any] = []
+        generate = engine.generate
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            streams.append(generate(*arguments, **options))
+            return streams[-1]
+
+        engine.generate = watched
+        body = {**asked, "max_tokens": 40, "stream": is_streamed, "ignore_eos": True, "resume": resume}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(api.context, "POST", path, body)
+            await engine.step(3)
+            await trio.testing.wait_all_tasks_blocked()
+            [stream] = streams
+            assert stream.completion_token_count == 13
+            assert not stream.known
+            engine.resume()
+
+
 async def test_a_whole_response_holds_what_was_known(make_api: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 9, "temperature": 1.0, "n": 2, "seed": 3}
     async with opened(make_api) as (api, _):

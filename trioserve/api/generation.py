@@ -107,6 +107,7 @@ async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[l
     for stream_index, stream in enumerate(streams):
         for delta in stream.known:
             choices[stream_index][delta.index].take(delta)
+        stream.forget_known()
 
     async def take(stream_index: int, delta: Delta) -> None:
         choices[stream_index][delta.index].take(delta)

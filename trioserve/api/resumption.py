@@ -224,12 +224,13 @@ class GroupIds:
 
 async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delta], object]) -> None:
     """Give `skip` what the client has already: as if it had just come, and without showing it. The event loop gets its
-    turns meanwhile."""
+    turns meanwhile. To be called once."""
     for stream_index, stream in enumerate(streams):
         for place, delta in enumerate(stream.known, start=1):
             skip(stream_index, delta)
             if place % SKIPPED_MAX == 0:
                 await trio.lowlevel.checkpoint()
+        stream.forget_known()
 
 
 def _digest(streams: Sequence[RequestStream]) -> str:

@@ -80,6 +80,10 @@ class RequestStream:
         it. Iterating does not give it again. Known once it is entered."""
         return self._request.known
 
+    def forget_known(self) -> None:
+        """Nobody asks for it again, and it need not be kept as long as the rest takes."""
+        self._request.known = ()
+
     @property
     def seed(self) -> int:
         """That of the first choice."""
