@@ -39,13 +39,17 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500},
         )
-        self.driver.get("about:blank")  # else a hash alone would not load anything
+        self.leave()  # else a hash alone would not load anything
         self.driver.get(url)
 
     def prefer(self, **features: str) -> None:
         """prefer(color_scheme="dark", reduced_motion="reduce")"""
         told = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
+
+    def leave(self) -> None:
+        """Close every connection of the page."""
+        self.driver.get("about:blank")
 
     def find(self, selector: str) -> WebElement:
         return self.driver.find_element("css selector", selector)
@@ -54,8 +58,8 @@ class Browser:
         return self.driver.find_elements("css selector", selector)
 
     def text(self, selector: str) -> str:
-        """Hidden text, too, as screen readers have it."""
-        return " ".join(str(self.run("return document.querySelector(arguments[0]).textContent", selector)).split())
+        """Hidden text, too, as screen readers have it; nothing where there is no such element."""
+        return " ".join(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector).split())
 
     def click(self, selector: str) -> None:
         self.find(selector).click()

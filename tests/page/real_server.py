@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ SECONDS_MAX = 60.0
 
 
 class RealServer:
-    """Within `with`. url: where it serves. options: of open_memory_server. do, wait_for: in its thread. After the test
+    """Within `with`. url: where it serves. options: of open_memory_server. do: in its thread. After the test
     nothing of any request is left; that is asserted."""
 
     def __init__(self, **options: Any) -> None:
@@ -49,9 +49,6 @@ class RealServer:
     def do(self, function: Callable[..., Value], *arguments: object) -> Value:
         return trio.from_thread.run_sync(function, *arguments, trio_token=self._token)
 
-    def wait_for(self, function: Callable[..., Awaitable[Value]], *arguments: object) -> Value:
-        return trio.from_thread.run(function, *arguments, trio_token=self._token)
-
     def _run(self) -> None:
         try:
             trio.run(self._serve)
@@ -72,5 +69,6 @@ class RealServer:
                 await nursery.start(self.server.server.serve, listeners)
                 self._is_serving.set()
                 await self._leave.wait()
-                nursery.cancel_scope.cancel()
+                nursery.cancel_scope.deadline = trio.current_time() + SECONDS_MAX
+                self.server.drain()  # it returns when the last connection has ended
             await self.server.assert_all_free()

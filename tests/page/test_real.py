@@ -28,9 +28,10 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., RealServer]]:
+def serve(browser: Browser) -> Iterator[Callable[..., RealServer]]:
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(RealServer(**{**OPTIONS, **options}))
+        browser.leave()
 
 
 def open_page(browser: Browser, server: RealServer, view: str = "") -> None:
