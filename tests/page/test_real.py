@@ -147,6 +147,7 @@ def test_a_tool_is_called_and_its_result_goes_back(browser: Browser, serve: Call
     browser.click("#tools-example")
     ask(browser, "How is the weather in Oslo?")
     browser.wait_text(".call", 'get_weather({"city": "Oslo"})')
+    browser.wait(lambda: browser.find_all(".results textarea"))
     browser.type(".results textarea", "minus four")
     browser.click(".results button")
     browser.wait_text(".answer .text", "It is cold.")

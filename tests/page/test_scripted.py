@@ -248,7 +248,7 @@ def test_plots_are_read_by_key_and_as_a_table(browser: Browser, script: Scripted
     script.change(history={"at": 1005.0, "points": {name: [values[-1]] for name, values in series.items()}})
     browser.wait(lambda: plot.get_attribute("aria-label") == "Tokens/s, 5.0 s ago: tokens/s 40.0")
     browser.click(".table-of summary")
-    browser.wait_text("#plot-table", "Time to first token, p95")
+    browser.wait_text("#plot-table", "First token, p95")
     assert browser.text("#steps-sum") == "10 ms a step, 100 in the last second"
     assert "8.0 ms · 80 %" in browser.text("#steps")
 

@@ -127,7 +127,7 @@ class Answer {
 		const now = request && request.ended_at == null ? blocksOf(request) : 0;
 		if (now) this.blocksHeld = now;
 		const isBack = this.isOver && this.blocksHeld > 0 && request?.ended_at != null;
-		this.squares.style.width = `${Math.min(this.blocksHeld ?? 0, 48) * 9}px`;
+		this.squares.style.width = `${Math.min(this.blocksHeld ?? 0, 48) * 9 - (this.blocksHeld ? 2 : 0)}px`;
 		this.squares.classList.toggle("back", isBack);
 		const text = request && freed(request) ? `stopped: ${freed(request)}`
 			: isBack ? `${many(this.blocksHeld, "block")} back`

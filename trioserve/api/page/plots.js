@@ -2,12 +2,13 @@
 
 import { count, duration, el, figure, find, percent, show, write } from "./words.js";
 
-const WIDTH = 300, HEIGHT = 110, POINTS = 180;
+const WIDTH = 300, HEIGHT = 110;
+const SPANS = [24, 60, 180]; // points that are shown: as many as there are, and a few more
 const SVG = "http://www.w3.org/2000/svg";
 const PLOTS = [
 	{ title: "Tokens/s", format: figure, lines: [["tokens_per_second", "tokens/s"]] },
-	{ title: "Time to first token", format: duration, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
-	{ title: "Time between tokens", format: duration, lines: [["itl_p50", "p50"], ["itl_p95", "p95"]] },
+	{ title: "First token", format: duration, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
+	{ title: "Between tokens", format: duration, lines: [["itl_p50", "p50"], ["itl_p95", "p95"]] },
 	{ title: "Requests/s", format: figure, lines: [["requests_per_second", "requests/s"]] },
 	{ title: "Wait in the queue", format: duration, lines: [["queue_wait_p50", "p50"], ["queue_wait_p95", "p95"]] },
 	{ title: "Requests", format: count, lines: [["running", "running"], ["queue", "waiting"]] },
@@ -32,6 +33,7 @@ class Plot {
 	#series = {};
 	#top = 1;
 	#interval = 5;
+	#points = SPANS[0];
 
 	constructor(spec) {
 		this.spec = spec;
@@ -45,29 +47,32 @@ class Plot {
 		this.when = el("span.when", {}, "now");
 		const keys = spec.lines.map(([, name], index) => el("span.reading", {}, el(`i.dash.dash-${index}`, { "aria-hidden": "true" }), `${name} `, this.values[index]));
 		this.element = el("figure", {}, el("figcaption", {}, el("span.title", {}, spec.title), el("span.readings", {}, ...keys)),
-			el("div.canvas", {}, this.picture, this.topText), el("div.axis", { "aria-hidden": "true" }, el("span", {}, "15 min ago"), this.when));
+			el("div.canvas", {}, this.picture, this.topText), el("div.axis", { "aria-hidden": "true" }, (this.from = el("span")), this.when));
 		this.picture.addEventListener("pointermove", (event) => {
 			const box = this.picture.getBoundingClientRect();
-			this.#read(Math.round(((event.clientX - box.left) / box.width) * (POINTS - 1)));
+			this.#read(Math.round(((event.clientX - box.left) / box.width) * (this.#points - 1)));
 		});
 		this.picture.addEventListener("pointerleave", () => this.#read(null));
 		this.picture.addEventListener("blur", () => this.#read(null));
 		this.picture.addEventListener("keydown", (event) => {
-			const at = this.#at ?? POINTS - 1;
-			const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: POINTS - 1 }[event.key];
+			const last = this.#points - 1, at = this.#at ?? last;
+			const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
 			if (to === undefined) return;
 			event.preventDefault();
-			this.#read(Math.max(0, Math.min(POINTS - 1, to)));
+			this.#read(Math.max(0, Math.min(last, to)));
 		});
 	}
 
 	update(history) {
 		this.#interval = history.interval_seconds;
 		this.#series = {};
+		const total = Math.max(...Object.values(history.series).map((points) => points.length));
+		this.#points = SPANS.find((span) => span >= total) ?? SPANS.at(-1);
+		write(this.from, `${duration(this.#points * this.#interval)} ago`);
 		let highest = 0;
 		for (const [name] of this.spec.lines) {
 			const points = history.series[name] ?? [];
-			this.#series[name] = [...new Array(Math.max(0, POINTS - points.length)).fill(null), ...points.slice(-POINTS)];
+			this.#series[name] = [...new Array(Math.max(0, this.#points - points.length)).fill(null), ...points.slice(-this.#points)];
 			for (const value of points) if (value > highest) highest = value;
 		}
 		this.#top = this.spec.top ?? (highest > 0 ? roundUp(highest * 1.05) : 1);
@@ -80,7 +85,7 @@ class Plot {
 		let path = "", isOpen = false;
 		points.forEach((value, index) => {
 			if (value == null) return void (isOpen = false);
-			const x = (index / (POINTS - 1)) * WIDTH, y = HEIGHT - 1.5 - (Math.min(value, this.#top) / this.#top) * (HEIGHT - 4);
+			const x = (index / (this.#points - 1)) * WIDTH, y = HEIGHT - 1.5 - (Math.min(value, this.#top) / this.#top) * (HEIGHT - 4);
 			const isLone = !isOpen && points[index + 1] == null;
 			path += `${isOpen ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}${isLone ? "h1" : ""}`;
 			isOpen = true;
@@ -91,12 +96,12 @@ class Plot {
 	/** index: of the point that is read; null: the last one. */
 	#read(index) {
 		this.#at = index;
-		const at = index ?? POINTS - 1;
+		const last = this.#points - 1, at = Math.min(index ?? last, last);
 		const texts = this.spec.lines.map(([name]) => this.spec.format(this.#series[name]?.[at]));
 		texts.forEach((text, line) => write(this.values[line], text));
-		const when = at === POINTS - 1 ? "now" : `${duration((POINTS - 1 - at) * this.#interval)} ago`;
+		const when = at === last ? "now" : `${duration((last - at) * this.#interval)} ago`;
 		write(this.when, when);
-		const x = (at / (POINTS - 1)) * WIDTH;
+		const x = (at / last) * WIDTH;
 		for (const name of ["x1", "x2"]) this.cross.setAttribute(name, x);
 		this.cross.setAttribute("visibility", index === null ? "hidden" : "visible");
 		const said = this.spec.lines.map(([, name], line) => `${name} ${texts[line]}`).join(", ");
