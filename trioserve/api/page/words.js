@@ -25,8 +25,9 @@ export function duration(seconds) {
 	if (seconds < 0.0995) return `${(seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;
 	if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
 	if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
-	if (seconds < 59.5) return `${Math.round(seconds)} s`;
-	if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`.replace(" 0 s", "");
+	seconds = Math.round(seconds);
+	if (seconds < 60) return `${seconds} s`;
+	if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`.replace(" 0 s", "");
 	if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
 	return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
