@@ -122,6 +122,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
     chat = subparsers.add_parser("chat", help="chat with a model in the terminal")
     chat.add_argument("--system", metavar="TEXT", help="system message (default: what the chat template says)")
+    chat.add_argument(
+        "--url", metavar="URL", help="a running server that answers, with OpenAI's API (default: none, a model here)"
+    )
+    chat.add_argument("--api-key", metavar="KEY", help="for --url (default: TRIOSERVE_API_KEY)")
     _add_sampling(chat)
     add_arguments(chat, only=TERMINAL_OPTIONS, groups=GROUPS)
 
@@ -307,9 +311,15 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
-    from trioserve.commands.terminal import SamplingWishes, run_chat
+    from trioserve.commands.chat.run import ChatPlace, run_chat
+    from trioserve.commands.terminal import SamplingWishes
 
-    return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system)
+    place = None
+    if arguments.url is not None:
+        keys = (arguments.api_key or os.environ.get("TRIOSERVE_API_KEY", "")).replace(",", " ").split()
+        url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
+        place = ChatPlace(url, keys[0] if keys else None, arguments.model)
+    return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system, place=place)
 
 
 def _bench(arguments: Sequence[str]) -> int:

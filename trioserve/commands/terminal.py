@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: the loading bar, one streamed response, a chat."""
+"""What a person sees in a terminal: the loading bar, one streamed response; and what a chat shares with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
-__all__ = ["LoadingBar", "SamplingWishes", "run_chat", "run_generate"]
+__all__ = [
+    "Interrupts",
+    "LineReader",
+    "LoadingBar",
+    "SamplingWishes",
+    "opened_engine",
+    "run_generate",
+    "run_interruptible",
+    "say",
+]
 
 BAR_CELLS = 30
 
@@ -35,9 +44,9 @@ class LoadingBar:
         self._model = model
         self._is_terminal = sys.stderr.isatty()
         self._percent_shown = -1
-        _say(f"loading {model}" if not self._is_terminal else f"\rloading {model} ...", end="")
+        say(f"loading {model}" if not self._is_terminal else f"\rloading {model} ...", end="")
         if not self._is_terminal:
-            _say("")
+            say("")
 
     def progress(self, done: int, total: int) -> None:
         """Called with bytes, from any thread."""
@@ -47,13 +56,13 @@ class LoadingBar:
         self._percent_shown = percent
         filled = BAR_CELLS * percent // 100
         bar = "#" * filled + "." * (BAR_CELLS - filled)
-        _say(f"\rloading {self._model} [{bar}] {percent:3d} %  {done / 1e6:.0f} of {total / 1e6:.0f} MB", end="")
+        say(f"\rloading {self._model} [{bar}] {percent:3d} %  {done / 1e6:.0f} of {total / 1e6:.0f} MB", end="")
 
     def loaded(self, loaded: Loaded) -> None:
         if self._is_terminal:
-            _say("\r\x1b[K", end="")
+            say("\r\x1b[K", end="")
         cut = ""
-        _say(f"processor: {processor_name()}")
+        say(f"processor: {processor_name()}")
         if loaded.context_tokens_max < loaded.model_context_tokens_max:
             cut = f" (of the model's {loaded.model_context_tokens_max})"
         tokens = loaded.block_count * loaded.block_size
@@ -63,7 +72,7 @@ class LoadingBar:
         )
         if not loaded.block_count:
             kept = "an encoder: it makes vectors or scores, and keeps no KV"
-        _say(
+        say(
             f"kernels: {loaded.computed_by}, {loaded.dtype} on {loaded.device}\n"
             f"loaded {self._model} in {loaded.load_seconds:.1f} s, {loaded.context_tokens_max} tokens of context{cut}\n"
             f"{kept}"
@@ -83,52 +92,25 @@ class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: getattr(arguments, name) for name in cls.__struct_fields__})
 
     def applied_to(self, default: SamplingParams) -> SamplingParams:
-        wishes = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        return msgspec.structs.replace(default, **wishes)
+        return msgspec.structs.replace(default, **self.given())
+
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
 def run_generate(config: Config, prompt: str, wishes: SamplingWishes, *, raw: bool) -> int:
     """Write the response to stdout as it is made; what else there is to say goes to stderr. Ctrl-C ends it."""
 
-    async def main(_interrupts: _Interrupts) -> None:
-        async with _engine(config) as engine:
+    async def main(_interrupts: Interrupts) -> None:
+        async with opened_engine(config) as engine:
             is_chat = not raw and engine.tokenizer.chat_template is not None
             asked: Prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}]) if is_chat else prompt
             await _write_response(engine, asked, wishes.applied_to(engine.default_sampling))
 
-    return _run_interruptible(main)
+    return run_interruptible(main)
 
 
-def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None) -> int:
-    """Read lines, answer them. Ctrl-C ends a response, or at the prompt the chat."""
-
-    async def main(interrupts: _Interrupts) -> None:
-        start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        messages = list(start)
-        lines = _LineReader()
-        async with _engine(config) as engine:
-            sampling = wishes.applied_to(engine.default_sampling)
-            _say("Type a message. /new begins again, Ctrl-C ends a response, Ctrl-D ends the chat.")
-            while True:
-                _say("> ", end="")
-                line = await lines.read()
-                if line is None:
-                    return
-                if line == "/new":
-                    messages = list(start)
-                elif line:
-                    messages.append({"role": "user", "content": line})
-                    with trio.CancelScope() as interrupts.response_scope:
-                        response = await _write_response(engine, ChatPrompt(messages=list(messages)), sampling)
-                        messages.append({"role": "assistant", "content": response})
-                    if interrupts.response_scope.cancelled_caught:
-                        messages.pop()
-                    interrupts.response_scope = None
-
-    return _run_interruptible(main)
-
-
-class _Interrupts:
+class Interrupts:
     """Ctrl-C and SIGTERM as cancellation: of the response under way if there is one, otherwise of everything."""
 
     def __init__(self) -> None:
@@ -146,16 +128,16 @@ class _Interrupts:
                     everything.cancel()
 
 
-def _run_interruptible(main: Callable[[_Interrupts], Awaitable[None]]) -> int:
+def run_interruptible(main: Callable[[Interrupts], Awaitable[None]]) -> int:
     async def run() -> int:
-        interrupts = _Interrupts()
+        interrupts = Interrupts()
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
                 await nursery.start(interrupts.watch, nursery.cancel_scope)
                 await main(interrupts)
                 nursery.cancel_scope.cancel()
         if interrupts.have_ended_all:
-            _say("\ninterrupted")
+            say("\ninterrupted")
             return EXIT_INTERRUPTED
         return 0
 
@@ -163,7 +145,7 @@ def _run_interruptible(main: Callable[[_Interrupts], Awaitable[None]]) -> int:
 
 
 @asynccontextmanager
-async def _engine(config: Config) -> AsyncIterator[Engine]:
+async def opened_engine(config: Config) -> AsyncIterator[Engine]:
     bar = LoadingBar(config.model)
     async with open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded) as engine:
         yield engine
@@ -177,15 +159,15 @@ async def _write_response(engine: Engine, prompt: Prompt, sampling: SamplingPara
                 text += delta.text
                 print(delta.text, end="", flush=True)
                 if delta.finish_reason is FinishReason.LENGTH:
-                    _say("\n(cut off: the limit of tokens is reached)", end="")
+                    say("\n(cut off: the limit of tokens is reached)", end="")
                 elif delta.finish_reason is FinishReason.ERROR:
-                    _say(f"\n({delta.message})", end="")
+                    say(f"\n({delta.message})", end="")
     finally:
         print(flush=True)
     return text
 
 
-class _LineReader:
+class LineReader:
     """Lines of standard input without a thread that could not be ended while it reads."""
 
     def __init__(self) -> None:
@@ -207,5 +189,5 @@ class _LineReader:
         return line.decode(errors="replace").strip()
 
 
-def _say(text: str, end: str = "\n") -> None:
+def say(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)

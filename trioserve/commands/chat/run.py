@@ -1,0 +1,144 @@
+"""`trioserve chat`: messages are read and answered until the person leaves. Ctrl-C ends an answer, not the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+
+from trioserve.commands.chat.answers import Answer, Answerer, EngineAnswers, ServerAnswers
+from trioserve.commands.chat.conversation import COMMANDS, Conversation, line_of
+from trioserve.commands.chat.typing import PlainTyping, TerminalTyping, Typing
+from trioserve.commands.terminal import Interrupts, SamplingWishes, opened_engine, run_interruptible, say
+from trioserve.config import Config
+from trioserve.contracts.errors import TrioserveError
+
+__all__ = ["ChatPlace", "run_chat"]
+
+
+class ChatPlace(msgspec.Struct, frozen=True):
+    """Another server that answers. model: None takes its first one."""
+
+    url: str
+    api_key: str | None
+    model: str | None
+
+
+def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None, place: ChatPlace | None) -> int:
+    """place: None answers with an engine of the configuration. Returns the exit code."""
+
+    async def main(interrupts: Interrupts) -> None:
+        async with _answerer(config, wishes, place) as answerer:
+            is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+            typing: Typing = TerminalTyping() if is_terminal else PlainTyping()
+            await _Chat(answerer, typing, Conversation(system), interrupts).run()
+
+    return run_interruptible(main)
+
+
+@asynccontextmanager
+async def _answerer(config: Config, wishes: SamplingWishes, place: ChatPlace | None) -> AsyncIterator[Answerer]:
+    if place is None:
+        async with opened_engine(config) as engine:
+            yield EngineAnswers(engine, wishes.applied_to(engine.default_sampling))
+        return
+    answers = ServerAnswers(place.url, api_key=place.api_key, model=place.model, fields=wishes.given())
+    try:
+        say(f"{await answers.find_model()} at {place.url}")
+        yield answers
+    finally:
+        with trio.CancelScope(deadline=trio.current_time() + 1, shield=True):
+            await answers.aclose()
+
+
+class _Chat:
+    def __init__(self, answerer: Answerer, typing: Typing, conversation: Conversation, interrupts: Interrupts) -> None:
+        self._answerer = answerer
+        self._typing = typing
+        self._conversation = conversation
+        self._interrupts = interrupts
+
+    async def run(self) -> None:
+        say("Type a message. /help lists commands, Alt-Enter makes a new line, Ctrl-C ends an answer, Ctrl-D the chat.")
+        while (typed := await self._typing.read()) is not None:
+            line = line_of(typed.strip())
+            if line.error is not None:
+                say(line.error)
+            elif line.command == "/exit":
+                return
+            elif line.command is not None:
+                await self._obey(line.command, line.text)
+            elif line.text:
+                await self._answer(line.text)
+
+    async def _obey(self, command: str, text: str) -> None:
+        conversation = self._conversation
+        if command == "/help":
+            for name, meaning in COMMANDS.items():
+                say(f"  {name:<8} {meaning}")
+        elif command == "/clear":
+            conversation.clear()
+        elif command == "/system" and not text:
+            say(conversation.system or "there is no system message")
+        elif command == "/system":
+            conversation.system = text
+        elif command == "/save" and not text:
+            say("name a file: /save FILE")
+        elif command == "/save":
+            encoded = msgspec.json.format(msgspec.json.encode(conversation.messages), indent=2)
+            try:
+                await trio.to_thread.run_sync(_write, text, encoded + b"\n")
+            except OSError as error:
+                say(f"{text} cannot be written: {error.strerror}")
+        else:
+            say("no answer is coming")
+
+    async def _answer(self, text: str) -> None:
+        self._conversation.ask(text)
+        answer = Answer(lambda piece: print(piece, end="", flush=True))
+        scope = trio.CancelScope()
+        self._interrupts.response_scope = scope
+        try:
+            with scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._stop_when_told, scope)
+                    try:
+                        await self._answerer.answer(self._conversation.messages, answer)
+                    except TrioserveError as error:  # the chat goes on
+                        answer.note = str(error)
+                    nursery.cancel_scope.cancel()
+        finally:
+            self._interrupts.response_scope = None
+            print(flush=True)
+        self._conversation.answer(answer.text)
+        _say_dim(_summary(answer, was_stopped=scope.cancelled_caught))
+
+    async def _stop_when_told(self, scope: trio.CancelScope) -> None:
+        while (await self._typing.read_meanwhile()).strip() != "/stop":
+            pass
+        scope.cancel()
+
+
+def _write(name: str, content: bytes) -> None:
+    Path(name).expanduser().write_bytes(content)
+
+
+def _summary(answer: Answer, *, was_stopped: bool) -> str:
+    speed = answer.tokens_per_second
+    parts = [
+        "stopped" if was_stopped else "",
+        f"{answer.tokens} token{'' if answer.tokens == 1 else 's'}",
+        "" if speed is None else f"{speed:.1f} tokens/s",
+        answer.note or "",
+    ]
+    return f"({', '.join(filter(None, parts))})"
+
+
+def _say_dim(text: str) -> None:
+    has_colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    say(f"\x1b[2m{text}\x1b[0m" if has_colours else text)
