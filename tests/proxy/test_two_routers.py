@@ -381,6 +381,26 @@ async def test_what_nobody_keeps_any_more_is_computed_once_more(autojump_clock, 
         assert told(first.body + second.body) == expected
 
 
+async def test_what_had_begun_elsewhere_is_computed_once_more_behind_its_beginning(autojump_clock):
+    body = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True}
+    async with opened() as setup:
+        resume = {"token_ids": [list(b"known")], "finished": [False], "seed": 3}
+        setup.resume()
+        async with setup.ask("one", id="whole", **body, resume=resume) as whole:
+            await whole.read()
+        expected = told(whole.body)
+    async with opened() as setup:
+        async with setup.ask("one", **body, resume=resume) as first:
+            await setup.step(5)
+            await read_for_a_while(first)
+            await setup.kill("one")
+        await trio.sleep(6)
+        setup.resume()
+        async with setup.ask("two", last=last_id(first.body), **body, resume=resume) as second:
+            await second.read()
+        assert told(first.body + second.body) == expected
+
+
 async def test_another_text_is_never_taken_for_the_rest(autojump_clock):
     async with opened() as setup:
         async with asked(setup, "one", "chat") as first:

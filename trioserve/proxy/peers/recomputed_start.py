@@ -64,7 +64,7 @@ class RecomputedStart:
                 raise EndpointLost("the endpoint ended a response that it was to compute once more")
             start.note(splitter.feed(piece))
         self.end()
-        resume = {**msgspec.json.decode(told, type=dict[str, object]), **start.resume()}
+        resume = {**msgspec.json.decode(told, type=dict[str, object]), **start.resume(_begun(self._body))}
         self._context.client_events = NumberedEvents(keeper=start.keeper())
         if self._context.continuation is not None:
             self._context.continuation.know(msgspec.json.encode(resume))
@@ -75,6 +75,20 @@ class RecomputedStart:
         request, self._request = self._request, None
         if request is not None:
             request.end()
+
+
+class _Begun(msgspec.Struct):
+    token_ids: list[list[int]] = []
+    finished: list[bool] = []
+
+
+class _Body(msgspec.Struct):
+    resume: _Begun | None = None
+
+
+def _begun(body: bytes) -> _Begun:
+    """What the request says itself that its client has: its response began elsewhere."""
+    return msgspec.json.decode(body, type=_Body).resume or _Begun()
 
 
 class _Start:
@@ -121,11 +135,15 @@ class _Start:
         if self._state is not None and self._known.state is None and exact != list(self._known.counts):
             raise not_the_same("its events come in other groups")
 
-    def resume(self) -> dict[str, object]:
-        """As the field of a body says it."""
+    def resume(self, begun: _Begun) -> dict[str, object]:
+        """As the field of a body says it. begun: what had come before the response began here."""
+        count = len(self._token_ids)
+        before = [*begun.token_ids, *([] for _ in range(count))][:count]
+        ended = [*begun.finished, *(False for _ in range(count))][:count]
+        token_ids = [[*known, *map(int, tokens)] for known, tokens in zip(before, self._token_ids, strict=True)]
         fields: dict[str, object] = {
-            "token_ids": [[int(token) for token in tokens] for tokens in self._token_ids],
-            "finished": list(self._known.finished),
+            "token_ids": token_ids,
+            "finished": [was or now for was, now in zip(ended, self._known.finished, strict=True)],
         }
         state = self._known.state or (None if self._state is None else self._state.decode("latin-1"))
         return fields if state is None else {**fields, "state": state}
