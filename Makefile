@@ -5,6 +5,7 @@
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
 # make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
+# make wheel   builds a wheel with the CPU kernels compiled, into dist
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
 # make pytest ARGS="tests/core" TEST_PROCESSES=0 runs some tests in one process.
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve disagg test check clients docs lint pytest clean
+.PHONY: setup serve disagg test check clients docs wheel lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -66,6 +67,13 @@ docs: setup $(DOCS_READY)
 $(DOCS_READY): pyproject.toml $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	touch $@
+
+# auditwheel names the oldest glibc that the kernels get along with.
+wheel: setup
+	rm -rf build/lib build/bdist.* build/wheel && mkdir -p dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.1,<7"
+	TRIOSERVE_PREBUILD=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/trioserve-*.whl
 
 lint: setup
 	$(BIN)/ruff check .

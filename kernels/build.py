@@ -2,6 +2,9 @@
 
 `python -m trioserve_kernels.build` does it ahead of the first start. A library's name holds a hash of the sources, the
 compiler and the flags, so that an old one is never taken for a new one.
+
+A wheel may bring libraries for all levels (see `prebuild`), which need no compiler. They bear a hash of the sources,
+too, and are passed over where these are others.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["LEVELS", "SOURCES", "CannotBuild", "build_library", "find_compiler", "supported_levels"]
+__all__ = ["LEVELS", "SOURCES", "CannotBuild", "build_library", "find_compiler", "prebuild", "supported_levels"]
 
 SOURCES = Path(__file__).parent / "cpu"
 """The folder of the C++ files."""
+
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Libraries that came with the package; not there where it was installed from its sources."""
 
 # A compiler that fuses a product and a sum here and not there gives the same row other bits.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
@@ -66,12 +72,16 @@ def build_library(
     more_flags: tuple[str, ...] = (),
     on_compile: Callable[[str], None] = lambda sentence: None,
 ) -> Path:
-    """The library for this level, compiled now if it is not in the cache yet. Two processes do not compile it twice.
+    """The library for this level: that which came with the package, or compiled now if it is not in the cache yet. Two
+    processes do not compile it twice.
 
     on_compile is called with a sentence before a compiler runs. Raises CannotBuild.
     """
+    brought = PREBUILT / _prebuilt_name(level)
+    if not more_flags and brought.is_file():
+        return brought
     compiler = find_compiler()
-    flags = (*COMMON_FLAGS, *(_flag(feature) for feature in LEVELS[level]), *more_flags)
+    flags = (*_flags(level), *more_flags)
     folder = _cache_folder() if cache is None else cache
     library = folder / f"cpu-{level}-{_fingerprint(compiler, flags)}.so"
     if library.is_file():
@@ -85,6 +95,24 @@ def build_library(
     except OSError as error:
         raise CannotBuild(f"{folder} cannot be written: {error.strerror}") from None
     return library
+
+
+def prebuild(folder: Path) -> None:
+    """Compile every level into this folder, to be packed into a wheel. Of the system a library then needs libc and libm
+    alone. Raises CannotBuild."""
+    compiler = find_compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in LEVELS:
+        flags = (*_flags(level), "-static-libstdc++", "-static-libgcc", "-s")
+        _compile(compiler, flags, folder / _prebuilt_name(level))
+
+
+def _prebuilt_name(level: str) -> str:
+    return f"cpu-{level}-{_sources_digest()}.so"
+
+
+def _flags(level: str) -> tuple[str, ...]:
+    return (*COMMON_FLAGS, *(_flag(feature) for feature in LEVELS[level]))
 
 
 def _flag(feature: str) -> str:
@@ -111,7 +139,11 @@ def find_compiler() -> str:
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(repr((compiler, version, flags)).encode())
+    return hashlib.sha256(repr((compiler, version, flags, _sources_digest())).encode()).hexdigest()[:16]
+
+
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

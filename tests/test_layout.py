@@ -121,7 +121,7 @@ ROOMS = {
         },
     ),
     "simulation": Room(rooms=EVERY_ROOM | words("testing"), packages=words("trio h2 h11")),
-    "kernels": Room(packages=words("torch triton numpy trioserve_kernels"), waits=False),
+    "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
 TOP_FILES = words("__init__ __main__ assemble cli commands config")

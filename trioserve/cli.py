@@ -129,6 +129,13 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     _add_sampling(chat)
     add_arguments(chat, only=TERMINAL_OPTIONS, groups=GROUPS)
 
+    pull = subparsers.add_parser("pull", help="fetch a model ahead of the first start")
+    pull.add_argument("model", metavar="NAME", help="smollm2, or a name of the hub like org/name")
+    pull.add_argument("--revision", metavar="NAME", help="branch, tag or commit at the hub (default: the main branch)")
+
+    models = subparsers.add_parser("models", help="which models are here")
+    models.add_argument("--json", action="store_true", help="for scripts (default: off)")
+
     subparsers.add_parser("bench", help="measure a server from outside, or parts of this program from inside")
 
     simulate = subparsers.add_parser(
@@ -152,6 +159,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "disagg": _disagg,
         "generate": _generate,
         "chat": _chat,
+        "pull": _pull,
+        "models": _models,
         "simulate": _simulate,
         "doctor": _doctor,
         "top": _top,
@@ -320,6 +329,18 @@ def _chat(arguments: argparse.Namespace) -> int:
         url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
         place = ChatPlace(url, keys[0] if keys else None, arguments.model)
     return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system, place=place)
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    from trioserve.commands.models import run_pull
+
+    return run_pull(arguments.model, revision=arguments.revision)
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from trioserve.commands.models import run_models
+
+    return run_models(as_json=arguments.json)
 
 
 def _bench(arguments: Sequence[str]) -> int:

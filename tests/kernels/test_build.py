@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from trioserve_kernels import build
 from trioserve_kernels.build import LEVELS, CannotBuild, build_library, supported_levels
 from trioserve_kernels.native import NoNativeKernels, load_library
 
@@ -64,11 +66,11 @@ def test_two_at_a_time_compile_once(compiler: Path) -> None:
     together = threading.Barrier(4)
     libraries = []
 
-    def build() -> None:
+    def build_one() -> None:
         together.wait()
         libraries.append(build_library("avx2"))
 
-    threads = [threading.Thread(target=build) for _ in range(4)]
+    threads = [threading.Thread(target=build_one) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -100,6 +102,31 @@ def test_a_cache_that_cannot_be_written_is_a_reason(compiler: Path, tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotBuild, match="cannot be written"):
         build_library("avx2", cache=tmp_path / "file" / "cache")
+
+
+def test_a_library_that_came_with_the_package_needs_no_compiler(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "prebuilt"
+    monkeypatch.setattr(build, "PREBUILT", folder)
+    build.prebuild(folder)
+    assert call_count(compiler.parent) == len(LEVELS)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    libraries = {build_library(level) for level in LEVELS}
+    assert len(libraries) == len(LEVELS)
+    assert {library.parent for library in libraries} == {folder}
+
+
+def test_a_library_of_other_sources_is_passed_over(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sources = tmp_path / "prebuilt", tmp_path / "cpu"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "PREBUILT", folder)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    build.prebuild(folder)
+    (sources / "step.cpp").write_text("// other\n")
+    assert build_library("avx2").parent != folder
 
 
 def test_the_best_level_comes_first(tmp_path: Path) -> None:

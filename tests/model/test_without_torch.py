@@ -1,66 +1,28 @@
-"""On the native path torch is never imported, whatever is asked: that takes seconds at the start, and 200 MiB."""
+"""torch is an extra: what needs it says so, and how to get it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import importlib.util
 
 import pytest
 
-from trioserve_kernels.native import NoNativeKernels, load_library
-
-PROGRAM = """
-import sys
-
-import msgspec
-import trio
-import trioserve
-
-SAMPLINGS = (
-    trioserve.SamplingParams(temperature=0.0),
-    trioserve.SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
-    trioserve.SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
-    trioserve.SamplingParams(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
-    trioserve.SamplingParams(temperature=0.5, logit_bias={7: 3.0}, min_tokens=3, n=2, stop=("zz",)),
-)
-CHAT = trioserve.ChatPrompt(messages=[{"role": "user", "content": "hello"}])
+from trioserve.contracts.errors import StartupError
+from trioserve.model import device
+from trioserve.model.settings import ModelSettings
 
 
-async def main() -> None:
-    answered = 0
-    for path in sys.argv[1:]:
-        async with trioserve.open_engine(path, device="cpu", cpu_kernels="native", kv_cache_memory=0.01) as engine:
-            for prompt in ("the other", [5, 6, 7, 8], CHAT):
-                for sampling in SAMPLINGS:
-                    async with engine.generate(prompt, msgspec.structs.replace(sampling, max_tokens=6)) as response:
-                        answered += len([delta async for delta in response]) > 0
-            assert engine.metrics.expose()
-    assert "torch" not in sys.modules
-    print(answered)
+@pytest.fixture(autouse=True)
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
 
 
-trio.run(main)
-"""
+def test_a_device_that_is_demanded_needs_torch() -> None:
+    with pytest.raises(StartupError, match=r"device cuda needs torch.*pip install 'trioserve\[torch\]'"):
+        device.pick_device(ModelSettings(device="cuda"))
 
 
-@pytest.mark.slow
-def test_a_native_engine_answers_every_kind_of_request_without_torch(
-    tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
-) -> None:
-    try:
-        load_library()
-    except NoNativeKernels as error:
-        pytest.skip(f"no native kernels: {error}")
-    paths = [
-        tiny_checkpoint("llama", dtype="bfloat16"),
-        tiny_checkpoint("llama-biased", dtype="float16"),
-        tiny_checkpoint("qwen3"),
-        tiny_gguf("llama3-rope", "Q4_0"),
-    ]
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, paths)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == [str(15 * len(paths))]
+def test_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(device, "_has_cuda_driver", lambda: True)
+    assert device.pick_device(ModelSettings()) == "cpu"
+    assert "trioserve[gpu]" in caplog.text

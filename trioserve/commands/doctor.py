@@ -95,7 +95,7 @@ def _kernels() -> Finding:
 def _torch() -> Finding:
     found = _version("torch")
     if found is None:
-        return Finding("torch", "absent", "only native kernels can compute", "pip install torch")
+        return Finding("torch", "absent", "only native kernels can compute", "pip install 'trioserve[torch]'")
     return Finding("torch", "ok", found)
 
 

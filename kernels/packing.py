@@ -1,0 +1,48 @@
+"""How a wheel of this project is made: with the kernels compiled for every level where TRIOSERVE_PREBUILD=1 asks for
+that, and otherwise for any machine, compiled at the first start. Run by setuptools, and by nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+__all__ = ["BuildKernels", "KernelsWheel"]
+
+IS_PREBUILT = os.environ.get("TRIOSERVE_PREBUILD") == "1"
+
+
+class BuildKernels(build_py):  # type: ignore[misc]  # setuptools brings no types
+    """Copies the packages, and compiles the kernels beside them."""
+
+    def run(self) -> None:
+        super().run()
+        if IS_PREBUILT and not self.editable_mode:
+            _build().prebuild(Path(self.build_lib, "trioserve_kernels", "prebuilt"))
+
+
+class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # nor here
+    """The libraries need a machine of a kind, and no particular Python: they are called through ctypes."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if IS_PREBUILT:
+            self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if IS_PREBUILT else (python, abi, platform)
+
+
+def _build() -> ModuleType:
+    """build.py, by its path: nothing of this project can be imported while it is being built."""
+    spec = importlib.util.spec_from_file_location("trioserve_kernels_build", Path(__file__).with_name("build.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

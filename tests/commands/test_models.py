@@ -1,0 +1,63 @@
+"""Getting a model, and which are here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from trioserve import cli
+from trioserve.commands import models
+from trioserve.commands.progress_bar import ProgressBar
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where models are kept, on a machine without any."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "_of_hub", list)
+    return tmp_path / "trioserve" / "models"
+
+
+def test_a_model_that_is_here_is_not_fetched(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = cache / "smollm2" / "SmolLM2.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    assert cli.main(["pull", "smollm2"]) == 0
+    assert capsys.readouterr().out.strip() == str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pull", "llama"], "nothing to pull by the name 'llama'"),
+        (["pull", "smollm2", "--revision", "main"], "smollm2 has no revisions"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_sentence(
+    cache: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main(arguments) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_the_list_says_what_is_here(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    assert "not here yet" in capsys.readouterr().out
+    path = cache / "smollm2" / "SmolLM2.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    assert cli.main(["models", "--json"]) == 0
+    [model] = json.loads(capsys.readouterr().out)
+    assert (model["name"], model["path"], model["byte_count"]) == ("smollm2", str(path), 4)
+
+
+def test_a_log_has_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar("fetching it") as bar:
+        for done in range(0, 101, 5):
+            bar.show(done * 1_000_000, 100_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["fetching it", *(f"fetching it: {percent} % of 100 MB" for percent in (25, 50, 75, 100))]

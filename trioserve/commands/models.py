@@ -1,0 +1,95 @@
+"""`python -m trioserve pull NAME` and `models`: getting a model ahead of the first start, and which are here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from trioserve.commands.progress_bar import ProgressBar
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.default_model import download_from_hub, is_hub_name
+from trioserve.model.loading.packaged_model import PACKAGED_MODELS, find_packaged, pull_packaged
+
+__all__ = ["ModelHere", "models_here", "run_models", "run_pull"]
+
+
+class ModelHere(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that can be served by its name. path, byte_count: None for one that would be fetched first."""
+
+    name: str
+    about: str
+    path: str | None = None
+    byte_count: int | None = None
+
+
+def run_pull(name: str, *, revision: str | None = None) -> int:
+    """Fetch it, if it is not here, and print where it is. An interrupt keeps what has come for the next time. Raises
+    ModelLoadError."""
+    if name in PACKAGED_MODELS:
+        if revision is not None:
+            raise ModelLoadError(f"{name} has no revisions: leave --revision out")
+        path = find_packaged(name)
+        if path is None:
+            with ProgressBar(f"fetching {name}") as bar:
+                path = pull_packaged(name, bar.show)
+    elif is_hub_name(name):
+        path = download_from_hub(name, revision=revision)
+    else:
+        raise ModelLoadError(
+            f"there is nothing to pull by the name {name!r}: name a model of the hub like org/name, or "
+            f"{', '.join(PACKAGED_MODELS)}"
+        )
+    print(path)
+    return 0
+
+
+def run_models(*, as_json: bool) -> int:
+    """Print which models are here."""
+    models = models_here()
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(models)).decode() + "\n")
+        return 0
+    width = max(len(model.name) for model in models)
+    for model in models:
+        size = "not here yet" if model.byte_count is None else f"{model.byte_count / 1e6:.0f} MB"
+        print(f"{model.name:{width}}  {size:>12}  {model.about}")
+        if model.path is not None:
+            print(f"{'':{width}}  {model.path}")
+    print("serve one of them with: python -m trioserve serve NAME")
+    return 0
+
+
+def models_here() -> list[ModelHere]:
+    """The packaged ones first, then those of the hub's cache."""
+    return [*(_packaged(name) for name in PACKAGED_MODELS), *_of_hub()]
+
+
+def _packaged(name: str) -> ModelHere:
+    about, path = PACKAGED_MODELS[name].about, find_packaged(name)
+    if path is None:
+        return ModelHere(name=name, about=about)
+    return ModelHere(name=name, about=about, path=str(path), byte_count=path.stat().st_size)
+
+
+def _of_hub() -> list[ModelHere]:
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import CacheNotFound
+    except ImportError:
+        return []
+    try:
+        repositories = huggingface_hub.scan_cache_dir().repos
+    except (CacheNotFound, OSError):
+        return []
+    return [
+        ModelHere(
+            name=repository.repo_id,
+            about="from the hub",
+            path=str(Path(repository.repo_path)),
+            byte_count=repository.size_on_disk,
+        )
+        for repository in sorted(repositories, key=lambda repository: repository.repo_id)
+        if repository.repo_type == "model"
+    ]
