@@ -14,6 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.errors import StartupError
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.peers.peer_list import PEERS_MAX, PeerList, parse_peers
+from trioserve.proxy.peers.peer_watch import LOST_LATELY_SECONDS
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
@@ -172,6 +173,49 @@ async def test_a_client_of_a_dead_router_need_not_say_that_it_asks_again(autojum
         async with setup.routers["one"].client().ask("/v1/completions", BODY, headers=headers) as second:
             await second.head()
             assert len(setup.server.engine.live_requests()) == 1
+
+
+async def is_taken_for_a_retry(setup: Setup) -> bool:
+    """A router drains, which leaves its stream unread, and answers its peers still. The same request comes to the other
+    one, and does not say that it comes again. Returns whether it gets that stream."""
+    headers, draining = {"x-request-id": "mine"}, setup.routers["two"]
+    async with draining.client().ask("/v1/completions", BODY, headers=headers) as first:
+        await setup.server.engine.step(3)
+        await first.head()
+        draining.drain()
+        draining.dispatch.abort_all("the router is leaving")
+        await first.read()
+        async with setup.routers["one"].client().ask("/v1/completions", BODY, headers=headers):
+            await wait_all_tasks_blocked()
+            assert len(setup.server.engine.live_requests()) == 1
+            return setup.server.app.router_streams.taken_over_total == 1
+
+
+async def test_as_long_as_no_router_is_lost_an_id_that_is_used_twice_is_two_requests(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(3)
+        assert not await is_taken_for_a_retry(setup)
+
+
+async def test_a_router_that_was_lost_long_ago_has_no_clients_who_ask_again(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(3)
+        await setup.kill("two")
+        await trio.sleep(LOST_SECONDS)
+        assert setup.routers["one"].peer_watch.is_lost_lately()
+        await setup.open_router("two")
+        await trio.sleep(LOST_LATELY_SECONDS)
+        assert not await is_taken_for_a_retry(setup)
+
+
+async def test_a_router_that_has_just_missed_an_answer_may_be_lost(autojump_clock):
+    async with opened() as setup:
+        await trio.sleep(3)
+        assert not setup.routers["one"].peer_watch.is_lost_lately()
+        await setup.kill("two")
+        await trio.sleep(0.7)  # one question; three have to fail before its share is anybody's
+        assert setup.routers["one"].peer_watch.is_lost_lately()
+        assert setup.routers["one"].peer_watch.well_count == 1
 
 
 async def test_a_router_finds_its_own_name_among_the_peers(autojump_clock):

@@ -105,6 +105,8 @@ STACK_MOMENTS = [
     *(f"ends: {reason}" for reason in ("abort", "deadline", "length")),
     *(f"deletes: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
     "connections stalled",
+    "requests that go on",
+    "requests with stop strings",
     "engines broken",
     "server: exchanges_stalled_total",
     "stalls",
@@ -129,6 +131,9 @@ STACK = StackPlan(
         AskOverHttp(number=1, connection=0, prompts=((4,),), output=2, id="h1"),
         AskOverHttp(number=2, connection=1, prompts=((5,),), output=2, id="h2", way="goaway", patience=0.02),
         AskOverHttp(number=3, connection=1, prompts=(tuple(b"f g text 0"),), output=20, has_tools=True),
+        AskOverHttp(
+            number=4, connection=3, prompts=((6,),), output=8, form=("yes, indeed",), stops=("in",), known_count=6
+        ),
         Delete(at=0.01, id="h1"),
         Order(at=0.02, ids=("r0",)),
         Order(at=0.03, drains=True),

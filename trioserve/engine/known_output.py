@@ -86,6 +86,12 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
             raise _over(index, "its form is complete")
         return guide
 
+    def _is_form_complete(self, token_ids: Sequence[int]) -> bool:
+        if self.guides is None:
+            return False
+        guide = self.guides.new_guide(self.stop_token_ids, self.prompt_token_ids)
+        return all(guide.accept(token_id) for token_id in token_ids) and guide.is_over
+
     def _stops(self, token_ids: Sequence[int]) -> bool:
         is_stop = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return is_stop and len(token_ids) > self.sampling.min_tokens
@@ -94,7 +100,7 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
         """As its tokens tell it; a stop string is found where they become text."""
         token_ids = self.resume.token_ids[index]
         is_stopped = self._stops(token_ids)
-        is_full = len(token_ids) >= self.tokens_max and not is_stopped
+        is_full = len(token_ids) >= self.tokens_max and not is_stopped and not self._is_form_complete(token_ids)
         return RequestFinished(
             request_id=RequestId(""),
             reason=FinishReason.LENGTH if is_full or self.sampling.max_tokens == 0 else FinishReason.STOP,

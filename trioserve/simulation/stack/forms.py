@@ -17,10 +17,10 @@ BITS = (("\x00\x01", "\x01"), ("\x00\x00\x00\x00",), ("\x01\x00\x01", "\x01\x00\
 SHARE = 0.3
 
 
-def drawn_form(rng: Random, vocab_size: int) -> tuple[str, ...]:
-    """Mostly none."""
+def drawn_form(rng: Random, vocab_size: int, *, share: float = SHARE) -> tuple[str, ...]:
+    """share: of those that have one; none where the model knows too few tokens."""
     forms = LETTERS if vocab_size > 2 else BITS if vocab_size == 2 else ()
-    return rng.choice(forms) if forms and rng.random() < SHARE else ()
+    return rng.choice(forms) if forms and rng.random() < share else ()
 
 
 def compile_forms() -> None:

@@ -111,7 +111,11 @@ class HttpClients:
         self._server.count("requests")
         if ask.has_tools:
             self._server.count("requests with tools")
-        body, fields = request_of(ask)
+        if ask.known_count:
+            self._server.count("requests that go on")
+        if ask.stops:
+            self._server.count("requests with stop strings")
+        body, fields = request_of(ask, expected_tokens(ask, self._server.fake.executor.model))
         middle = len(body) // 2
         self._server.sent_at[key_of(ask)] = math.inf
         await caller.begin(response, "POST", path_of(ask), fields, body[:middle])

@@ -60,8 +60,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     body's last byte never comes. in_headers: where the deadlines are. way: how it leaves, when `patience` seconds have
     passed since it began, or when `leaves_after` bytes of its response have come; "reset" leaves the others on its
     connection alone. stalls_after: bytes after which it takes nothing for stall_seconds, or, if it trickles, a byte now
-    and then, where the protocol can. form: its response is one of these texts; none: it is free. has_tools: it is a
-    chat with tools, and its only prompt one that calls.py has drawn.
+    and then, where the protocol can. form: its response is one of these texts; none: it is free. stops: stop
+    strings. known_count: so many tokens of each choice are known, as of a response that began elsewhere; 0: it begins
+    here. has_tools: it is a chat with tools, and its only prompt one that calls.py has drawn.
     """
 
     number: int
@@ -89,6 +90,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     stall_seconds: float = 0.0
     trickles: bool = False
     form: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    known_count: int = 0
     has_tools: bool = False
 
     @property

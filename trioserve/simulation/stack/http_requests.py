@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from trioserve.contracts.ids import RequestId
@@ -12,6 +14,7 @@ from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.simulation.stack.calls import TOOLS, message_of
 from trioserve.simulation.stack.forms import guide_of
 from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.seams import stopped_at
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.trio_tools.http_client import Fields
@@ -25,8 +28,8 @@ def key_of(ask: Ask) -> str:
     return f"h{ask.number}"
 
 
-def request_of(ask: Ask) -> tuple[bytes, Fields]:
-    """Its body and its header fields."""
+def request_of(ask: Ask, expected: Sequence[Sequence[int]]) -> tuple[bytes, Fields]:
+    """Its body and its header fields. expected: see expected_tokens; a part of them may be known."""
     body: dict[str, object] = {
         **_prompt_of(ask),
         "max_tokens": ask.output,
@@ -40,6 +43,16 @@ def request_of(ask: Ask) -> tuple[bytes, Fields]:
     }
     if ask.form:
         body["structured_outputs"] = {"choice": ask.form}
+    if ask.stops:
+        body["stop"] = ask.stops
+    if ask.known_count:
+        body["resume"] = {
+            "token_ids": [tokens[: ask.known_count] for tokens in expected],
+            "finished": [len(tokens) <= ask.known_count for tokens in expected],
+            "seed": ask.number,
+        }
+        if len(ask.prompts) == 1:
+            del body["seed"]  # that of the response that began has to count
     if ask.streamed and ask.shows_usage:
         body["stream_options"] = {"include_usage": True}
     fields = [("content-type", "application/json"), (KEY, key_of(ask))]
@@ -72,13 +85,14 @@ def _prompt_of(ask: Ask) -> dict[str, object]:
 
 
 def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
-    """Of every choice of every prompt, in the order of their indices."""
+    """Of every choice of every prompt, in the order of their indices, each up to where a stop string ends it."""
     references = ReferenceEngine(model)
-    return [
+    responses = [
         references.response(_sequence(ask, prompt, index)).token_ids
         for prompt in ask.prompts
         for index in range(ask.choices)
     ]
+    return [tokens[: stopped_at(tokens, ask.stops)] for tokens in responses]
 
 
 def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:

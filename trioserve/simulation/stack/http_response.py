@@ -13,7 +13,7 @@ from trioserve.simulation.stack.forms import is_whole
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_protocol import Response
 from trioserve.simulation.stack.http_requests import seed_of
-from trioserve.simulation.stack.http_text import text_of
+from trioserve.simulation.stack.seams import shown, stopped_at
 
 __all__ = ["BROKEN_OFF", "COMPLETE", "outcome_of"]
 
@@ -62,7 +62,7 @@ def _choices(ask: Ask, expected: Sequence[Sequence[int]], family: str) -> Sequen
         if ask.has_tools:
             choices.append(CallChoice(name, tokens, family, ask.prompts[0], seed_of(ask, index), ids))
         else:
-            choices.append(_Choice(name, tokens, "stop" if is_whole(ask.form, tokens) else "length"))
+            choices.append(_Choice(name, ask, tokens))
     return choices
 
 
@@ -110,37 +110,53 @@ def _check_usage(ask: Ask, usage: Any, choices: Sequence[_Choice | CallChoice]) 
 
 
 class _Choice:
-    """One choice of a response, put together. tokens: what the reference says. end: the
-    finish_reason of a complete one."""
+    """One choice of a response, put together. tokens: all that it has, those that were known counted. end: the
+    finish_reason of a complete one. known_count: of its tokens, those whose text is not shown here."""
 
-    def __init__(self, name: str, tokens: Sequence[int], end: str) -> None:
+    def __init__(self, name: str, ask: Ask, tokens: Sequence[int]) -> None:
         self.name = name
         self.tokens = tuple(tokens)
-        self.end = end
+        self.stops = ask.stops
+        is_stopped = is_whole(ask.form, tokens) or stopped_at(tokens, ask.stops) is not None
+        self.end = "stop" if is_stopped else "length"
+        self.known_count = min(ask.known_count, len(tokens)) if ask.streamed else 0
+        self.has_ended_before = 0 < self.known_count == len(tokens)
         self.text = ""
         self.shown_tokens: list[int] | None = None
         self.finish_reason: str | None = None
 
     def take(self, choice: Any) -> None:
         assert self.finish_reason is None, f"{self.name}: {choice} after its end"
+        assert not self.has_ended_before, f"{self.name}: {choice}, and its client knew how it ends"
         self.text += choice["text"]
         self.finish_reason = choice["finish_reason"]
         if "token_ids" in choice:
             self.shown_tokens = [*(self.shown_tokens or ()), *choice["token_ids"]]
 
     def check_complete(self) -> None:
+        if self.has_ended_before:
+            return
         assert self.finish_reason == self.end, f"{self.name}: complete, and ended with {self.finish_reason}"
-        assert self.shown_tokens in (None, list(self.tokens)), f"{self.name}: {self.shown_tokens} of {self.tokens}"
-        assert self.text == text_of(self.tokens, is_whole=True), f"{self.name}: {self.text!r} of {self.tokens}"
+        tokens, text = list(self.tokens[self.known_count :]), self._text(len(self.tokens), is_whole=True)
+        assert self.shown_tokens in (None, tokens), f"{self.name}: {self.shown_tokens} of {tokens}"
+        assert self.text == text, f"{self.name}: {self.text!r} of {self.tokens}, and not {text!r}"
 
     def check_prefix(self) -> None:
         assert self.finish_reason in (None, self.end), f"{self.name} ended with {self.finish_reason}"
         if self.finish_reason is not None:
             self.check_complete()
             return
-        counts: Sequence[int] = range(len(self.tokens) + 1)
+        counts: Sequence[int] = range(self.known_count, len(self.tokens) + 1)
         if self.shown_tokens is not None:
-            counts = (len(self.shown_tokens),)
-            assert tuple(self.shown_tokens) == self.tokens[: counts[0]], f"{self.name}: {self.shown_tokens}"
-        texts = {text_of(self.tokens[:count], is_whole=is_whole) for count in counts for is_whole in (False, True)}
+            counts = (self.known_count + len(self.shown_tokens),)
+            tokens = self.tokens[self.known_count : counts[0]]
+            assert tuple(self.shown_tokens) == tokens, f"{self.name}: {self.shown_tokens}"
+        texts = {self._text(count, is_whole=is_whole) for count in counts for is_whole in (False, True)}
         assert self.text in texts, f"{self.name}: {self.text!r} is no beginning of {self.tokens}"
+
+    def _text(self, count: int, *, is_whole: bool) -> str:
+        """Of so many tokens, what is shown here."""
+        text = shown(self.tokens[:count], self.stops, is_whole=is_whole)
+        before = shown(self.tokens[: self.known_count], self.stops, is_whole=False) if self.known_count else ""
+        assert text.startswith(before)
+        return text[len(before) :]

@@ -20,6 +20,7 @@ from trioserve.simulation.stack.http_plan import (
     drawn_connection,
     drawn_front,
 )
+from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 
 __all__ = [
@@ -137,7 +138,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),
     )
-    return _with_calls(StackPlan(stage, _with_forms(stage, parts)))
+    return _with_seams(_with_calls(StackPlan(stage, _with_forms(stage, parts))))
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
@@ -165,6 +166,22 @@ def _with_calls(plan: StackPlan) -> StackPlan:
         parts.append(part)
     block_count = plan.stage.block_count + CALL_BLOCKS
     return StackPlan(msgspec.structs.replace(plan.stage, family=family, block_count=block_count), tuple(parts))
+
+
+def _with_seams(plan: StackPlan) -> StackPlan:
+    """From yet another source. Of responses with calls the parts are not known token by token."""
+    rng = Random(f"seams {line_of(plan.stage)}")
+    parts: list[Part] = []
+    for part in plan.parts:
+        if isinstance(part, Ask) and not part.has_tools:
+            if rng.random() < FORM_SHARE and (form := drawn_form(rng, plan.stage.vocab_size, share=1.0)):
+                room = plan.stage.block_count * BLOCK_SIZE - max(map(len, part.prompts))
+                part = msgspec.structs.replace(part, form=form, output=min(12, room))
+            stops = drawn_stops(rng, part.form)
+            known_count = drawn_known_count(rng, part.output, part.form)
+            part = msgspec.structs.replace(part, stops=stops, known_count=known_count)
+        parts.append(part)
+    return StackPlan(plan.stage, tuple(parts))
 
 
 class _Draws:
