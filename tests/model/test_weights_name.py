@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.stored_tensor import read_sample
 from trioserve.model.loading.weights_name import weights_name
 
 
@@ -35,3 +37,26 @@ def test_quantized_weights_have_a_name_of_their_own(tiny_checkpoint, tiny_gguf):
     plain, quantized = tiny_gguf("llama"), tiny_gguf("llama", quant_type="Q8_0")
     assert weights_name(open_checkpoint(plain)) != weights_name(open_checkpoint(quantized))
     assert weights_name(open_checkpoint(quantized)) == weights_name(open_checkpoint(quantized))
+
+
+@pytest.mark.parametrize("matrix", ("mlp.down_proj", "self_attn.q_proj"))
+def test_a_child_in_which_one_matrix_was_trained_has_another_name(matrix, tiny_checkpoint, tmp_path):
+    directory = tiny_checkpoint("qwen2-sliding")
+    copy = shutil.copytree(directory, tmp_path / "child")
+    tensors = {name: np.array(values) for name, values in load_file(copy / "model.safetensors").items()}
+    tensors[f"model.layers.1.{matrix}.weight"] *= 1.001
+    save_file(tensors, copy / "model.safetensors")
+    assert weights_name(open_checkpoint(directory)) != weights_name(open_checkpoint(copy))
+
+
+def test_a_sample_comes_from_all_over_a_tensor(tmp_path):
+    path = tmp_path / "tensor"
+    content = np.arange(512 + 15 * 6_000, dtype="<u4").tobytes()  # so that every piece begins with a whole number
+    path.write_bytes(b"head" + content)
+    sample = read_sample(path, 4, len(content))
+    numbers = np.frombuffer(sample, "<u4")
+    assert numbers[0] == 0
+    assert numbers[-1] == 511 + 15 * 6_000
+    assert np.diff(numbers).max() < 6_000
+    assert len(sample) < len(content) / 4
+    assert read_sample(path, 4, 1000) == content[:1000]

@@ -133,7 +133,7 @@ class EncoderDirectory:
         for name, outside in self._outside.items():
             stored = self._stored[outside]
             read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
-            yield StoredTensor(name, stored.shape, stored.dtype, read)
+            yield StoredTensor(name, stored.shape, stored.dtype, read, stored.sample)
 
     def _outside_name(self, name: str, stored: Container[str]) -> str:
         *layer, module, kind = name.split(".")

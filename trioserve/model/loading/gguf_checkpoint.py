@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
 from trioserve.model.loading.gguf_config import ROPE_FACTORS_NAME, model_config_from, sampling_defaults_from
 from trioserve.model.loading.names import gguf_name, match_tensors
-from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain
+from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain, read_sample
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
 
@@ -42,7 +42,8 @@ class GgufCheckpoint:
     def tensors(self) -> Iterator[StoredTensor]:
         for name, tensor in self._tensors.items():
             dtype = _PLAIN_DTYPES.get(tensor.storage.name, "float32")
-            stored = StoredTensor(name, tensor.shape, dtype, functools.partial(self._read, name, tensor))
+            sample = functools.partial(read_sample, self.files[0], tensor.offset, tensor.byte_count)
+            stored = StoredTensor(name, tensor.shape, dtype, functools.partial(self._read, name, tensor), sample)
             if tensor.storage.name not in _PLAIN_DTYPES and len(tensor.shape) == 2:
                 read_blocks = functools.partial(self._read_blocks, name, tensor)
                 stored = stored._replace(block_type=tensor.storage.name, read_blocks=read_blocks)

@@ -19,7 +19,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
 from trioserve.model.loading.names import Shape, match_tensors, transformers_name
-from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
+from trioserve.model.loading.stored_tensor import StoredTensor, read_plain, read_sample
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 
@@ -52,6 +52,10 @@ class PlacedTensor(msgspec.Struct, frozen=True):
     shape: Shape
     dtype: Dtype
 
+    def sample(self) -> bytes:
+        """See StoredTensor."""
+        return read_sample(self.path, self.offset, math.prod(self.shape) * VALUE_BYTES[self.dtype])
+
 
 class SafetensorsCheckpoint:
     """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known model."""
@@ -83,7 +87,7 @@ class SafetensorsCheckpoint:
         for name, outside_name in self._outside_names.items():
             stored = self._stored[outside_name]
             read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
-            yield StoredTensor(name, stored.shape, stored.dtype, read)
+            yield StoredTensor(name, stored.shape, stored.dtype, read, stored.sample)
 
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.

@@ -15,11 +15,12 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.names import Shape
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, empty_values, values_of
 
-__all__ = ["SLICE_VALUES", "Bytes", "StoredTensor", "read_blocks", "read_bytes", "read_plain"]
+__all__ = ["SLICE_VALUES", "Bytes", "StoredTensor", "read_blocks", "read_bytes", "read_plain", "read_sample"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 SLICE_VALUES = 2**17  # of float32 half a MiB
+SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2048
 
 
 class StoredTensor(NamedTuple):
@@ -28,12 +29,14 @@ class StoredTensor(NamedTuple):
     read(dtype) gives its values in that format, in memory of their own; several threads may read at the same time. It
     raises ModelLoadError if the file cannot be read any more. block_type: ggml's name of the type of a matrix that is
     quantized; read_blocks() then gives its blocks as they are, uint8 [rows, bytes of a row], on the same terms.
+    sample() gives some of its bytes as they lie in the file, from all over it.
     """
 
     name: str
     shape: Shape
     dtype: Dtype
     read: Callable[[Dtype], Values]
+    sample: Callable[[], bytes]
     block_type: str | None = None
     read_blocks: Callable[[], Bytes] | None = None
 
@@ -54,6 +57,16 @@ def read_bytes(path: Path, offset: int, shape: Shape) -> Bytes:
     except OSError as error:
         raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
     return result
+
+
+def read_sample(path: Path, offset: int, byte_count: int) -> bytes:
+    """Of so many bytes from this offset of a file on, some that are spread evenly, the first and the last among them;
+    all, if they are few. Raises ModelLoadError as read_bytes does."""
+    if byte_count <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
+        return read_bytes(path, offset, (byte_count,)).tobytes()
+    last = byte_count - SAMPLE_PIECE_BYTES
+    starts = (last * piece // (SAMPLE_PIECES - 1) for piece in range(SAMPLE_PIECES))
+    return b"".join(read_bytes(path, offset + start, (SAMPLE_PIECE_BYTES,)).tobytes() for start in starts)
 
 
 def read_plain(path: Path, offset: int, shape: Shape, stored: Dtype, wanted: Dtype) -> Values:

@@ -15,9 +15,10 @@ DIGEST_BYTES = 8
 
 def weights_name(checkpoint: Checkpoint) -> str:
     """Equal for equal weights in equal files' formats. Shapes alone would not tell a model from its fine-tuned
-    children, so all norms are looked at, and the values of the first and of the last layer: reading all would take as
-    long as loading does. Weights that differ in nothing of this have the same name. Quantized files of one model have
-    other values than the plain ones, and another name. Reads some MiB; raises ModelLoadError if that is not possible.
+    children, which may differ in a few matrices only. So all norms are looked at, the values of the first and of the
+    last layer, and some numbers from all over every matrix: reading all would take as long as loading does. Weights
+    that differ in nothing of this have the same name. Quantized files of one model have other values than the plain
+    ones, and another name. Reads some MiB; raises ModelLoadError if that is not possible.
     """
     config = checkpoint.config
     digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=DIGEST_BYTES)
@@ -27,4 +28,6 @@ def weights_name(checkpoint: Checkpoint) -> str:
         if tensor.name in looked_at or len(tensor.shape) == 1:
             values = tensor.read(tensor.dtype) if tensor.read_blocks is None else tensor.read_blocks()
             digest.update(values.tobytes())
+        else:
+            digest.update(tensor.sample())
     return f"{config.architecture}-{digest.hexdigest()}"
