@@ -9,7 +9,8 @@ calls of one shape:
   tile after the other, in float32: a decode is a prompt's row. Of a tile that a row does not see, it gets zeros;
 - exponentials and sigmoids of FLAT_NUMBERS at a time: whole vectors, and too few for a second thread.
 
-What is left is that a row's place among the ROW_TILE does not count. `differing_rows` looks at this.
+What is left is that a row's place among the ROW_TILE does not count. `differing_rows` and `differing_attended_rows`
+look at this.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = [
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
+    "differing_attended_rows",
     "differing_rows",
     "gather_context",
     "linear",
@@ -71,13 +73,34 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: referen
 def differing_rows(compute: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> list[int]:
     """The rows of a tile of which compute ([ROW_TILE, columns] to [ROW_TILE, n]) makes something else than of the same
     numbers in the first row, beside other rows; empty where the place of a row does not count."""
+    return _differing(lambda tile, place: compute(tile)[place], columns, dtype)
+
+
+def differing_attended_rows(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) -> list[int]:
+    """The same for attention: which rows of a tile get something else than the same query in the first row does, at the
+    same position of the same context."""
+    position = CONTEXT_TILE + ROW_TILE
+    generator = torch.Generator().manual_seed(1)
+    pages = torch.randn(1, position + ROW_TILE, 2, kv_heads, head_dim, generator=generator).to(dtype)
+    table = torch.zeros(1, dtype=torch.int32)
+
+    def attended(queries: Tensor, place: int) -> Tensor:
+        result = torch.empty_like(queries)
+        _attend_(result, queries, pages, table, position - place + ROW_TILE, None)
+        return result[place]
+
+    return _differing(attended, kv_heads * group * head_dim, dtype)
+
+
+def _differing(compute: Callable[[Tensor, int], Tensor], columns: int, dtype: torch.dtype) -> list[int]:
+    """compute: a tile and a place in it to what becomes of the row that is there."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(columns, generator=generator)
     results = []
     for place in range(ROW_TILE):
         tile = torch.randn(ROW_TILE, columns, generator=generator)
         tile[place] = row
-        results.append(compute(tile.to(dtype))[place])
+        results.append(compute(tile.to(dtype), place))
     return [place for place, result in enumerate(results) if not torch.equal(result, results[0])]
 
 

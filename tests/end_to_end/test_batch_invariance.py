@@ -4,6 +4,7 @@ threads, and on a pair of engines. Without the mode they differ."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,10 @@ async def answers_alone(kernels: str, prompts: list[str]) -> list[Answer]:
         return [await ask(engine, prompt) for prompt in prompts]
 
 
+def count_of_files(directory: Path) -> int:
+    return len(list(directory.glob("kv-*/*.kv")))
+
+
 def check(answer: Answer, wanted: Answer) -> None:
     assert len(wanted.logprobs) == OUTPUT_TOKENS
     assert answer.token_ids == wanted.token_ids
@@ -140,6 +145,30 @@ def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
                 deltas = [delta async for delta in held]
                 check(await ask(second, PROMPT, kv_transfer=deltas[-1].kv_transfer), cold)
             assert second.stats().loaded_tokens_total >= 16
+
+    trio.run(main)
+
+
+@pytest.mark.slow
+def test_kv_files_of_an_engine_before_give_the_same_bits(kernels: str, tmp_path: Path) -> None:
+    """And one without the mode leaves none that this one takes."""
+    limits = {"memory_gib": 0.05, "directory": str(tmp_path), "directory_gib": 0.1}
+    transfer = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": limits}
+
+    async def main() -> None:
+        [cold] = await answers_alone(kernels, [PROMPT])
+        loaded = []
+        for is_invariant, file_count in ((False, 2), (True, 4), (True, 4)):
+            async with engine_of(kernels, kv_transfer_config=transfer, batch_invariant=is_invariant) as engine:
+                answer = await ask(engine, PROMPT)
+                if is_invariant:
+                    check(answer, cold)
+                loaded.append(engine.stats().loaded_tokens_total)
+                with trio.fail_after(60):
+                    while count_of_files(tmp_path) < file_count:  # noqa: ASYNC110  # another thread writes them
+                        await trio.sleep(0.01)
+        assert loaded[:2] == [0, 0]
+        assert loaded[2] >= 16
 
     trio.run(main)
 

@@ -50,10 +50,14 @@ NATIVE = (
     ("qwen3", "bfloat16", "none"),
     ("llama", "bfloat16", "int8"),
     ("qwen2", "bfloat16", "int4"),
+    ("llama-wide", "bfloat16", "Q4_0"),
     ("llama-wide", "bfloat16", "Q4_1"),
     ("llama-wide", "bfloat16", "Q4_K"),
     ("llama-wide", "bfloat16", "Q6_K"),
     ("llama-wide", "bfloat16", "Q5_0"),
+    ("llama-wide", "bfloat16", "Q5_1"),
+    ("llama-wide", "bfloat16", "Q5_K"),
+    ("llama-wide", "bfloat16", "Q8_0"),
     ("llama-padded", "bfloat16", "none"),
 )
 
@@ -325,6 +329,10 @@ def test_what_cannot_be_had_is_refused(tiny_checkpoint: Callable[..., Path], ste
         patch.setattr(torch_step_model, "differing_rows", lambda *_: [7])
         with pytest.raises(StartupError, match="in row 7 of 16"):
             runner.warm_up()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_step_model, "differing_attended_rows", lambda *_: [3])
+        with pytest.raises(StartupError, match="attention of heads of 16, in row 3 of 16"):
+            runner.warm_up()
     with pytest.raises(StartupError, match="take gpu_kernels triton"):
         torch_step_model.TorchStepModel(
             runner.config, ModelSettings(batch_invariant=True), dtype="float32", device="cuda"
@@ -342,6 +350,19 @@ def test_the_place_of_a_row_is_looked_at() -> None:
     assert reference_invariant.differing_rows(lambda tile: tile.cumsum(-1), 40, torch.float32) == []
 
 
+def test_the_place_of_a_row_is_looked_at_in_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.bmm
+
+    def planted(left: Tensor, right: Tensor) -> Tensor:
+        found = product(left, right)
+        found[:, 5] += 1e-3
+        return found
+
+    assert reference_invariant.differing_attended_rows(2, 1, 32, torch.float32) == []
+    monkeypatch.setattr(torch, "bmm", planted)
+    assert reference_invariant.differing_attended_rows(2, 1, 32, torch.float32) == [5]
+
+
 def test_kv_travels_only_between_engines_of_one_arithmetic(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
@@ -355,3 +376,8 @@ def test_kv_travels_only_between_engines_of_one_arithmetic(
     assert name_of() == name_of(dtype="bfloat16") == "model"
     assert name_of(batch_invariant=True) == name_of(batch_invariant=True, threads=1)
     assert name_of(batch_invariant=True) not in ("model", name_of(batch_invariant=True, dtype="bfloat16"))
+    ours = name_of(batch_invariant=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "VERSION", "0.0.1")  # whose KV files lie in the same folder
+        assert name_of(batch_invariant=True) != ours
+        assert name_of() == "model"

@@ -13,6 +13,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.version import VERSION
 from trioserve.model.awaited_token import fill_in
 from trioserve.model.begun_step import BegunStep
 from trioserve.model.device import (
@@ -144,10 +145,12 @@ class ModelRunner:
 
     def kv_pages(self, model_name: str) -> KVPages:
         """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both. A
-        batch-invariant model takes KV only of its like, since others would give other bits."""
+        batch-invariant model takes KV only of its like, since others would give other bits; so might other versions of
+        its kernels, whose KV files may still be there."""
         assert self.storage is not None, "kv_pages before allocate_kv"
+        like = f"{model_name} batch-invariant, {self.arithmetic}, trioserve {VERSION}"
         layout = KVLayout(
-            model=f"{model_name} batch-invariant, {self.arithmetic}" if self._batch_invariant else model_name,
+            model=like if self._batch_invariant else model_name,
             layer_count=self.config.layer_count,
             block_size=self.block_size,
             kv_head_count=self.config.kv_head_count,

@@ -40,7 +40,7 @@ from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensor
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
-from trioserve_kernels.reference_invariant import ROW_TILE, differing_rows
+from trioserve_kernels.reference_invariant import ROW_TILE, differing_attended_rows, differing_rows
 
 __all__ = ["TorchStepModel"]
 
@@ -162,7 +162,7 @@ class TorchStepModel:
         batch-invariant, and torch's products here are not."""
         assert self._model is not None, "warm_up after close"
         if self._settings.batch_invariant and self.device == "cpu":
-            _check_products(self._model)
+            _check_places(self._model)
         if self._static is not None:
             self._static.record_all()
 
@@ -276,15 +276,17 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
         ) from error
 
 
-def _check_products(model: LlamaModel) -> None:
+def _check_places(model: LlamaModel) -> None:
     """Raises StartupError if what torch multiplies with here makes something else of a row in another place."""
-    for linear in model.linears:
-        rows = differing_rows(linear, linear.inputs, model.dtype)
+    config, dtype = model.config, model.dtype
+    found = {f"{one.inputs} numbers in {dtype}": differing_rows(one, one.inputs, dtype) for one in model.linears}
+    group, head_dim = config.head_count // config.kv_head_count, config.head_dim
+    found[f"attention of heads of {head_dim}"] = differing_attended_rows(config.kv_head_count, group, head_dim, dtype)
+    for what, rows in found.items():
         if rows:
             raise StartupError(
-                "batch_invariant is set, but torch's products on this processor depend on a row's place: "
-                f"{linear.inputs} numbers in {model.dtype}, in row {rows[0]} of {ROW_TILE}; take another dtype, or the "
-                "native kernels"
+                f"batch_invariant is set, but torch's products on this processor depend on a row's place: {what}, in "
+                f"row {rows[0]} of {ROW_TILE}; take another dtype, or the native kernels"
             )
 
 
