@@ -403,9 +403,10 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         const float position = float(chunk.start + row - chunk.first_row);
         float* cosines = angles + row * 2 * half;
         for (int64_t pair = 0; pair < half; pair++) {
-            const float angle = position * model.frequencies[pair];
-            cosines[pair] = std::cos(angle) * model.rotary_magnitude;
-            cosines[half + pair] = std::sin(angle) * model.rotary_magnitude;
+            // Those of float32 are off by as much as a C library pleases, those of float64 by nothing that rounding leaves.
+            const double angle = position * model.frequencies[pair];
+            cosines[pair] = float(std::cos(angle)) * model.rotary_magnitude;
+            cosines[half + pair] = float(std::sin(angle)) * model.rotary_magnitude;
         }
     }
 }
