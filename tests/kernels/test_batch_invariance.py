@@ -102,7 +102,6 @@ def test_without_the_mode_amx_computes_few_rows_in_another_way(engine: Engine) -
 
 # --- attention ------------------------------------------------------------------------------------------------------
 
-PAGE_TOKENS = 16
 TOKENS = 420  # of each sequence: more than one part, and ends within a span
 
 Chunk = tuple[int, int, int]  # sequence, start, count
@@ -121,10 +120,12 @@ class Sequences:
         window: int = 0,
         shared: int = 0,
         spread: float = 1,
+        page_tokens: int = 16,
     ) -> None:
         self.dtype, self.heads, self.kv_heads, self.head_dim, self.window = dtype, heads, kv_heads, head_dim, window
-        blocks, count = -(-TOKENS // PAGE_TOKENS), 5
-        self._pages = random(count * blocks, PAGE_TOKENS, 2, kv_heads, head_dim, dtype=dtype, seed=3)
+        self._page_tokens = page_tokens
+        blocks, count = -(-TOKENS // page_tokens), 5
+        self._pages = random(count * blocks, page_tokens, 2, kv_heads, head_dim, dtype=dtype, seed=3)
         order = np.random.default_rng(4).permutation(count * blocks)
         self._tables = order.reshape(count, blocks)
         self._tables[:, :shared] = self._tables[0, :shared]
@@ -133,7 +134,7 @@ class Sequences:
 
     def attended(self, engine: Engine, chunks: Sequence[Chunk]) -> dict[tuple[int, int], bytes]:
         """The bits of each row, by sequence and position; all chunks are one step."""
-        tables = [self._tables[index, : -(-(start + count) // PAGE_TOKENS)] for index, start, count in chunks]
+        tables = [self._tables[index, : -(-(start + count) // self._page_tokens)] for index, start, count in chunks]
         counts, starts = [count for _, _, count in chunks], [start for _, start, _ in chunks]
         firsts = np.cumsum([0, *map(len, tables)])[:-1]
         arrays = [int32_array([int(number) for number in numbers]) for numbers in (counts, starts, firsts)]
@@ -145,7 +146,7 @@ class Sequences:
             head_count=self.heads,
             kv_head_count=self.kv_heads,
             head_dim=self.head_dim,
-            page_tokens=PAGE_TOKENS,
+            page_tokens=self._page_tokens,
             batch_invariant=1,
             layers=ctypes.addressof(layer),
         )
@@ -182,6 +183,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a narrow window": {"heads": 2, "kv_heads": 1, "head_dim": 96, "window": 21},
     "shared blocks": {"heads": 6, "kv_heads": 2, "head_dim": 128, "shared": 22},
     "no whole part shared": {"heads": 2, "kv_heads": 1, "head_dim": 32, "shared": 7},
+    "12 heads of 80 for one of keys": {"heads": 12, "kv_heads": 1, "head_dim": 80},
+    "more heads than lanes": {"heads": 20, "kv_heads": 4, "head_dim": 16, "spread": 4},
+    "pages of 7": {"heads": 7, "kv_heads": 1, "head_dim": 64, "page_tokens": 7, "shared": 40},
+    "pages of 100 and a window": {"heads": 4, "kv_heads": 2, "head_dim": 80, "page_tokens": 100, "window": 129},
 }
 
 
