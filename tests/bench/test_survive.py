@@ -72,6 +72,11 @@ def test_log_probabilities_may_differ_as_much_as_is_allowed():
     assert content_of(heard(-1.5, token="b")).differences(expected, logprob_tolerance=0.01)
 
 
+def test_by_default_every_number_has_to_be_equal_and_servers_see_to_that():
+    assert SurviveSettings().logprob_tolerance == 0
+    assert "--batch-invariant" in SurviveSettings().server_flags
+
+
 @pytest.mark.parametrize(
     "body",
     [

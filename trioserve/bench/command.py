@@ -184,7 +184,9 @@ _FLAGS = {
     "requests": Flag("--requests", "requests to measure", _INTEGER),
     "period_seconds": Flag("--period", "seconds between two interruptions, on the average", _NUMBER),
     "logprob_tolerance": Flag(
-        "--logprob-tolerance", "by so much a log probability may differ; 0 with --batch-invariant", _NUMBER
+        "--logprob-tolerance",
+        "by so much a log probability may differ; servers without --batch-invariant need more than 0",
+        _NUMBER,
     ),
     "rate_per_second": Flag("--rate", "requests/s, random arrivals", _NUMBER, unset="closed loop"),
     "prompt_tokens": Flag("--prompt-tokens", "tokens of each prompt", _INTEGER),
