@@ -14,6 +14,7 @@ SAYS = {
     "deadline.py": ["KV blocks in use: 0"],
     "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the queue: 0"],
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],
+    "same_bits.py": ["in company: True", "as a prompt: True"],
     "leave_during_prefill.py": ["in the middle of its prompt: {", "a step later: []"],
 }
 
