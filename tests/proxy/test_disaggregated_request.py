@@ -512,8 +512,8 @@ async def test_attempts_are_bounded_over_both_stages(open_pair):
         for _ in range(3):
             await wait_all_tasks_blocked()
             [ask] = [ask for endpoint in pair.endpoints.values() for ask in endpoint.open]
-            ask.refuse(503, "too_much")
-        assert await response.head() == 503
+            ask.refuse(500, "too_much")
+        assert await response.head() == 500
         assert (await response.json())["error"]["code"] == "too_much"
         await pair.assert_all_free()
 

@@ -339,6 +339,23 @@ async def test_endpoints_that_say_that_they_broke_are_believed(open_pair):
     await pair.assert_all_free()
 
 
+@pytest.mark.parametrize(("code", "is_asked_elsewhere"), [("draining", True), ("queue_full", False)])
+async def test_a_server_that_stops_before_it_began_costs_no_retry(open_pair, code, is_asked_elsewhere):
+    settings = {"retry_share_max": 0.0, "retries_per_second_min": 0.0}
+    async with open_pair("w1 w2", **settings) as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.refuse(503, code)
+        if is_asked_elsewhere:
+            _, again = await the_ask(pair)
+            again.begin_resumable()
+            again.group("0:1")
+            again.finish_resumable()
+            assert await texts(response) == " 0:1"
+        else:
+            assert await response.head() == 503
+    await pair.assert_all_free()
+
+
 async def test_without_another_endpoint_it_ends_with_an_error(open_pair, autojump_clock):
     async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)

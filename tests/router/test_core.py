@@ -478,6 +478,80 @@ def test_retries_have_a_budget(make_router):
     assert retried == 2
 
 
+def test_what_could_not_be_sent_waits_until_its_endpoint_is_found_well(make_router):
+    router = make_router(attempts_max=1, retry_share_max=0.0, retries_per_second_min=0.0, ejection_seconds=1)
+    a = router.endpoint("a")
+    ticket = router.sent()
+    router.endpoint("b", leases_max=1)
+    running = router.sent()
+    for _ in range(3):
+        assert router.core.failed(ticket, Fault.UNREACHABLE, router.now)
+        router.after(1.5)
+        assert router.core.endpoints[a].health is EndpointHealth.PROBING
+        assert ticket.state is TicketState.WAITING, "time alone does not say that it can be reached"
+        router.core.note_health(a, True, router.now)
+        assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "a")
+        router.core.sent(ticket)
+    router.leave(ticket, running)
+    assert leases(router) == {"a": 0, "b": 0}
+
+
+def test_and_no_longer_than_anybody_waits(make_router):
+    router = make_router(queue_seconds_max=5)
+    router.endpoint("a")
+    ticket = router.sent()
+    router.endpoint("b", leases_max=1)
+    router.sent()
+    assert router.core.failed(ticket, Fault.UNREACHABLE, router.now)
+    router.after(5.1)
+    assert isinstance(ticket.refusal, Overloaded)
+    assert ticket.refusal.reason == "queue_wait_over"
+
+
+def test_who_is_sent_away_by_endpoints_that_leave_has_as_many_attempts_as_before(make_router):
+    router = make_router(attempts_max=1, retry_share_max=0.0, retries_per_second_min=0.0)
+    for id in "abc":
+        router.endpoint(id)
+    ticket = router.sent()
+    for _ in range(2):
+        assert router.core.failed(ticket, Fault.LEAVING, router.now)
+        router.core.sent(ticket)
+    assert not router.core.failed(ticket, Fault.BROKE, router.now)
+
+
+def test_what_all_endpoints_refuse_that_are_well_is_told_at_once(make_router):
+    router = make_router()
+    for id in "ab":
+        router.endpoint(id)
+    ticket = router.sent()
+    assert router.core.failed(ticket, Fault.BUSY, router.now)
+    router.core.sent(ticket)
+    assert not router.core.failed(ticket, Fault.BUSY, router.now)
+    assert ticket.refusal is None, "the client is told what the endpoint said"
+
+
+def test_where_others_are_ill_a_busy_endpoint_is_asked_again(make_router):
+    router = make_router(failures_max=1, ejection_seconds=20)
+    a = router.endpoint("a")
+    ticket = router.sent()
+    b = router.endpoint("b")
+    router.core.note_health(b, False, router.now)
+    assert router.core.failed(ticket, Fault.BUSY, router.now, busy_seconds=2)
+    router.after(3)
+    assert ticket.state is TicketState.WAITING
+    router.core.note_health(a, True, router.now)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "a")
+
+
+def test_busy_endpoints_are_not_asked_again_beyond_the_budget(make_router):
+    router = make_router(retry_share_max=0.0, retries_per_second_min=0.3, failures_max=1)
+    a = router.endpoint("a")
+    router.core.note_health(router.endpoint("b"), False, router.now)
+    tickets = [router.sent() for _ in range(20)]
+    assert sum(router.core.failed(ticket, Fault.BUSY, router.now) for ticket in tickets) == 3
+    assert router.core.endpoints[a].health is EndpointHealth.HEALTHY
+
+
 def test_failures_in_a_row_eject_and_a_probe_brings_back(make_router):
     router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30)
     a = router.endpoint("a")

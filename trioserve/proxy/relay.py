@@ -62,6 +62,7 @@ WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once the
 ERROR_BYTES_MAX = 64 * 1024
 NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # the last one is how 503 is said in Anthropic's API
 BROKEN = frozenset({500, 502, 504})
+STOPPING = frozenset({"draining", "server_stopping"})  # why a server refuses that is not merely full
 CLIENTS_FAULT = frozenset({400, 413, 422})
 BUSY_SECONDS_MAX = 5.0
 # Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
@@ -184,6 +185,8 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
     said = await response.whole(ERROR_BYTES_MAX) or b""
     code = response.header(REASON_HEADER) or error_code(said)  # other APIs have no code in their errors
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
+    if fault is Fault.BUSY and code in STOPPING:
+        fault = Fault.LEAVING
     if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) == TEXT_QUEUE_FULL:
         fault = None  # the second says nothing of how much the engine has to do
     elif status < 500 and status not in NOT_ENDPOINTS_FAULT:

@@ -37,7 +37,7 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
 from trioserve.router.continuation import Continuations
 from trioserve.router.disaggregation import Disaggregation, stage_fault
-from trioserve.router.endpoint_state import EndpointHealth, Fault
+from trioserve.router.endpoint_state import NOT_BEGUN, EndpointHealth, Fault
 from trioserve.router.endpoints import Endpoints
 from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
@@ -268,8 +268,10 @@ class RouterCore:
             self._continuations.broke_off(ticket, fault, endpoint, token_count, is_certain=is_certain)
             return self._goes_on(ticket, next_lease, now)
         assert next_lease is None, "what has not begun is not moved"
+        if fault not in NOT_BEGUN:
+            ticket.begun_at |= {endpoint.id}
         ticket.stage_fault = stage_fault(ticket.stage, fault)
-        if not self._may_try_again(ticket, now):
+        if not self._may_try_again(ticket, fault, now):
             if ticket.stage_fault is not None:
                 self._disaggregation.note_outcome(ticket, ticket.stage_fault)
             self._end(ticket)
@@ -301,14 +303,18 @@ class RouterCore:
         self._hand_over(now)
         return ticket.refusal is None
 
-    def _may_try_again(self, ticket: Ticket, now: float) -> bool:
+    def _may_try_again(self, ticket: Ticket, fault: Fault, now: float) -> bool:
+        """Whether a request without a token waits again. What was not begun costs its endpoint nothing; to be refused
+        for want of room does, so what all that are well refuse is told at once, and the rest has a budget."""
         if self.is_draining or ticket.request.pinned is not None or now >= ticket.queue_deadline:
             return False
-        if len(ticket.tried) >= self.settings.attempts_max:
+        if len(ticket.begun_at) >= self.settings.attempts_max:
             return False
+        if fault is Fault.BUSY:
+            return self._fleet.is_any_left(ticket, has_not_refused=True) and self._budget.take(now)
         if not self._fleet.is_any_left(ticket, unejected=True):
             return False
-        return self._budget.take(now)
+        return fault in NOT_BEGUN or self._budget.take(now)
 
     # --- endpoints ---
 

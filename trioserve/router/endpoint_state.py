@@ -28,7 +28,7 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
-__all__ = ["EndpointHealth", "EndpointState", "Fault"]
+__all__ = ["NOT_BEGUN", "EndpointHealth", "EndpointState", "Fault"]
 
 
 class EndpointHealth(enum.Enum):
@@ -49,6 +49,9 @@ class Fault(enum.Enum):
     HUNG = "hung"  # it does not answer any more, its checks neither
     LEAVING = "leaving"  # it ended the stream because it stops, and said so
 
+
+NOT_BEGUN = frozenset({Fault.UNREACHABLE, Fault.BUSY, Fault.LEAVING})
+"""Faults of which a request without a token is not the cause: it was not begun, or is taken away on purpose."""
 
 _H = EndpointHealth
 

@@ -106,16 +106,20 @@ class Endpoints:
         state = None if id is None else self.by_id.get(id)
         return state if state is not None and state.number in self.of_model(model).by_number else None
 
-    def is_any_left(self, ticket: Ticket, *, unejected: bool = False) -> bool:
+    def is_any_left(self, ticket: Ticket, *, unejected: bool = False, has_not_refused: bool = False) -> bool:
         """Whether an endpoint serves its model that it may go to, now or later, so far as its own failures tell.
-        unejected: and that may be given requests soon."""
+        unejected: and that may be given requests soon. has_not_refused: and that is ill, or has not failed it since it
+        was found well."""
         model = self.of_model(ticket.request.model)
         count = model.unejected_count if unejected else model.serving_count
         for id in ticket.tried:
             state = self.serves(id, ticket.request.model)
             if state is None or (unejected and state.health is EndpointHealth.EJECTED):
                 continue
-            count -= not (may_try(state, ticket) if unejected else ticket.has_token)
+            if has_not_refused and state.health is not EndpointHealth.EJECTED:
+                count -= not may_try(state, ticket)
+            else:
+                count -= not ticket.has_token and id in ticket.begun_at
         return count > 0
 
     def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
@@ -335,7 +339,9 @@ class Endpoints:
 
 
 def may_try(state: EndpointState, ticket: Ticket) -> bool:
-    """Whether it may go there, so far as its own failures tell. Where a request has failed it does not go again; a
-    stream that a client reads already does, once the endpoint has been found well since."""
+    """Whether it may go there, so far as its own failures tell: where it has failed, once the endpoint has been found
+    well since. Where it may have begun it does not go again before its client has a token."""
     checks = ticket.tried.get(state.id)
-    return checks is None or (ticket.has_token and state.checks_total > checks)
+    if checks is None:
+        return True
+    return state.checks_total > checks and (ticket.has_token or state.id not in ticket.begun_at)

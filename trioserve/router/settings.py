@@ -29,7 +29,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     slow_start_seconds: in which an endpoint that came (back) gets its whole share.
     retry_share_max, retries_per_second_min: requests that failed before their first token may be tried elsewhere as
         long as retries are at most this share of the requests, and this many a second in any case; when everything
-        fails, retrying everything would double the load. attempts_max: endpoints that one request may be tried at.
+        fails, retrying everything would double the load. What never got to its endpoint, or is taken from one that
+        leaves, is no load and not counted. attempts_max: endpoints that may break with one request, or hang.
         handover_waiting_max: of requests that are disaggregated, so many of a model may wait for a decode endpoint,
         their prompt
         computed. Beyond it no further prompt is begun: each that waits keeps KV blocks where it was computed.

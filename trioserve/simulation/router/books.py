@@ -196,10 +196,13 @@ class RouterBooks:
             self._check_least_loaded(entry, book, taking)
         book.give(name, request.sequences, is_suspect=bool(entry.broken))
 
-    def fail(self, entry: ExpectedRequest) -> bool:
+    def fail(self, entry: ExpectedRequest, fault: str) -> bool:
         """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
         again."""
-        if not self._is_tried_again(entry):
+        if fault in ("broke", "hung", "transfer"):
+            assert entry.endpoint is not None
+            entry.begun_at.add(entry.endpoint)
+        if not self._is_tried_again(entry, fault):
             if entry.stage_fault is not None:
                 self.note_pair(entry, entry.stage_fault)
             self.end(entry)
@@ -375,15 +378,20 @@ class RouterBooks:
             assert book.load <= most, f"{entry.name} gets {book.id}, which has more to do than all others"
 
     def _is_any_left(self, entry: ExpectedRequest) -> bool:
-        return any(entry.has_token or book.id not in entry.tried for book in self.serving(entry))
+        return any(entry.has_token or book.id not in entry.begun_at for book in self.serving(entry))
 
-    def _is_tried_again(self, entry: ExpectedRequest) -> bool:
+    def _is_tried_again(self, entry: ExpectedRequest, fault: str) -> bool:
         if self.is_draining or entry.request.pinned is not None or self.now >= entry.deadline:
             return False
-        if len(entry.tried) >= self.world.attempts_max:
+        if len(entry.begun_at) >= self.world.attempts_max:
             return False
-        if not any(book.health != "ejected" and book.id not in entry.tried for book in self.serving(entry)):
-            return False
+        left = [book for book in self.serving(entry) if book.id not in entry.begun_at]
+        if fault == "busy":
+            left = [book for book in left if book.health == "ejected" or may_try(book, entry)]
+        else:
+            left = [book for book in left if book.health != "ejected"]
+        if not left or fault in ("unreachable", "leaving"):
+            return bool(left)
         self._fill_tries()
         if self._tries < 1 - 1e-9:
             return False

@@ -156,4 +156,6 @@ class ContinuedBook:
 
 def may_try(book: EndpointBook, entry: ExpectedRequest) -> bool:
     """Whether what the endpoint did to it before speaks for a second time there."""
-    return book.id not in entry.tried or (entry.has_token and book.checks > entry.tried[book.id])
+    if book.id not in entry.tried:
+        return True
+    return book.checks > entry.tried[book.id] and (entry.has_token or book.id not in entry.begun_at)

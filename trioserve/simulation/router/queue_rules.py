@@ -31,8 +31,8 @@ class ExpectedRequest:
     continuations, fingerprint, can_go_on, is_moving: as those of a Ticket. is_condemned: its trial is over, and it has
     to be told. moving_index: in the order of becoming one
     that is to move. next: where it has its next lease. tried: where it failed, and how often that endpoint had been
-    found well before. tokens: its client has; tokens_at_break: had when it broke
-    off last. is_behind: somebody was in its queue when it came."""
+    found well before; begun_at: where it may have begun, without a token. tokens: its client has; tokens_at_break: had
+    when it broke off last. is_behind: somebody was in its queue when it came."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -47,6 +47,7 @@ class ExpectedRequest:
         self.failed_index: int | None = None
         self.endpoint: str | None = None
         self.tried: dict[str, int] = {}
+        self.begun_at: set[str] = set()
         self.is_sent = False
         self.has_token = False
         self.is_answered = False

@@ -69,7 +69,7 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
     assert isinstance(refusal, Overloaded), f"{name} is refused with {refusal!r}"
     _check_retry_after(refusal)
     if isinstance(refusal, NoEndpoint):
-        left = [book.id for book in books.serving(entry) if entry.has_token or book.id not in entry.tried]
+        left = [book.id for book in books.serving(entry) if entry.has_token or book.id not in entry.begun_at]
         assert not left, f"{name} is told that there is no endpoint, and there are {left}"
         return
     if refusal.reason == "queue_full":

@@ -327,7 +327,7 @@ class RouterSimulation:
         elif entry.stage is Stage.DECODE:
             is_transfer = fault is Fault.TRANSFER
             entry.stage_fault = PairOutcome.TRANSFER_FAILED if is_transfer else PairOutcome.DECODE_FAILED
-        waits_again = self.books.fail(entry)
+        waits_again = self.books.fail(entry, event.fault)
         self._count(f"faults: {event.fault}")
         self._count("retries" if waits_again else "given up")
         said = self.core.failed(entry.ticket, fault, now, busy_seconds=event.busy_seconds)
