@@ -13,7 +13,7 @@ from pathlib import Path
 from trioserve import __version__
 from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
-from trioserve.commands.unknown_options import Parser, refuse_unknown
+from trioserve.commands.unknown_options import Parser
 from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
@@ -68,9 +68,7 @@ def _run_parsed(arguments: list[str]) -> int:
     if arguments[0] in ("serve", "scripted"):
         arguments = without_vllm_flags(arguments)
     parser, commands = _parser()
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        refuse_unknown(parser, parsed.command, unknown)
+    parsed = parser.parse_args(arguments)
     return commands[parsed.command](parsed)
 
 

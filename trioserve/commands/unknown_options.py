@@ -10,13 +10,22 @@ from typing import NoReturn
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.spelling import closest_name
 
-__all__ = ["Parser", "refuse_unknown"]
+__all__ = ["Parser"]
 
 CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<written>[^']*)' \(choose from (?P<known>.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's, whose errors are one sentence with what was meant."""
+
+    def parse_known_args(  # type: ignore[override]  # argparse has overloads for namespaces of other types
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Raises StartupError for what the command does not take, instead of giving it back."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and getattr(found, "command", None):
+            _refuse(self, found.command, unknown)
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Leaves the program with 2, as argparse does."""
@@ -30,8 +39,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"trioserve: {message}\n")
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str]) -> NoReturn:
-    """unknown: what the command's parser did not take. Raises StartupError."""
+def _refuse(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str]) -> NoReturn:
+    """unknown: what the command's parser did not take."""
     flag = next((word for word in unknown if word.startswith("-")), None)
     if flag is None:
         raise StartupError(
