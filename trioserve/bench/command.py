@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trioserve.bench.disagg.settings import CONNECTORS, DisaggregatedSettings
+from trioserve.bench.page_settings import PageBenchSettings
 from trioserve.bench.router.settings import ROUTER_ROWS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.soak.settings import SoakSettings
@@ -305,6 +306,16 @@ MEASUREMENTS = (
             "concurrency": "streams at a time",
             "output_tokens": "tokens of a response, at most",
             "seed": "seed of what is asked, and of what happens when",
+        },
+    ),
+    Measurement(
+        name="page",
+        meaning="send the same load with the live page open and without it, in turn: what it costs",
+        settings=PageBenchSettings,
+        module="trioserve.bench.page",
+        meanings={
+            "requests": "requests of each measurement, of which a round has two",
+            "rounds": "how often both are measured",
         },
     ),
     Measurement(

@@ -86,9 +86,10 @@ class _Cancel:
 
 
 class _Watched:
-    """What is known of a request from one look to the next. blocks: at the last one, and the runs that they make."""
+    """What is known of a request from one look to the next. blocks: at the last one, and the runs that they make.
+    shown: as of the last one; mark: what has to be other before that is."""
 
-    __slots__ = ("blocks", "entered_at", "key", "runs", "tenant")
+    __slots__ = ("blocks", "entered_at", "key", "mark", "runs", "shown", "tenant")
 
     def __init__(self, key: str, request: OpenRequest) -> None:
         self.key = key
@@ -96,6 +97,8 @@ class _Watched:
         self.tenant = tenant_name(request.owner, request.tenant)
         self.blocks: list[BlockIndex] = []
         self.runs: tuple[tuple[int, int], ...] = ()
+        self.mark: tuple[object, ...] | None = None
+        self.shown: RequestShown | None = None
 
 
 class LiveFeed:
@@ -267,13 +270,26 @@ class LiveFeed:
             if len(request.choices) == 1:  # nearly all
                 live = lives.get(request.choices[0].sequence_id)
                 own = [] if live is None else [live]
+                mark = None if live is not None and live.status is RequestStatus.RUNNING else self._mark(request, live)
             else:
                 own = [lives[choice.sequence_id] for choice in request.choices if choice.sequence_id in lives]
-            shown[watched.key] = self._shown(request, watched, own, now=now)
+                mark = None
+            if mark is None or mark != watched.mark or watched.shown is None:
+                watched.mark, watched.shown = mark, self._shown(request, watched, own, now=now)
+            shown[watched.key] = watched.shown
         room = REQUESTS_SHOWN_MAX - len(shown)
         ended = [(key, row) for key, (whose, row) in self._ended.items() if owner in (None, whose)]
         shown.update(ended[-room:] if room else ())
         return shown, len(requests)
+
+    def _mark(self, request: OpenRequest, live: LiveRequest | None) -> tuple[object, ...] | None:
+        """Of a request of one choice that does not run. There may be hundreds, of which nothing is new. None: it has to
+        be looked at."""
+        if request.is_finished:
+            return None if request.is_held else (len(self._freed), request.ended_at)
+        if live is None:
+            return request.is_leased, len(request.prompt_token_ids)
+        return live, live.status, len(live.blocks), len(live.reserved_blocks), len(live.tokens), request.has_run
 
     def _shown(
         self, request: OpenRequest, watched: _Watched, lives: list[LiveRequest], *, now: float, is_left: bool = False

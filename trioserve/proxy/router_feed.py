@@ -151,7 +151,10 @@ class RouterFeed:
                 seen[key] = admission, _shown(admission)
         for key in self._seen.keys() - seen.keys():
             admission, shown = self._seen[key]
-            outcome = "finished" if not admission.is_ended else "error" if admission.end_reason is None else "cancelled"
+            if admission.end_reason is not None:
+                outcome = "cancelled"
+            else:  # whether its client had all of it the router does not know
+                outcome = "finished" if admission.refusal is None else "error"
             ended = msgspec.structs.replace(shown, state="finished", outcome=outcome, ended_at=round(now, 4))
             self._ended[key] = admission.owner, ended
         self._seen = seen

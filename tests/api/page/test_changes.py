@@ -29,7 +29,7 @@ def decoded(value: object) -> Any:
 def forgetful(feed: LiveFeed) -> None:
     """What it has kept of requests to save work is gone."""
     for watched in feed._watched.values():
-        watched.blocks, watched.runs = [], ()
+        watched.blocks, watched.runs, watched.shown = [], (), None
 
 
 async def live(engine: FakeEngine, rng: random.Random, scopes: dict[str, trio.CancelScope], name: str) -> None:

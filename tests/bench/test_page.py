@@ -1,0 +1,39 @@
+"""What the live page costs is measured over connections in memory: both ways, in turn, and what is no comparison."""
+
+from __future__ import annotations
+
+import trio
+
+from trioserve.api.page.settings import PageSettings
+from trioserve.bench.page import measure_page, page_text
+from trioserve.bench.page_settings import PageBenchSettings
+from trioserve.bench.run import CannotMeasure
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+SETTINGS = PageBenchSettings(rounds=2, concurrency=2, requests=4, prompt_tokens=4, output_tokens=8)
+
+
+async def measured(server: MemoryServer) -> object:
+    async def connect() -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        return server.connect()
+
+    return await measure_page(SETTINGS, open_stream=connect)
+
+
+async def test_each_round_has_both_and_the_ratio_is_that_of_the_rounds(autojump_clock):
+    async with open_memory_server(step_seconds=0.2) as server:
+        report = await measured(server)
+        assert [one.without.completed_requests for one in report.rounds] == [4, 4]
+        assert all(one.events > 1 and one.event_bytes > 500 for one in report.rounds)
+        assert report.spread[0] <= report.ratio <= report.spread[1]
+        assert f"ratio {report.ratio:.4f}" in page_text(report)
+        await server.assert_all_free()
+        assert server.app.page.reader_count == 0
+
+
+async def test_without_a_page_there_is_nothing_to_measure(autojump_clock):
+    async with open_memory_server(step_seconds=0.2, page=PageSettings(is_shown=False)) as server:
+        outcome = await measured(server)
+        assert isinstance(outcome, CannotMeasure)
+        assert "status 404" in outcome.message

@@ -1,0 +1,172 @@
+"""What the live page costs: the same load with its events read and without, in turn, as a ratio of output tokens/s."""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import statistics
+import sys
+
+import msgspec
+import trio
+
+from trioserve.bench.client import Failure, OpenStream, stream_opener
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.page_settings import PageBenchSettings
+from trioserve.bench.report import Figures, Machine
+from trioserve.bench.run import CannotMeasure, common_headers, measure
+from trioserve.bench.settings import BenchSettings
+
+__all__ = ["PageReport", "main", "measure_page", "page_text"]
+
+EXIT_REQUESTS_FAILED = 1
+EVENTS_PATH = "/ui/events"
+
+
+class PageRound(msgspec.Struct, frozen=True, kw_only=True):
+    """Both of one round. events, event_bytes: what the reader got meanwhile."""
+
+    without: Figures
+    beside: Figures
+    events: int
+    event_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.beside.output_tokens_per_second / self.without.output_tokens_per_second
+
+
+class PageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """ratio: the median of the rounds'; below 1 is what the page costs. spread: the lowest and the highest of them."""
+
+    settings: PageBenchSettings
+    date: str
+    machine: Machine
+    rounds: list[PageRound]
+    ratio: float
+    spread: tuple[float, float]
+
+
+class _Reader:
+    """Counts what comes."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.events = 0
+        self.bytes = 0
+
+    def head(self, status: int) -> None:
+        self.status = status
+
+    def body(self, data: bytes, now_seconds: float) -> bool:
+        self.events += data.count(b"event: ")
+        self.bytes += len(data)
+        return True
+
+
+def main(settings: PageBenchSettings) -> int:
+    """Measure, print, and return the exit code as bench does."""
+    outcome = trio.run(measure_page, settings)
+    if isinstance(outcome, CannotMeasure):
+        print(f"trioserve bench: {outcome.message}", file=sys.stderr)
+        return outcome.exit_code
+    print(page_text(outcome), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.json_path == "-":
+        sys.stdout.write(page_json(outcome).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(page_json(outcome))
+    return 0
+
+
+async def measure_page(
+    settings: PageBenchSettings, *, open_stream: OpenStream | None = None
+) -> PageReport | CannotMeasure:
+    """open_stream: how to reach the server (default: as the settings say). Every second round begins with the page, so
+    that what changes with time falls on both."""
+    opener = open_stream or stream_opener(settings.target, 1)
+    rounds = []
+    for number in range(settings.rounds):
+        found: dict[bool, Figures] = {}
+        reader = _Reader()
+        for is_open in (False, True) if number % 2 == 0 else (True, False):
+            measured = await _measure_one(settings, number, opener, reader if is_open else None)
+            if isinstance(measured, CannotMeasure):
+                return measured
+            found[is_open] = measured
+        if reader.status != 200 or not reader.events:
+            return CannotMeasure(
+                f"{settings.url}{EVENTS_PATH} gave status {reader.status} and {reader.events} events: is the page "
+                "shown there, and has the server an API key?",
+                EXIT_REQUESTS_FAILED,
+            )
+        rounds.append(
+            PageRound(without=found[False], beside=found[True], events=reader.events, event_bytes=reader.bytes)
+        )
+        print(f"round {number + 1} of {settings.rounds}: ratio {rounds[-1].ratio:.4f}", file=sys.stderr, flush=True)
+    ratios = [one.ratio for one in rounds]
+    return PageReport(
+        settings=settings,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        rounds=rounds,
+        ratio=statistics.median(ratios),
+        spread=(min(ratios), max(ratios)),
+    )
+
+
+async def _measure_one(
+    settings: PageBenchSettings, number: int, open_stream: OpenStream, reader: _Reader | None
+) -> Figures | CannotMeasure:
+    load = BenchSettings(
+        url=settings.url,
+        model=settings.model,
+        concurrency=settings.concurrency,
+        requests=settings.requests,
+        prompt_tokens=settings.prompt_tokens,
+        output_tokens=settings.output_tokens,
+        seed=settings.seed + number,
+        timeout_seconds=settings.timeout_seconds,
+        api_key=settings.api_key,
+        allow_remote=settings.allow_remote,
+    )
+    async with trio.open_nursery() as nursery:
+        if reader is not None:
+            nursery.start_soon(_read, settings, open_stream, reader)
+        outcome = await measure(load, open_stream=open_stream)
+        nursery.cancel_scope.cancel()
+    if isinstance(outcome, CannotMeasure):
+        return outcome
+    figures = outcome.report.figures
+    if outcome.exit_code or figures.failed_requests or not figures.output_tokens_per_second:
+        what = "it was interrupted" if figures.interrupted_requests else f"{figures.failed_requests} requests failed"
+        return CannotMeasure(f"{what}, so nothing can be compared", outcome.exit_code or EXIT_REQUESTS_FAILED)
+    return figures
+
+
+async def _read(settings: PageBenchSettings, open_stream: OpenStream, reader: _Reader) -> None:
+    client = Http1Client(open_stream, [("host", settings.target.authority), *common_headers(settings.api_key)])
+    path = settings.target.path_prefix + EVENTS_PATH
+    failure = await client.request("GET", path, b"", reader)
+    if isinstance(failure, Failure):
+        print(f"the page's events ended: {failure.message}", file=sys.stderr)
+
+
+def page_json(report: PageReport) -> bytes:
+    """Indented JSON, without the API key."""
+    settings = msgspec.structs.replace(report.settings, api_key=None)
+    content = msgspec.json.encode(msgspec.structs.replace(report, settings=settings))
+    return msgspec.json.format(content, indent=2) + b"\n"
+
+
+def page_text(report: PageReport) -> str:
+    """A line a round, and the ratio."""
+    lines = [f"live page at {report.settings.url}{' ' + report.settings.label if report.settings.label else ''}", ""]
+    lines += ["| round | without, tokens/s | with, tokens/s | ratio | events | KB |", "|---|---|---|---|---|---|"]
+    for number, one in enumerate(report.rounds, start=1):
+        lines.append(
+            f"| {number} | {one.without.output_tokens_per_second:,.1f} | {one.beside.output_tokens_per_second:,.1f} | "
+            f"{one.ratio:.4f} | {one.events} | {one.event_bytes / 1000:,.0f} |"
+        )
+    low, high = report.spread
+    lines += ["", f"ratio {report.ratio:.4f} (median; {low:.4f} to {high:.4f})", ""]
+    return "\n".join(lines)
