@@ -14,6 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
+from trioserve.proxy.peers import retries
 from trioserve.proxy.peers.farewells import Farewell, Farewells
 from trioserve.proxy.peers.kept_stream import Found, KeptStream
 from trioserve.testing.memory_client import ConnectionLost
@@ -259,6 +260,30 @@ async def test_the_retry_of_a_client_library_finds_what_nobody_reads(autojump_cl
             assert setup.live_count == 1
             setup.resume()
             assert await text_of(second) == TEXT
+
+
+async def test_few_streams_are_looked_for_at_a_time(open_pair, autojump_clock, monkeypatch):
+    monkeypatch.setattr(retries, "SEARCHES_MAX", 2)
+    async with open_pair("w1 w2", has_peers=True) as pair, AsyncExitStack() as asked:
+        for endpoint in pair.endpoints.values():
+            endpoint.is_silent = True
+        body = {"model": "fake", "prompt": "hello", "stream": True}
+
+        def open_count() -> int:
+            return sum(len(endpoint.open) for endpoint in pair.endpoints.values())
+
+        for number in range(4):
+            headers = {"x-request-id": f"r{number}", "x-stainless-retry-count": "1"}
+            await asked.enter_async_context(pair.client().ask(PATH, body, headers=headers))
+        await wait_all_tasks_blocked()
+        assert open_count() == 2  # those that were not looked for
+        again = {"x-request-id": "r4", "last-event-id": ""}
+        await asked.enter_async_context(pair.client().ask(PATH, body, headers=again))
+        await trio.sleep(1.5)
+        assert open_count() == 4
+        await trio.sleep(1)
+        assert open_count() == 5  # it was looked for, in its turn
+    await pair.assert_all_free()
 
 
 async def test_a_stream_takes_its_slot_whatever_the_limit_says(autojump_clock):

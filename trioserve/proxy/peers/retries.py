@@ -28,6 +28,7 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 RESUMABLE_HEADER = "x-trioserve-resumable"
 SEARCHED_MAX = 1024  # endpoints; each is asked once, those first that come first for the stream's name
 AT_ONCE_MAX = 32
+SEARCHES_MAX = 64  # of this router at a time: each asks every endpoint, and after an overload everybody asks again
 ANSWER_SECONDS_MAX = 1.0
 READER_MAX = 2**31 - 1
 GONE = 410  # it runs, but its beginning is not kept
@@ -61,6 +62,7 @@ class PeerStreams(NoPeers):
         self.again_total = 0
         self._farewells = farewells
         self._watch = watch
+        self._searches = trio.CapacityLimiter(SEARCHES_MAX)
 
     def greeting(self) -> Greeting:
         return self._watch.greeting()
@@ -87,7 +89,7 @@ class PeerStreams(NoPeers):
         )
         found = None
         if last_seen is not None or self._may_be_retry(context):
-            found = await self._search(context, name, model, takes_over=last_seen is not None)
+            found = await self._find(context, name, model, takes_over=last_seen is not None)
             self.found_total += found is not None
             self.again_total += found is None and known is not None
         # What is computed once more begins where the client is.
@@ -100,6 +102,20 @@ class PeerStreams(NoPeers):
         if headers.get("x-request-id") is None:
             return False  # nobody knows the id that it gets, so nobody asks again with it
         return headers.get(RETRY_COUNT_HEADER) not in (None, "0") or self._watch.is_lost_lately()
+
+    async def _find(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
+        """takes_over: its client has said that the stream was there; otherwise it is looked for if few others are."""
+        if takes_over:
+            async with self._searches:
+                return await self._search(context, name, model, takes_over=True)
+        try:
+            self._searches.acquire_nowait()
+        except trio.WouldBlock:
+            return None
+        try:
+            return await self._search(context, name, model, takes_over=False)
+        finally:
+            self._searches.release()
 
     async def _search(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
         """Ask the endpoints that serve the model, until one has it. One that does not answer in time has it not."""
