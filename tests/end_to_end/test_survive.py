@@ -14,6 +14,7 @@ RUN_SECONDS_MAX = 400  # generous: it takes about 40, half of it for starting se
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS_MAX + 30)  # the bench has to end before, and take its servers along
 def test_streams_are_whole_and_the_same_while_endpoints_die(tmp_path: Path):
     path = tmp_path / "survive.json"
     command = (
