@@ -163,7 +163,7 @@ async def open_memory_router(
             api_keys=api_keys,
             admin_api_key=admin_api_key,
             access=access,
-            page=page or PageSettings(history_seconds=0),
+            page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
             naming=naming,
             peers=None if peer_watch is None else PeerStreams(farewells, peer_watch),
         )

@@ -98,7 +98,7 @@ async def open_memory_server(
                 api_keys=api_keys,
                 admin_api_key=admin_api_key,
                 access=access,
-                page=page or PageSettings(history_seconds=0),
+                page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
                 store=store,
                 background=background,
                 batches=batches,

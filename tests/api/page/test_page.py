@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
 from trioserve.api.page.changes import fold
-from trioserve.api.page.page import ALIVE_SECONDS
+from trioserve.api.page.page import ALIVE_SECONDS, Page
 from trioserve.api.page.settings import PageSettings
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -342,3 +343,19 @@ async def test_the_history_is_there_for_who_comes_later(autojump_clock):
         assert history["series"]["tokens_per_second"][:2] == [20.0, 0.0]
         assert history["series"]["itl_p50"][1] is None
         assert 0.005 < history["series"]["itl_p50"][0] < 0.015
+
+
+async def test_what_costs_more_is_looked_at_less_often(autojump_clock):
+    """The clock of the cost goes on by 10 ms at each look at it: an event costs as much, and the pause is 2 s."""
+    seconds = itertools.count(0.0, 0.01)
+    async with open_memory_server(step_seconds=0.05) as server:
+        settings = PageSettings(history_seconds=0)
+        server.app.page = Page(lambda: server.engine.live_feed, settings, cpu_clock=lambda: next(seconds))
+        async with server.client().ask(PATH) as response:
+            await response.head()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(server.client().post, COMPLETIONS, {"prompt": "hi", "max_tokens": 100})
+                with trio.move_on_after(6.5):
+                    await response.read()
+                nursery.cancel_scope.cancel()
+            assert response.body.count(b"event: change") == 3

@@ -32,7 +32,6 @@ INTERVAL_SECONDS_MIN = 0.1
 INTERVAL_SECONDS_MAX = 10.0
 ALIVE_SECONDS = 15.0  # between two signs of life, if nothing else is to be said
 SHARED_SECONDS = 0.02  # one look does for all who ask within so long; they ask at the same moments
-PAUSES_PER_COST = 200  # all readers together take at most half a percent of the event loop's time
 RETRY_SECONDS = 10.0
 
 
@@ -105,7 +104,7 @@ class Page:
         alive_at = trio.current_time() + ALIVE_SECONDS
         is_last = False
         while not is_last:
-            is_last = await self._pause(feed, interval, cost * PAUSES_PER_COST * self.reader_count)
+            is_last = await self._pause(feed, interval, cost * self.settings.pauses_per_cost * self.reader_count)
             if is_last:
                 self._looks.clear()  # none of them knows that it leaves
             began = self._cpu_clock()
