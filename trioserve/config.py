@@ -134,6 +134,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(
         "the least that is logged, to stderr")] = "info"
+    log_format: Annotated[Literal["text", "json"], _about(
+        "what a line of the log looks like; json has request, tenant and trace as fields")] = "text"
+    access_log: Annotated[bool, _about(
+        "log a line for each request, with its status, tokens, seconds and how it ended; what is polled, such as "
+        "/health and /metrics, only at --log-level debug")] = True
+    otlp_endpoint: Annotated[str | None, _about(
+        "OpenTelemetry collector that gets a trace of each request, by OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "needs the extra otel; default: what OTEL_EXPORTER_OTLP_ENDPOINT says, or no traces", "URL")] = None
+    trace_sample: Annotated[Annotated[float, Meta(ge=0, le=1)] | None, _about(
+        "share of the requests that are traced, of those whose client does not say; default: what "
+        "OTEL_TRACES_SAMPLER says, or all", "SHARE")] = None
     # fmt: on
 
 
@@ -344,6 +355,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "N", ge=1, le=4096)] = ROUTER_GRACE.streams_max
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
+    profile: Annotated[str | None, _about(
+        "directory that gets a file with the last 1,000 steps at each SIGUSR2, as GET /debug/steps gives them, for "
+        "ui.perfetto.dev; default: none", "DIR")] = None
     trust_request_chat_template: Annotated[bool, _about(
         "let requests bring a chat template of their own")] = False
     # fmt: on

@@ -15,9 +15,11 @@ from trioserve.api.anthropic.surface import surface_of
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
+from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
 from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.http.message_head import printable
 
 if TYPE_CHECKING:
@@ -41,11 +43,13 @@ Operation = Callable[[ContextType], Awaitable[None]]
 
 class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
     """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it. The operator may close
-    others, too (see AccessRules)."""
+    others, too (see AccessRules). is_polled: machines ask it again and again, so it has no trace, and a line in the log
+    at the level of debugging unless it fails."""
 
     path: str
     operations: dict[str, Operation[ContextType]]
     needs_key: bool = True
+    is_polled: bool = False
 
     def operation(self, method: str) -> Operation[ContextType]:
         """Raises Refusal (405)."""
@@ -78,9 +82,17 @@ def find_templated(templates: Iterable[Route[ContextType]], path: str) -> Route[
 
 
 class BaseApp(abc.ABC, Generic[ContextType]):
-    """A handler of exchanges: answers every one, and turns every error into a response while there is still time."""
+    """A handler of exchanges: answers every one, and turns every error into a response while there is still time.
 
-    def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
+    tracer: begins the span of each request. logs_requests: each has its line in the log at the level of information;
+    otherwise at that of debugging.
+    """
+
+    def __init__(
+        self, keys: ApiKeys, metrics: Metrics, *, tracer: Tracer = NO_TRACER, logs_requests: bool = False
+    ) -> None:
+        self._tracer = tracer
+        self._logs_requests = logs_requests
         self._keys = keys
         self._metrics = metrics
         self._open_count = self._open_shown = 0
@@ -111,13 +123,47 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         route = self.route(exchange.path)
         self._open_count += 1
         began_at = trio.current_time()
+        if route is not None and self._tracer is not NO_TRACER and not route.is_polled:
+            context.span = self._begin_span(exchange, route)
+        token = begin_request(context)
         try:
             await self._respond(context, route, is_own=is_own)
         finally:
             self._open_count -= 1
             self._count(route, context.status)
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("%s", self._end_line(context, seconds=trio.current_time() - began_at))
+            level = self._line_level(route, context.status)
+            if logger.isEnabledFor(level):
+                self._log_end(context, level, seconds=trio.current_time() - began_at)
+            if context.span is not NO_SPAN:
+                self._end_span(context)
+            end_request(token)
+
+    def _begin_span(self, exchange: Exchange, route: Route[ContextType]) -> Span:
+        headers = exchange.headers
+        return self._tracer.begin(
+            f"{exchange.method} {route.path}",
+            kind="server",
+            traceparent=headers.get("traceparent"),
+            tracestate=headers.get("tracestate"),
+            attributes={"http.request.method": exchange.method, "http.route": route.path},
+        )
+
+    def _end_span(self, context: ContextType) -> None:
+        attributes: dict[str, str | int | None] = {
+            "http.response.status_code": context.status,
+            "trioserve.request.id": context.request_id,
+            "trioserve.outcome": context.outcome.value,
+            "trioserve.reason": context.reason,
+            "trioserve.tenant": tenant_shown(context),
+        }
+        known: Attributes = {name: value for name, value in attributes.items() if value is not None}
+        context.span.note(known)
+        is_ours = context.outcome is Outcome.FAILED or (context.status or 0) >= 500
+        context.span.end((context.reason or str(context.status)) if is_ours else None)
+
+    def _line_level(self, route: Route[ContextType] | None, status: int | None) -> int:
+        is_quiet = route is not None and route.is_polled and status is not None and status < 400
+        return logging.INFO if self._logs_requests and not is_quiet else logging.DEBUG
 
     def knows_caller(self, headers: Headers) -> bool:
         """Whether the head of a request holds a key. Without any keys, everybody is known."""
@@ -130,9 +176,11 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     def note_preflight(self, exchange: Exchange, status: int) -> None:
         """Count a response that was given in the app's stead."""
         self._count(self.route(exchange.path), status)
-        if logger.isEnabledFor(logging.DEBUG):
+        level = self._line_level(None, status)
+        if logger.isEnabledFor(level):
             fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
-            logger.debug("%s", end_line({**fields, "outcome": Outcome.FINISHED}))
+            fields = {**fields, "outcome": Outcome.FINISHED}
+            logger.log(level, "%s", end_line(fields), extra={"fields": fields})
 
     def _count(self, route: Route[ContextType] | None, status: int | None) -> None:
         key = (OTHER_PATH if route is None else route.path, status)
@@ -187,19 +235,21 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         if path == METRICS_PATH and self._is_closed(path):
             check_is_admin(context.caller, "metrics are read with the admin's API key: see --admin-api-key")
 
-    def _end_line(self, context: ContextType, *, seconds: float) -> str:
-        return end_line(
-            {
-                "request": context.request_id,
-                "method": context.exchange.method,
-                "path": printable(context.exchange.path),
-                "status": context.status,
-                "outcome": context.outcome,
-                "reason": context.reason,
-                "seconds": f"{seconds:.3f}",
-                **self.end_fields(context),
-            }
-        )
+    def _log_end(self, context: ContextType, level: int, *, seconds: float) -> None:
+        fields = {
+            "request": context.request_id,
+            "method": context.exchange.method,
+            "path": printable(context.exchange.path),
+            "status": context.status,
+            "outcome": context.outcome,
+            "reason": context.reason,
+            "seconds": round(seconds, 3),
+            **self.end_fields(context),
+            "tenant": tenant_shown(context),
+            "trace": context.span.trace_id,
+        }
+        line = end_line({**fields, "seconds": f"{seconds:.3f}"})
+        logger.log(level, "%s", line, extra={"fields": fields})
 
 
 def _not_found(path: str, paths: Iterable[str]) -> Refusal:

@@ -170,6 +170,7 @@ class RequestContext(Responder):
             cut=cut,
             resume=resume,
             resumable=resumable,
+            part_of=self.span,
         )
         self.streams.append(stream)
         return stream
@@ -205,6 +206,7 @@ class RequestContext(Responder):
             deadlines=deadlines,
             owner=self.owner,
             tenant=self.caller.tenant(tenant),
+            part_of=self.span,
         )
         self.streams.append(stream)
         return stream

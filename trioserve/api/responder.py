@@ -11,6 +11,7 @@ from trioserve.api.request_end import Outcome
 from trioserve.api.sse import encode
 from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Responder:
     status: of the response; None as long as there is none.
     caller: who asks, as the API key tells.
     surface: how errors and ids are worded.
+    span: of the request, where it is traced.
     outcome, reason: how it ended so far, and why if not as asked.
     """
 
@@ -42,7 +44,13 @@ class Responder:
         self.surface: Surface = OPENAI
         self.outcome = Outcome.LEFT
         self.reason: str | None = None
+        self.span: Span = NO_SPAN
         self._streaming = False
+
+    @property
+    def named_tenant(self) -> str | None:
+        """Whose this is, as the request says; what that counts for, the caller tells."""
+        return None
 
     @property
     def owner(self) -> str | None:

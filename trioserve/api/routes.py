@@ -37,6 +37,7 @@ from trioserve.api.openai.completions import create_completion
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
+from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
 from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away, hand_over_event
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
@@ -58,6 +59,7 @@ from trioserve.api.streams.handlers import delete_stream, read_stream
 from trioserve.api.streams.router_streams import RouterStreams, end_kept_stream, read_kept_stream
 from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.contracts.request import PRIORITY_MAX
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
@@ -102,19 +104,21 @@ ROUTES = {
         Route(path="/v1/batches", operations={"GET": list_batches, "POST": create_batch}),
         Route(path="/v1/models", operations={"GET": list_models}),
         Route(path="/v1/requests", operations={"GET": list_requests}),
+        Route[RequestContext](path=TASKS_PATH, operations={"GET": read_tasks}),
+        Route(path=STEPS_PATH, operations={"GET": read_steps}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
-        Route(path="/kv_events", operations={"GET": stream_kv_events}),
+        Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),
         Route(path="/tokenize", operations={"POST": tokenize}),
         Route(path="/detokenize", operations={"POST": detokenize}),
         Route(path="/tokenizer_info", operations={"GET": read_tokenizer_info}),
-        Route(path="/health", operations={"GET": read_health}, needs_key=False),
-        Route(path="/ready", operations={"GET": read_ready}, needs_key=False),
-        Route(path="/load", operations={"GET": read_load}, needs_key=False),
-        Route(path="/version", operations={"GET": read_version}, needs_key=False),
-        Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+        Route(path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
+        Route(path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
+        Route(path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
+        Route(path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
+        Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
         Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
         Route[RequestContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
-        Route(path=EVENTS_PATH, operations={"GET": stream_page_events}),
+        Route(path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
     )
 }
 REQUEST = Route[RequestContext](
@@ -155,6 +159,7 @@ class App(BaseApp[RequestContext]):
     background, batches: bounds of what does, inside of `async with app.running()`.
     detaching: whether streams may go on without their clients, and for how long; inside of the same.
     router_grace: the same of those whose router is gone. page: the live page, whose history is kept there, too.
+    tracer, logs_requests: see BaseApp.
     """
 
     def __init__(
@@ -173,8 +178,15 @@ class App(BaseApp[RequestContext]):
         detaching: DetachSettings | None = None,
         router_grace: DetachSettings | None = None,
         page: PageSettings | None = None,
+        tracer: Tracer = NO_TRACER,
+        logs_requests: bool = False,
     ) -> None:
-        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
+        super().__init__(
+            ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
+            engine.metrics,
+            tracer=tracer,
+            logs_requests=logs_requests,
+        )
         self._engine = engine
         self._trust_chat_template = trust_request_chat_template
         self._tenant_header = tenant_header

@@ -26,9 +26,11 @@ from trioserve.commands.serving import (
     run_until_signal,
     server_tls,
 )
+from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, RouteConfig, engine_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.discovery.file import FileSource, read_endpoints
@@ -82,8 +84,9 @@ async def serve_router(
             "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
             "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
         )
-    async with routing.naming(config.tokenizer) as naming:
-        app = routing.app(naming=naming)
+    async with open_tracing(config) as tracing, routing.naming(config.tokenizer) as naming:
+        app = routing.app(naming=naming, tracer=tracing.tracer)
+        tracing.show(routing.metrics)
         async with open_places(config, limits) as (listeners, urls):
             front_end = NativeFrontEnd(
                 FrontendServer(
@@ -170,7 +173,13 @@ class Routing:
         async with open_prompt_naming(tokenizer) as naming:
             yield naming
 
-    def app(self, *, naming: PromptBlocks | None = None, more_metrics: Callable[[], bytes] = bytes) -> RouterApp:
+    def app(
+        self,
+        *,
+        naming: PromptBlocks | None = None,
+        more_metrics: Callable[[], bytes] = bytes,
+        tracer: Tracer = NO_TRACER,
+    ) -> RouterApp:
         """naming: see `naming`. more_metrics: shown behind the router's own."""
         config = self._config
         return RouterApp(
@@ -192,6 +201,8 @@ class Routing:
             naming=naming,
             peers=self._peers,
             page=page_settings(config),
+            tracer=tracer,
+            logs_requests=config.access_log,
         )
 
     @asynccontextmanager

@@ -15,6 +15,7 @@ from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.api.streams.settings import DetachSettings
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
+from trioserve.commands.profile import check_profile_directory, profiling
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
     NativeFrontEnd,
@@ -29,6 +30,7 @@ from trioserve.commands.serving import (
     server_tls,
 )
 from trioserve.commands.terminal import LoadingBar
+from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, engine_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.engine.engine import Engine
@@ -82,8 +84,10 @@ async def serve_configured(
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
     routing = Routing(config)
+    profiles = check_profile_directory(config.profile)
     bar = LoadingBar(config.model)
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
+        tracing = await scopes.enter_async_context(open_tracing(config))
         store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), _store_settings(config)))
         with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
         engine = await scopes.enter_async_context(with_engine)
@@ -101,16 +105,25 @@ async def serve_configured(
             detaching=_detach_settings(config),
             router_grace=_router_grace(config),
             page=PageSettings(is_shown=False) if routing.has_endpoints else page_settings(config),
+            tracer=tracing.tracer,
+            logs_requests=config.access_log and not routing.has_endpoints,
         )
+        engine.tracer = tracing.tracer
         await scopes.enter_async_context(engines_app.running())
         worker: Worker = engine
         metrics = engine.metrics
         if routing.has_endpoints:
             naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
             await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
-            app = routing.app(naming=naming, more_metrics=lambda: engine.metrics.expose(part="engine"))
+            app = routing.app(
+                naming=naming,
+                more_metrics=lambda: engine.metrics.expose(part="engine"),
+                tracer=tracing.tracer,
+            )
             await scopes.enter_async_context(app.page.running())
             worker, metrics = routing.dispatch, routing.metrics
+        tracing.show(metrics)
+        await scopes.enter_async_context(profiling(profiles, engine.step_times))
         handler = around_app(app, config)
         front_end: FrontEnd
         if config.frontend == "hypercorn":

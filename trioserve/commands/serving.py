@@ -20,6 +20,7 @@ from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
 from trioserve.api.page.settings import PageSettings
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
+from trioserve.commands.log_lines import logging_to
 from trioserve.config import ServerConfig
 from trioserve.contracts.errors import StartupError
 from trioserve.http.counter_metrics import show_counters
@@ -57,13 +58,11 @@ Serve = Callable[[trio.MemoryReceiveChannel[object], Callable[[list[str]], None]
 
 def run_until_signal(config: ServerConfig, serve: Serve, *, what: str) -> int:
     """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises what `serve` raises. what: is served."""
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
     for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
-    return trio.run(_serve_until_signal, serve, what, config.ui)
+    with logging_to(level=config.log_level, form=config.log_format):
+        return trio.run(_serve_until_signal, serve, what, config.ui)
 
 
 async def _serve_until_signal(serve: Serve, what: str, has_page: bool) -> int:

@@ -17,7 +17,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     remote_engine_id: of the engine that holds the blocks, new with each start. remote_request_id: its name for the
     request. remote_block_ids: the blocks there, in order; a list for each cache group where there are groups.
     remote_host, remote_port: where its connector listens. remote_block_size, remote_num_tokens: tokens in a block
-    there, and tokens whose KV is in the blocks. tp_size: how many machines share its heads.
+    there, and tokens whose KV is in the blocks. tp_size: how many machines share its heads. traceparent: of the request
+    there, where it is traced (W3C Trace Context), so that whoever takes the KV is found in the same trace.
     """
 
     do_remote_prefill: bool = False
@@ -30,3 +31,4 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     remote_block_size: int | None = None
     remote_num_tokens: int | None = None
     tp_size: int = 1
+    traceparent: str | None = None

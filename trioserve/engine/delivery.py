@@ -116,6 +116,8 @@ class Delivery:
 
     def end(self, request: OpenRequest, reason: FinishReason) -> None:
         """Abort what of a request the core still has. From here on nothing of it is delivered, and no more begun."""
+        if not request.is_finished:
+            request.trace.cancelled(reason.value)
         request.upcoming.clear()
         cancelled = self._timings.cancelled(trio.current_time())
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id in self._choices]
@@ -343,18 +345,20 @@ class Delivery:
         since a last token may complete a stop string. has_reader: who gets to know how it is held."""
         choice = self._choices.pop(event.request_id)
         request = choice.request
+        is_held = event.kv_transfer is not None and has_reader and reason in MAY_BE_HELD
+        if is_held:
+            request.trace.held()
         request.core_count -= 1
         if request.upcoming:
             request.begin_next()
         if not request.core_count:
             request.on_gone()
-        if event.kv_transfer is not None:
-            if has_reader and reason in MAY_BE_HELD:
-                choice.is_held, choice.held_since = True, now
-                self._held[event.request_id] = choice
-                logger.debug("hold begins request=%s tokens=%d", request.id, len(request.prompt_token_ids))
-            else:
-                self._core.abort([event.request_id], now=now)
+        if is_held:
+            choice.is_held, choice.held_since = True, now
+            self._held[event.request_id] = choice
+            logger.debug("hold begins request=%s tokens=%d", request.id, len(request.prompt_token_ids))
+        elif event.kv_transfer is not None:
+            self._core.abort([event.request_id], now=now)
         request.note_cached(choice, event.cached_token_count)
         self._metrics.request_success_total.labels(reason.value).inc()
         if reason in WHOLE:

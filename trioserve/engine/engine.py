@@ -39,12 +39,13 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.pooling import PoolingParams, TextPair
-from trioserve.contracts.prompt import Cut, Prompt
+from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ThoughtOutcome
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.core.engine import EngineCore
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
@@ -76,6 +77,7 @@ from trioserve.engine.request_preparation import (
     text_or_none,
 )
 from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.request_trace import NO_TRACE, RequestTrace, SpannedRequest, sampling_attributes
 from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
@@ -142,6 +144,7 @@ class Engine:
         self._kept_holds = RequestsById()  # finished and left, and what is held of them is still to be read
         self.step_watch = StepWatch(settings.step_seconds_max)
         self.step_times = StepTimes()
+        self.tracer: Tracer = NO_TRACER
         self._text_threads = text_threads
         self._prompts = self._encoder(text_threads)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
@@ -447,6 +450,7 @@ class Engine:
         cut: Cut | None = None,
         resume: Resume | None = None,
         resumable: bool = False,
+        part_of: Span = NO_SPAN,
     ) -> RequestStream:
         """A request, to be entered with `async with`; until then it holds nothing.
 
@@ -471,6 +475,7 @@ class Engine:
                 goes on behind it. The stream gives what is new; its counts are those of the whole response.
             resumable: whoever ends it by another way than its own (an abort, a deadline) wants it to go on: what is
                 held back of its text then is not given, so that nothing is given twice.
+            part_of: the span of what it is made for, where requests are traced.
 
         Raises:
             InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
@@ -496,6 +501,7 @@ class Engine:
             resume=resume,
             seed=self._seed_of(sampling, resume),
             is_resumable=to_bool("resumable", resumable),
+            part_of=part_of,
         )
         return RequestStream(request, submit=self._submit, leave=self._leave)
 
@@ -525,6 +531,7 @@ class Engine:
         deadlines: Deadlines | None = None,
         owner: str | None = None,
         tenant: str | None = None,
+        part_of: Span = NO_SPAN,
     ) -> PooledStream:
         """A request whose inputs become vectors or scores: `vectors = await engine.embed(texts)`, or enter it with
         `async with`, as generate's. Until then it holds nothing. However many inputs it has, it is one scope, with one
@@ -556,6 +563,7 @@ class Engine:
             deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
             owner=owner,
             tenant=text_or_none("tenant", tenant) or owner or "",
+            part_of=part_of,
         )
         return PooledStream(request, submit=self._submit, leave=self._leave)
 
@@ -718,6 +726,7 @@ class Engine:
         admission = self._admission.begin(request)
         request.on_gone = lambda: self._leave_queue(request, admission)
         self._requests.add(request)
+        request.trace = self._trace(request)
         try:  # from here on there is something to be given back
             request.choices = self._preparation.new_choices(request)
             request.begin_next = lambda: self._begin_next(request)
@@ -728,6 +737,7 @@ class Engine:
                 with request.preparation:
                     await self._admission.lease(request, admission)
                     request.is_leased = True
+                    request.trace.leased()
                     request.guides = await self._guides.prepare(request.sampling)
                     await request.tokenize(self._prompts)
                     if request.resume is not None:
@@ -743,6 +753,7 @@ class Engine:
                 raise self.fault or self._admission.refused_draining()
             sequences = self._sequences(request)
             choices = [choice for choice in request.choices if not choice.is_ended]
+            request.trace.prepared(request.prompt_token_count)
             request.upcoming.extend(zip(choices, sequences, strict=True))
             self._begin(request)
         except BaseException:
@@ -762,6 +773,13 @@ class Engine:
             self.live_feed.note_left(request)
         self._requests.remove(request)
         self._ended_ids.note(request.id, request.owner)
+        if self.fault is not None:
+            request.trace.freed()  # a core that broke says nothing any more
+        request.trace.left(
+            prompt_tokens=request.prompt_token_count,
+            completion_tokens=request.completion_token_count,
+            cached_tokens=request.cached_token_count,
+        )
         self.load_changes.note()
         self._note_idle()
 
@@ -815,6 +833,7 @@ class Engine:
         if admission.is_queued:
             self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
+        request.trace.freed()
         self._readmission.look()
 
     def _check_open(self, count: int) -> None:
@@ -830,6 +849,29 @@ class Engine:
         live_max = self._core.settings.max_num_seqs + self._settings.waiting_requests_max
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
+
+    def _trace(self, request: OpenRequest) -> RequestTrace:
+        """To be made when it has entered the queue."""
+        if self.tracer is NO_TRACER:
+            return NO_TRACE
+        is_pooled = isinstance(request, PooledRequest)
+        operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
+        attributes: Attributes = {
+            "gen_ai.operation.name": "embeddings" if is_pooled else operation,
+            "gen_ai.provider.name": "trioserve",
+            "gen_ai.request.model": self.model.name,
+            "gen_ai.response.model": self.model.name,
+            "trioserve.request.id": request.id,
+            "trioserve.priority": request.priority,
+            **({} if is_pooled else sampling_attributes(request.sampling)),
+        }
+        span = self.tracer.begin(
+            f"{attributes['gen_ai.operation.name']} {self.model.name}",
+            parent=request.part_of,
+            traceparent=None if request.kv_transfer is None else request.kv_transfer.traceparent,
+            attributes=attributes,
+        )
+        return SpannedRequest(span, is_pooled=is_pooled) if span.is_recording else NO_TRACE
 
     def _set_alarms(self, request: OpenRequest) -> None:
         for deadline in Deadline:

@@ -26,7 +26,9 @@ from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.known_output import KnownChoice
+from trioserve.engine.request_trace import NO_TRACE, RequestTrace
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
@@ -97,7 +99,7 @@ class OpenRequest:
     hands it the next of them. sequence_count: as many are with the core at a time, at most. known: what the response so
     far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand has
     ended it, so that what was held back of its text is not shown then. fault_count: steps that had it and failed, one
-    after the other.
+    after the other. part_of: the span of what it is made for. trace: is told what becomes of it.
     """
 
     def __init__(
@@ -117,11 +119,14 @@ class OpenRequest:
         resume: Resume | None = None,
         seed: int = 0,
         is_resumable: bool = False,
+        part_of: Span = NO_SPAN,
     ) -> None:
         self.id = request_id
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
         self.is_given_away = False
+        self.part_of = part_of
+        self.trace: RequestTrace = NO_TRACE
         self.on_released: Callable[[], None] = lambda: None
         self.sampling = sampling
         self.priority = priority
@@ -357,6 +362,7 @@ class OpenRequest:
             self.running_at = now
         self._run_count += 1
         self._begun.set()
+        self.trace.runs()
         if self._run_count == self.sequence_count:
             self._cancel_alarm(Deadline.QUEUE)
 
@@ -364,9 +370,11 @@ class OpenRequest:
         """The hold of one of its choices has ended."""
         if not self.is_held:
             self._end_wait_for_release()
+            self.trace.released()
             self.on_released()
 
     def note_first_token(self) -> None:
+        self.trace.first_token()
         self._cancel_alarm(Deadline.FIRST_TOKEN)
 
     def cancel_alarms(self) -> None:
@@ -381,6 +389,8 @@ class OpenRequest:
     def push(self, delta: Delta) -> None:
         """Hand a delta to the reader, joined to the one it has not fetched yet."""
         index, pending = delta.index, self._pending
+        if delta.finish_reason is not None:
+            delta = self.trace.told(delta)
         pending[index] = merge(pending[index], delta) if index in pending else delta
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
@@ -432,6 +442,7 @@ class OpenRequest:
             choice.is_ended = True
         self._error = error
         self.ended_at = trio.current_time()
+        self.trace.failed(error)
         self._begun.set()
         self._end_wait_for_release()
         self._wake_readers()

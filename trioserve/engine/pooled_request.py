@@ -14,6 +14,7 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.pooling import PooledInput, PoolingParams
 from trioserve.contracts.prompt import Cut
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.text.tokenizer import EncodedInput
 
@@ -41,6 +42,7 @@ class PooledRequest(OpenRequest):
         deadlines: Deadlines,
         owner: str | None,
         tenant: str,
+        part_of: Span = NO_SPAN,
     ) -> None:
         super().__init__(
             (),
@@ -52,6 +54,7 @@ class PooledRequest(OpenRequest):
             deadlines=deadlines,
             owner=owner,
             tenant=tenant,
+            part_of=part_of,
         )
         self.inputs = tuple(inputs)
         self.params = params

@@ -690,6 +690,14 @@ CATALOGUE: tuple[Metric, ...] = (
         part="frontend",
     ),
     Metric(
+        name="trace_spans_total",
+        kind="counter",
+        unit="spans",
+        meaning="Spans of traces: taken by the collector, not taken by it, or dropped since too many waited for it.",
+        labels=(Label("outcome", ("exported", "failed", "dropped")),),
+        part="frontend",
+    ),
+    Metric(
         name="batches_live",
         kind="gauge",
         unit="batches",

@@ -121,6 +121,7 @@ class Metrics:
     request_body_bytes_total: Counter
     streams_open: Gauge
     http_requests_total: Counter
+    trace_spans_total: Counter
     batches_live: Gauge
     batch_lines_total: Counter
     queued_requests: Gauge

@@ -128,11 +128,11 @@ class _DisaggregatedRequest:
         context, admission = self._context, self._admission
         is_ours = context.fleet.tells_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
-        headers = request_headers(context, admission.stage)
-        request = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
-        hold = self._hold = _Hold(request)
         try:
-            with admission.attempt():
+            with context.asking(id, admission.stage), admission.attempt():
+                headers = request_headers(context, admission.stage)
+                request = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
+                hold = self._hold = _Hold(request)
                 response = await request.begin()
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:

@@ -22,6 +22,7 @@ STAGE_HEADER = "x-trioserve-stage"
 """Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
 
 KEY_HEADERS = ("authorization", "x-api-key")
+TRACE_HEADERS = frozenset(["traceparent", "tracestate"])
 # What is between two neighbours (RFC 9110, 7.6.1), what the router says itself, and what it has undone.
 NOT_FORWARDED = frozenset(
     [
@@ -86,11 +87,16 @@ def session_told(context: RouterContext, session: str) -> str:
 def request_headers(context: RouterContext, stage: Stage | None, *, with_body: bool = True) -> list[tuple[str, str]]:
     """with_body: the request goes on with what it brought; otherwise it is one of the router's own, about it."""
     tenant_header = context.rules.tenant_header
+    trace = context.leg.headers() or context.span.headers()  # without one, what came goes on as it is
     headers = [
         (name, session_told(context, value) if name == SESSION_HEADER else value)
         for name, value in context.exchange.headers.items()
-        if name not in NOT_FORWARDED and name != tenant_header and (with_body or not name.startswith("content-"))
+        if name not in NOT_FORWARDED
+        and name != tenant_header
+        and (with_body or not name.startswith("content-"))
+        and not (trace and name in TRACE_HEADERS)
     ]
+    headers += trace
     headers.append(("x-request-id", context.request_id))
     tenant = context.caller.tenant_told(context.named_tenant)
     if tenant is not None:

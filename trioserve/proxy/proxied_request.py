@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ from trioserve.api.error_responses import Refusal
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.tracing import Span
 from trioserve.proxy.continuation import Continuation
 from trioserve.proxy.disaggregated_body import can_be_disaggregated
 from trioserve.proxy.disaggregated_request import serve_disaggregated
@@ -108,7 +110,12 @@ async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> 
 async def _pass_through(
     context: RouterContext, raw: bytes, body: RoutedBody, request: RoutedRequest, clock: RequestClock
 ) -> None:
-    with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission:
+    context.span.note({"gen_ai.request.model": request.model})
+    with (
+        _Freed(context.span),
+        context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission,
+        _Cancelled(context.span),
+    ):
         context.admission = admission
         with context.continued(Continuation.of(context, body, request)) as continuation:
             if continuation is not None:
@@ -123,6 +130,33 @@ async def _pass_through(
                 sent = sent_body(context, raw, clock, model_field(context, body.model, id, request.model))
                 if await attempt(context, admission, id, sent, clock):
                     return
+
+
+class _Cancelled:
+    """Tells a trace when the scope inside is cancelled."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, trio.Cancelled):
+            self._span.event("cancel")
+
+
+class _Freed:
+    """Tells a trace when nothing is held any more."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self._span.event("free")
 
 
 def _routed(

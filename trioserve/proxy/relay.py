@@ -101,7 +101,7 @@ async def attempt(
     Raises EndpointLost when nobody takes the request over, or it is too late for that.
     """
     try:
-        with admission.attempt():
+        with context.asking(id, admission.stage), admission.attempt():
             await _relay(context, admission, id, body, clock, on_begin)
         return True
     except (Refused, EndpointLost) as failure:
@@ -162,6 +162,7 @@ async def lease(context: RouterContext, admission: AdmissionScope, clock: Reques
 
 
 async def _lease(context: RouterContext, admission: AdmissionScope, clock: RequestClock) -> EndpointId:
+    queue = context.span.child("queue")
     try:
         return await admission.lease()
     except QueueWaitOver as over:
@@ -175,6 +176,8 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
         if context.continuation is not None:
             context.continuation.note_not_continued(context, "poisoned", refusal)
         raise
+    finally:
+        queue.end()
 
 
 async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
@@ -228,6 +231,7 @@ async def _relay(
 
     def begin(*, is_last: bool = False) -> None:
         admission.first_token(is_last=is_last)
+        context.span.event("first_token")
         clock.stop_first_token()
         on_begin()
 

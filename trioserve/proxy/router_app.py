@@ -16,12 +16,14 @@ from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
+from trioserve.api.operations.debug import TASKS_PATH, read_tasks
 from trioserve.api.operations.live_requests import REQUEST_PATH, serve_abort, serve_aborts
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.continuation import LiveStreams
@@ -241,17 +243,18 @@ ROUTES = {
         Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
         Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
         Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
+        Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}),
         Route[RouterContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
         Route[RouterContext](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
-        Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False),
+        Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False, is_polled=True),
         Route[RouterContext](path="/peers", operations={"GET": list_peers}),
-        Route[RouterContext](path="/health", operations={"GET": read_health}, needs_key=False),
-        Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False),
-        Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False),
-        Route[RouterContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+        Route[RouterContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
+        Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
+        Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
+        Route[RouterContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
         Route[RouterContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
         Route[RouterContext](path=ROUTER_PATH, operations={"GET": show_page}, needs_key=False),
-        Route[RouterContext](path=EVENTS_PATH, operations={"GET": stream_page_events}),
+        Route[RouterContext](path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
     )
 }
 MODEL = Route[RouterContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
@@ -295,10 +298,18 @@ class RouterApp(BaseApp[RouterContext]):
         naming: PromptBlocks | None = None,
         peers: NoPeers | None = None,
         page: PageSettings | None = None,
+        tracer: Tracer = NO_TRACER,
+        logs_requests: bool = False,
     ) -> None:
         """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks.
-        peers: what other routers before the same endpoints mean for streams. page: the live page."""
-        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), metrics)
+        peers: what other routers before the same endpoints mean for streams. page: the live page.
+        tracer, logs_requests: see BaseApp."""
+        super().__init__(
+            ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
+            metrics,
+            tracer=tracer,
+            logs_requests=logs_requests,
+        )
         self._fleet = fleet
         self._rules = rules or RoutingRules()
         self._more_metrics = more_metrics

@@ -10,7 +10,8 @@ from urllib.parse import parse_qsl, quote, urlencode
 from trioserve.api.caller import AccessRules
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
+from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
+from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.continuation import Continuation, LiveStreams
 from trioserve.proxy.kept_objects import KeptObjects
@@ -72,6 +73,7 @@ class RouterContext(Responder):
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
     page: the live page.
+    leg: the span of what is asked of an endpoint now, where the request is traced.
     stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
     """
 
@@ -107,6 +109,7 @@ class RouterContext(Responder):
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
+        self.leg: Span = NO_SPAN
         self.stream = Stream()
         self.client_events = ClientEvents()
         self._held_head: tuple[int, HeaderFields] | None = None
@@ -126,6 +129,32 @@ class RouterContext(Responder):
         return quote(self.path_told or self.exchange.path, safe=PATH_CHARACTERS) + (
             "?" + urlencode(rest) if rest else ""
         )
+
+    @contextmanager
+    def asking(self, id: EndpointId, stage: Stage | None) -> Iterator[None]:
+        """The endpoint is asked inside: a part of the trace, and whose part its own work is."""
+        if self.span is NO_SPAN:
+            yield
+            return
+        address = self.fleet.remote(id).address
+        attributes = {
+            "http.request.method": self.exchange.method,
+            "server.address": address.host,
+            "server.port": address.port,
+            "trioserve.endpoint": id,
+            **({} if stage is None else {"trioserve.stage": stage.value}),
+        }
+        name = self.exchange.method if stage is None else f"{self.exchange.method} {stage.value}"
+        self.leg = self.span.child(name, kind="client", attributes=attributes)
+        error: str | None = None
+        try:
+            yield
+        except Exception as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            self.leg.end(error)
+            self.leg = NO_SPAN
 
     @contextmanager
     def continued(self, continuation: Continuation | None) -> Iterator[Continuation | None]:

@@ -17,6 +17,7 @@ from trioserve.api.caller import AccessRules
 from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
@@ -108,6 +109,8 @@ async def open_memory_router(
     has_peers: bool = False,
     peers: Mapping[str, Connect] | None = None,
     own_name: str | None = "router",
+    tracer: Tracer = NO_TRACER,
+    logs_requests: bool = False,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
@@ -166,6 +169,8 @@ async def open_memory_router(
             page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
             naming=naming,
             peers=None if peer_watch is None else PeerStreams(farewells, peer_watch),
+            tracer=tracer,
+            logs_requests=logs_requests,
         )
         for url, id in zip(streams, endpoints, strict=True):
             role = (roles or {}).get(id)

@@ -16,6 +16,7 @@ from trioserve.api.page.settings import PageSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.api.streams.settings import DetachSettings
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.store.settings import StoreSettings
@@ -87,6 +88,8 @@ async def open_memory_server(
     router_grace: DetachSettings | None = None,
     store_settings: StoreSettings | None = None,
     store_directory: Path | None = None,
+    tracer: Tracer = NO_TRACER,
+    logs_requests: bool = False,
     **engine_options: Any,
 ) -> AsyncIterator[MemoryServer]:
     """engine_options: see open_fake_engine. The others: of the front end, as the server's flags. What it stores is in
@@ -104,7 +107,10 @@ async def open_memory_server(
                 batches=batches,
                 detaching=detaching,
                 router_grace=router_grace,
+                tracer=tracer,
+                logs_requests=logs_requests,
             )
+            engine.tracer = tracer
             async with app.running(), trio.open_nursery() as nursery:
                 server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
                 yield MemoryServer(engine, server, app, nursery)

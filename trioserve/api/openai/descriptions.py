@@ -130,5 +130,17 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("GET", "/load"): DescribedOperation(summary="How much there is to do", response=response_types.Load),
     ("GET", "/version"): DescribedOperation(summary="Version of the server", response=response_types.Version),
     ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", response="text/plain"),
+    ("GET", "/debug/tasks"): DescribedOperation(
+        summary="The tree of Trio tasks, and what each waits for",
+        description="The admin's, where there are keys.",
+        response="application/json",
+        errors=(400, 403),
+    ),
+    ("GET", "/debug/steps"): DescribedOperation(
+        summary="The last 1,000 steps, for ui.perfetto.dev",
+        description="In the Trace Event Format. The admin's, where there are keys.",
+        response="application/json",
+        errors=(400, 403),
+    ),
     ("GET", "/openapi.json"): DescribedOperation(summary="This description", response="application/json"),
 }

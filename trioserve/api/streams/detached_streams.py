@@ -146,6 +146,7 @@ class DetachedStreams:
         stream = self._streams[context.owner, wish.stream_id] = self._make(context, wish)
         inner = new_context(LoggedExchange(exchange, body, stream))
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
+        inner.span = context.span
         inner.streams = context.streams  # what the log tells of this request
         assert self._nursery is not None
         self._working_count += 1

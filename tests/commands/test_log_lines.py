@@ -1,0 +1,143 @@
+"""What a line of the log looks like, and that nobody waits for it to be written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+
+import pytest
+
+from trioserve.commands.log_lines import JsonLines, LineThread, TextLines
+from trioserve.testing.memory_server import open_memory_server
+
+PATH = "/v1/completions"
+KEY, TRACE = "a-key-that-is-secret", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def written():
+    """A log with this formatter; gives what was written so far, once the thread has written it."""
+    made: list[tuple[LineThread, logging.Logger]] = []
+
+    def open_log(formatter: logging.Formatter) -> io.StringIO:
+        stream = io.StringIO()
+        handler = LineThread(stream)
+        handler.setFormatter(formatter)
+        logger = logging.getLogger("trioserve")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        made.append((handler, logger))
+        return stream
+
+    def close() -> None:
+        while made:
+            handler, logger = made.pop()
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+            handler.close()
+
+    open_log.close = close
+    yield open_log
+    close()
+
+
+async def test_a_request_is_a_line_of_json_with_its_fields(written):
+    stream = written(JsonLines())
+    async with open_memory_server(api_keys=(KEY,), logs_requests=True) as server:
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine"}
+        await server.client().post(PATH, {"prompt": "xyzzy", "max_tokens": 2}, headers=headers)
+        await server.client().get("/health")
+        await server.client().post(PATH, {"prompt": 7}, headers=headers)
+        await server.client().post(PATH, {})
+    written.close()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["method"], line["path"], line["status"], line["outcome"]) for line in lines] == [
+        ("POST", PATH, 200, "finished"),
+        ("POST", PATH, 400, "refused"),
+        ("POST", PATH, 401, "refused"),
+    ]
+    first, wrong, _ = lines
+    assert (first["request"], first["prompt_tokens"], first["completion_tokens"]) == ("mine", 5, 2)
+    assert isinstance(first["seconds"], float)
+    assert first["time"].endswith("Z")
+    assert wrong["reason"]
+    assert len(first["tenant"]) == 32
+    assert "trace" not in first
+    assert KEY not in stream.getvalue()
+    assert "xyzzy" not in stream.getvalue()
+
+
+async def test_without_the_access_log_nothing_is_said_of_a_request(written):
+    stream = written(TextLines())
+    async with open_memory_server() as server:
+        await server.client().post(PATH, {"prompt": "p", "max_tokens": 2})
+    written.close()
+    assert stream.getvalue() == ""
+
+
+async def test_what_else_is_said_of_a_request_bears_its_id(written):
+    stream = written(JsonLines())
+    asked = {"prompt": "p", "max_tokens": 9, "stream": True}
+    opened = open_memory_server(max_num_seqs=1, waiting_requests_max=0, paused=True, logs_requests=True)
+    async with opened as server, server.client().ask(PATH, asked):
+        await server.client().post(PATH, {"prompt": "p"}, headers={"x-request-id": "second", "x-tenant-id": "t"})
+    written.close()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (refused,) = [line for line in lines if line["message"].startswith("refused")]
+    assert (refused["request"], refused["tenant"], refused["logger"]) == (
+        "second",
+        "t",
+        "trioserve.engine.request_admission",
+    )
+
+
+async def test_a_traced_request_has_its_trace_in_the_line(written):
+    otel = pytest.importorskip("trioserve.tracing.otel").OtelTracing(endpoint="http://127.0.0.1:1", sample=0.0)
+    stream = written(TextLines())
+    async with open_memory_server(logs_requests=True, tracer=otel.tracer) as server:
+        await server.client().post(PATH, {"prompt": "p", "max_tokens": 2}, headers={"traceparent": TRACE[:-1] + "0"})
+    otel.close()
+    written.close()
+    assert f" trace={TRACE[3:35]}" in stream.getvalue()
+
+
+def test_an_error_is_one_line():
+    formatter = JsonLines()
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.getLogger("x").makeRecord(
+            "x", logging.ERROR, "file", 1, "it %s", ("broke",), __import__("sys").exc_info()
+        )
+    line = formatter.format(record)
+    assert "\n" not in line
+    assert json.loads(line)["message"] == "it broke"
+    assert "ValueError: two" in json.loads(line)["exception"]
+
+
+def test_a_stream_that_nobody_reads_holds_nobody_up():
+    may_write = threading.Event()
+    begun = threading.Event()
+    got: list[str] = []
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            begun.set()
+            may_write.wait(60)
+            got.append(text)
+            return len(text)
+
+    handler = LineThread(Stuck(), lines_max=5)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    record = logging.getLogger("x").makeRecord("x", logging.INFO, "file", 1, "line", (), None)
+    handler.emit(record)
+    assert begun.wait(20)
+    for _ in range(8):
+        handler.emit(record)
+    assert handler.dropped == 3
+    may_write.set()
+    handler.close()
+    assert "".join(got).count("line\n") == 6
+    assert "3 lines of the log were dropped" in "".join(got)

@@ -1,0 +1,126 @@
+"""A collector that hangs, refuses or is not there costs spans, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from trioserve.commands.tracing import open_tracing
+from trioserve.config import Config
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER
+from trioserve.metrics.registry import Metrics
+from trioserve.testing.memory_server import open_memory_server
+from trioserve.tracing.otel import OtelTracing
+
+PATH = "/v1/completions"
+
+
+def begin_and_end(otel: OtelTracing, count: int) -> None:
+    for _ in range(count):
+        otel.tracer.begin("work").end()
+
+
+def test_what_a_hanging_collector_does_not_take_is_dropped_and_counted(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    collector.may_answer.clear()
+    otel = OtelTracing(endpoint=collector.url)
+    begin_and_end(otel, 4)
+    assert collector.asked.wait(20)  # it has four, and says nothing
+    begin_and_end(otel, 20)
+    assert otel.counts() == (0, 0, 12)
+    collector.may_answer.set()
+    otel.close()
+    assert otel.counts() == (12, 0, 12)
+    assert len(collector.spans) == 12
+
+
+def test_what_a_collector_refuses_is_counted(collector):
+    collector.status = 400
+    otel = OtelTracing(endpoint=collector.url)
+    begin_and_end(otel, 3)
+    otel.close()
+    assert otel.counts() == (0, 3, 0)
+
+
+async def test_requests_are_answered_while_the_collector_hangs_and_the_end_does_not_wait_for_it(
+    collector, autojump_clock, caplog
+):
+    collector.may_answer.clear()
+    config = Config(otlp_endpoint=collector.url)
+    async with open_tracing(config, {}) as tracing:
+        async with open_memory_server(tracer=tracing.tracer) as server:
+            for _ in range(3):
+                response = await server.client().post(PATH, {"prompt": "p", "max_tokens": 2})
+                assert await response.head() == 200
+            await server.assert_all_free()
+        left_at = trio.current_time()
+    assert trio.current_time() - left_at == 5
+    assert "the last spans were not sent" in caplog.text
+
+
+async def test_counts_are_metrics(collector):
+    metrics = Metrics("fake")
+    async with open_tracing(Config(otlp_endpoint=collector.url), {}) as tracing:
+        tracing.show(metrics)
+        tracing.tracer.begin("work").end()
+    shown = metrics.expose().decode()
+    assert 'trioserve:trace_spans_total{model_name="fake",outcome="exported"} 1.0' in shown
+    assert 'trioserve:trace_spans_total{model_name="fake",outcome="dropped"} 0.0' in shown
+
+
+async def test_it_is_off_unless_an_endpoint_is_named(collector):
+    for environment in (
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_TRACES_EXPORTER": "none"},
+    ):
+        async with open_tracing(Config(), environment) as tracing:
+            assert tracing.tracer is NO_TRACER
+
+
+async def test_the_standards_variables_turn_it_on(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    async with open_tracing(Config()) as tracing:
+        tracing.tracer.begin("work").end()
+    assert [span.name for span in collector.spans] == ["work"]
+    assert collector.resource["service.name"] == "mine"
+
+
+async def test_none_are_recorded_where_the_share_is_nought(collector):
+    async with open_tracing(Config(otlp_endpoint=collector.url, trace_sample=0.0), {}) as tracing:
+        span = tracing.tracer.begin("work")
+        assert not span.is_recording
+        flags = span.headers()[0][1].rpartition("-")[2]
+        assert int(flags, 16) & 1 == 0
+        span.end()
+        caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        tracing.tracer.begin("asked for", traceparent=caller).end()
+    assert [span.name for span in collector.spans] == ["asked for"]
+
+
+@pytest.mark.parametrize("traceparent", ["", "00-0-0-01", "x" * 10_000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_context_that_is_none_begins_a_trace(otel, collector, traceparent):
+    otel.tracer.begin("work", traceparent=traceparent, tracestate="=,=").end()
+    otel.close()
+    assert collector.one("work").parent_id == ""
+
+
+async def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "trioserve.tracing.otel", None)
+    with pytest.raises(StartupError, match=r"trioserve\[otel\]"):
+        async with open_tracing(Config(otlp_endpoint="http://127.0.0.1:1"), {}):
+            pass
+    async with open_tracing(Config(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}) as tracing:
+        assert tracing.tracer is NO_TRACER
+
+
+def test_nobodys_span_takes_everything_and_says_nothing():
+    child = NO_SPAN.child("work")
+    child.event("x")
+    child.note({"a": 1})
+    child.end("error")
+    assert (child.headers(), child.trace_id, child.is_recording) == ([], None, False)
+    assert NO_TRACER.begin("work") is NO_SPAN

@@ -1,0 +1,113 @@
+"""Lines of the log as text or as JSON, written by a thread of their own: whoever logs waits for no terminal, pipe or
+disk. What that thread cannot write in time is dropped, and said so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TextIO
+
+from trioserve.api.log_context import request_fields
+
+__all__ = ["LineThread", "logging_to"]
+
+LINES_MAX = 10_000  # a few megabytes
+END_SECONDS_MAX = 2.0
+
+
+class TextLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        more = [f"{name}={value}" for name, value in request_fields().items() if f" {name}=" not in line]
+        return " ".join([line, *more])
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: time (RFC 3339, UTC), level, logger, message, then request, tenant and trace where there are,
+    and the fields of a line that has some."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds, milliseconds = time.gmtime(record.created), int(record.msecs)
+        fields: dict[str, object] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', seconds)}.{milliseconds:03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **request_fields(),
+        }
+        said = getattr(record, "fields", None)
+        if isinstance(said, dict):
+            fields |= {name: value for name, value in said.items() if value is not None}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+class LineThread(logging.Handler):
+    """Writes lines to a stream in a thread of its own, as many as lines_max behind. None of its methods waits for the
+    stream, but `close`, for seconds_max at most."""
+
+    def __init__(self, stream: TextIO, *, lines_max: int = LINES_MAX) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines_max = lines_max
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= self._lines_max:
+            self.dropped += 1
+            return
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        self._lines.put(line + "\n")
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._thread.join(END_SECONDS_MAX)
+        super().close()
+
+    def _write(self) -> None:
+        told = 0
+        while (line := self._lines.get()) is not None:
+            dropped = self.dropped
+            if dropped > told:
+                line += f"{dropped - told} lines of the log were dropped: nobody took them\n"
+                told = dropped
+            try:
+                self._stream.write(line)
+                self._stream.flush()
+            except (OSError, ValueError):
+                self.dropped += 1
+
+
+@contextmanager
+def logging_to(stream: TextIO | None = None, *, level: str, form: Literal["text", "json"]) -> Iterator[None]:
+    """The program's log goes there inside. stream: stderr. Does nothing where something else has the log already."""
+    root = logging.getLogger()
+    if root.handlers:
+        yield
+        return
+    handler = LineThread(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

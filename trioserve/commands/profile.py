@@ -1,0 +1,74 @@
+"""Files with the last steps, one for each SIGUSR2: what GET /debug/steps answers, for a server that cannot be asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.engine.step_trace import step_trace
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trioserve.engine.step_times import StepTime, StepTimes
+
+__all__ = ["check_profile_directory", "profiling"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_profile_directory(directory: str | None) -> Path | None:
+    """None: nothing is to be written. Raises StartupError."""
+    if directory is None:
+        return None
+    path = Path(directory)
+    if not (path.is_dir() and os.access(path, os.W_OK)):
+        raise StartupError(f'--profile is "{directory}", which is no directory that can be written to')
+    return path
+
+
+@asynccontextmanager
+async def profiling(directory: Path | None, steps: StepTimes) -> AsyncIterator[None]:
+    """Inside, each SIGUSR2 writes a file there; None: nothing is done. For the main thread, which alone gets
+    signals."""
+    if directory is None:
+        yield
+        return
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_write_at_signals, directory, steps)
+            yield
+            nursery.cancel_scope.cancel()
+
+
+async def _write_at_signals(
+    directory: Path, steps: StepTimes, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.open_signal_receiver(signal.SIGUSR2) as signals:
+        task_status.started()
+        async for _ in signals:
+            path = directory / f"steps-{os.getpid()}-{time.time_ns() // 1_000_000}.json"
+            try:
+                await trio.to_thread.run_sync(partial(_write, path, steps.latest()))
+            except OSError as error:
+                logger.warning("the steps were not written file=%s: %s", path, error.strerror)
+            else:
+                logger.info("steps written file=%s", path)
+
+
+def _write(path: Path, steps: Iterable[StepTime]) -> None:
+    """Whole, or not at all under this name."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(step_trace(steps))
+    unfinished.replace(path)
