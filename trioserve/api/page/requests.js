@@ -159,7 +159,7 @@ export class RequestList {
 		row.element.classList.toggle("over", isOver && request.state !== "held");
 		const left = request.deadline_at == null || isOver ? "–" : duration(Math.max(0, request.deadline_at - now));
 		const rate = row.rate.of(request, now);
-		const values = [`${count(request.prompt_tokens)} + ${count(request.completion_tokens)}`, rate == null ? "–" : figure(rate),
+		const values = [count(request.prompt_tokens) + (server.kind === "router" ? "" : ` + ${count(request.completion_tokens)}`), rate == null ? "–" : figure(rate),
 			duration(Math.max(0, (request.ended_at ?? now) - request.entered_at)), left, server.block_count ? count(blocksOf(request)) : "–"];
 		values.forEach((value, index) => write(row.values[index], value));
 		write(row.cached, request.cached_tokens ? `${count(request.cached_tokens)} cached` : "");
@@ -182,7 +182,9 @@ export class RequestList {
 		for (const [name, row] of this.#rows) {
 			const request = requests[name];
 			if (!request) continue;
-			const { entered_at: entered, running_at: running, first_token_at: first, ended_at: ended } = request;
+			const { entered_at: entered, ended_at: ended } = request;
+			const running = (row.ranAt ??= request.running_at); // a stream that moves runs anew elsewhere
+			const first = request.first_token_at ?? (request.phase === "decode" ? running : null);
 			const end = ended ?? now;
 			const isHeld = request.state === "held";
 			const spans = {
