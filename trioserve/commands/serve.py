@@ -85,8 +85,8 @@ async def serve_configured(
     ssl_context = server_tls(config)
     routing = Routing(config)
     profiles = check_profile_directory(config.profile)
-    bar = LoadingBar(config.model)
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
+        bar = LoadingBar(config.model)
         tracing = await scopes.enter_async_context(open_tracing(config))
         store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), _store_settings(config)))
         with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
