@@ -130,8 +130,7 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
 def test_every_response_is_described_and_none_is_a_fault(schema, session, operation, mode):
     method, path = operation
-    if path == "/ui/events":
-        pytest.skip("a stream without an end, which tests/api/page reads")
+    schema.config.max_stream_events = 1 if path == "/ui/events" else None  # that one has no end
 
     @fuzzed
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
