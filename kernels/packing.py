@@ -29,9 +29,9 @@ class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # nor here
     """The libraries need a machine of a kind, and no particular Python: they are called through ctypes."""
 
     def finalize_options(self) -> None:
-        super().finalize_options()
         if IS_PREBUILT:
-            self.root_is_pure = False
+            self.distribution.has_ext_modules = lambda: True  # so that all of it is placed as what needs a machine
+        super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
