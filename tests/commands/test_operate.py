@@ -87,10 +87,14 @@ def events(*pairs: tuple[str, object]) -> bytes:
 
 
 def test_endpoints_are_listed_and_emptied_with_the_key(played: Played, capsys: Any, monkeypatch: Any):
-    played.says("GET /endpoints", {"data": [{"id": "a", "url": "http://x", "health": "healthy", "leases": 3}]})
+    endpoint = {"id": "a", "url": "http://x", "health": "healthy", "leases": 3, "moved_from": 2, "moved_to": 0}
+    played.says("GET /endpoints", {"data": [endpoint]})
     played.says("POST /endpoints/a%2Fb/drain?move=true", {"id": "a/b"})
     assert cli.main(["endpoints", "--url", played.url, "--api-key", "k"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["id  url       health   leases", "a   http://x  healthy  3"]
+    assert capsys.readouterr().out.splitlines() == [
+        "id  url       health   leases  moved_from  moved_to",
+        "a   http://x  healthy  3       2           0",
+    ]
     monkeypatch.setenv("TRIOSERVE_URL", played.url)
     monkeypatch.setenv("TRIOSERVE_API_KEY", "k2,k3")
     assert cli.main(["drain", "a/b", "--move", "--json"]) == 0

@@ -198,6 +198,8 @@ def test_a_router_shows_endpoints_moves_and_drains(browser: Browser, script: Scr
         "in_flight": 3,
         "waiting_depth": 1,
         "load": {"running": 3, "waiting": 1, "kv_usage": 0.25},
+        "moved_from": 2,
+        "moved_to": 1,
         "role": None,
         "url": "http://10.0.0.1",
     }
@@ -213,6 +215,7 @@ def test_a_router_shows_endpoints_moves_and_drains(browser: Browser, script: Scr
     assert browser.text("#endpoints-sum") == "2 of 2 endpoints healthy, 2 in the queue"
     assert not browser.find("#blocks-panel").is_displayed()
     assert "3 running, 1 waiting, KV 25 %" in browser.text(".endpoint")
+    assert "2 from here, 1 to here" in browser.text(".endpoint")
     script.change(requests={"1": {"endpoint": "b"}})
     browser.wait_text("#move-list", "r-1: a → b")
     browser.click("[aria-label='Drain endpoint a']")

@@ -285,3 +285,31 @@ def test_an_endpoint_that_hangs_is_left_at_once_and_back_with_a_good_check(make_
     assert state.hangs_total == 1
     router.core.note_health(a, True, router.now)
     assert state.is_given
+
+
+def moved(router, id):
+    state = router.core.endpoints[id]
+    return state.moved_from_total, state.moved_to_total
+
+
+@pytest.mark.parametrize("way", ["moved", "broke_off_on_the_way", "broke_off_and_waited"])
+def test_each_endpoint_counts_the_streams_that_left_it_and_those_that_came(make_router, way):
+    router = make_router()
+    a = router.endpoint("a", leases_max=2)
+    ticket, other = streaming(router), streaming(router)
+    if way == "broke_off_and_waited":
+        assert router.core.failed(ticket, Fault.BROKE, router.now, token_count=20)
+        assert moved(router, a) == (0, 0)  # it goes on nowhere yet
+        b = router.endpoint("b", leases_max=1)
+    else:
+        b = router.endpoint("b", leases_max=1)
+        empty(router, a)
+        assert moved(router, b) == (0, 0)  # it has only a lease there
+        if way == "moved":
+            router.core.moved(ticket, router.now)
+        else:
+            assert router.core.failed(ticket, Fault.BROKE, router.now, token_count=20)
+    assert ticket.endpoint == b
+    assert (moved(router, a), moved(router, b)) == ((1, 0), (0, 1))
+    router.leave(other)
+    router.leave(ticket)

@@ -14,7 +14,7 @@ from trioserve.commands.remote import RemoteServer
 __all__ = ["run_abort", "run_drain", "run_endpoints", "run_requests"]
 
 REQUEST_COLUMNS = ("id", "state", "age_seconds", "prompt_tokens", "completion_tokens", "tenant")
-ENDPOINT_COLUMNS = ("id", "url", "health", "state", "role", "leases", "leases_max", "running", "waiting")
+ENDPOINT_COLUMNS = ("id", "url", "health", "role", "leases", "leases_max", "in_flight", "moved_from", "moved_to")
 
 
 def run_requests(server: RemoteServer, *, as_json: bool) -> int:

@@ -194,6 +194,8 @@ class Fleet:
                 "in_flight": state.in_flight,
                 "waiting_depth": state.waiting_depth(now),
                 "ejections": state.ejections_total,
+                "moved_from": state.moved_from_total,
+                "moved_to": state.moved_to_total,
                 "resident_blocks": self.dispatch.policy.resident_count(state.id),
             }
             for state in self.dispatch.endpoints

@@ -475,10 +475,12 @@ class RouterCore:
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
         """Give it a lease if an endpoint has room for it. It must not stand in any queue."""
+        before = ticket.endpoint
         if not self._give(ticket, now):
             return False
         if ticket.has_token:
             self._continuations.note(ticket, now)
+            self._fleet.note_moved(before, ticket)
         ticket.leased_at = now
         ticket.move(TicketState.LEASED)
         self._queues.of(ticket).drain_rate.note_begin(now)
@@ -504,7 +506,8 @@ class RouterCore:
 
     def _take_up(self, ticket: Ticket, lease: Lease) -> None:
         """Go on with a lease that it has beside what it has given back."""
-        ticket.exchange(lease)
+        before = ticket.exchange(lease).endpoint
+        self._fleet.note_moved(before, ticket)
         ticket.is_answered, ticket.stage = False, None
         if ticket.state is not TicketState.LEASED:
             ticket.move(TicketState.LEASED)

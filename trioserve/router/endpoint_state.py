@@ -83,7 +83,8 @@ class EndpointState:
     that one which comes back under its id has no fewer than before. hangs_total: how often it was left out since it did
     not answer. clock: what names its process in its last report; None: nothing does. clock_checks: checks_total at that
     time. suspects: requests here with which another endpoint broke; suspects_seen: the most since a check found it
-    well. fingerprint: of what computes there; None: it does not tell.
+    well. fingerprint: of what computes there; None: it does not tell. moved_from_total, moved_to_total: streams that
+    left it, on purpose or since it broke off, and went on elsewhere; that others have left and that went on here.
     role: which stages it is meant for; None: of disaggregated requests none.
     """
 
@@ -121,6 +122,8 @@ class EndpointState:
         self.suspects = 0
         self.suspects_seen = 0
         self.fingerprint: str | None = None
+        self.moved_from_total = 0
+        self.moved_to_total = 0
         self.others = 0
         self.lease_share: int | None = None
         self._on_change = on_change

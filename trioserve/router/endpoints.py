@@ -257,6 +257,13 @@ class Endpoints:
         self.note_drained(endpoint)
         return is_idle
 
+    def note_moved(self, before: EndpointId | None, ticket: Ticket) -> None:
+        """A stream has left an endpoint, which may be gone by now, and goes on where its lease is."""
+        left = None if before is None else self.by_id.get(before)
+        if left is not None:
+            left.moved_from_total += 1
+        self.of(ticket).moved_to_total += 1
+
     def note_drained(self, state: EndpointState) -> None:
         if state.health is EndpointHealth.DRAINING and state.in_flight == 0:
             del self.by_id[state.id], self._filings[state.id]

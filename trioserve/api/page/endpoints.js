@@ -76,7 +76,7 @@ export class Endpoints {
 		card.fact("In flight", count(endpoint.in_flight));
 		card.fact("Waiting there", count(endpoint.waiting_depth));
 		if (load) card.fact("Its own report", `${count(load.running)} running, ${count(load.waiting)} waiting, KV ${percent(load.kv_usage)}`);
-		if (endpoint.moves_total != null) card.fact("Moved away", count(endpoint.moves_total));
+		card.fact("Streams moved", `${count(endpoint.moved_from)} from here, ${count(endpoint.moved_to)} to here`);
 		if (endpoint.ejections) card.fact("Ejections", count(endpoint.ejections));
 		const models = endpoint.models ?? [];
 		card.fact("Serves", `${models.join(", ") || "not known yet"}${endpoint.role ? ` (${endpoint.role})` : ""}`);

@@ -141,6 +141,8 @@ class RouterBooks:
     def give(self, entry: ExpectedRequest, id: str) -> None:
         """It gets a lease there. Asserts that it may."""
         self._check_and_give(entry, id)
+        if entry.has_token:
+            self._note_moved(entry.left, id)
         entry.state, entry.endpoint, entry.failed_index = "leased", id, None
         entry.leased_at = self.now
 
@@ -155,9 +157,15 @@ class RouterBooks:
     def take_up_next(self, entry: ExpectedRequest) -> None:
         """Its next lease is the one in hand, what it had before is back."""
         assert entry.next is not None
+        self._note_moved(entry.endpoint, entry.next)
         entry.state, entry.endpoint, entry.next = "leased", entry.next, None
         entry.is_sent = entry.is_answered = False
         entry.stage = None
+
+    def _note_moved(self, left: str | None, id: str) -> None:
+        if left in self.endpoints:
+            self.endpoints[left].moved_from += 1
+        self.endpoints[id].moved_to += 1
 
     def drop_next(self, entry: ExpectedRequest) -> None:
         """It does not move after all."""
@@ -247,6 +255,7 @@ class RouterBooks:
         """It was elsewhere, and what it had there is back."""
         self._failure_count += 1
         self.continued.on_the_way.discard(entry.name)
+        entry.left = entry.endpoint
         entry.state, entry.is_sent, entry.endpoint, entry.is_answered = "waiting", False, None, False
         entry.failed_index = self._failure_count
 

@@ -46,7 +46,8 @@ class EndpointBook:
     (claims, in all); of those whose lease is back, but which run. there: those of both that were sent. health: by
     the names of EndpointHealth. probe: who is out as one. checks: that found it well. suspects: with
     which another endpoint broke before; suspects_seen: the most of them since a check found it well. clock: what it
-    told last that its process is called; clock_checks: the checks by then."""
+    told last that its process is called; clock_checks: the checks by then. moved_from, moved_to: streams that left it
+    and went on elsewhere; that came from elsewhere."""
 
     def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool, checks: int) -> None:
         self.id = event.id
@@ -63,6 +64,8 @@ class EndpointBook:
         self.clock_checks = 0
         self.suspects: set[str] = set()
         self.suspects_seen = 0
+        self.moved_from = 0
+        self.moved_to = 0
         self.health = "starting"
         self.question: Question | None = None
         self._world = world

@@ -29,10 +29,10 @@ class ExpectedRequest:
     the end of its wait, its own or wait_ends_at, which is the router's. queue_index: in the order of joining a queue.
     stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, broken, is_on_trial,
     continuations, fingerprint, can_go_on, is_moving: as those of a Ticket. is_condemned: its trial is over, and it has
-    to be told. moving_index: in the order of becoming one
-    that is to move. next: where it has its next lease. tried: where it failed, and how often that endpoint had been
-    found well before; begun_at: where it may have begun, without a token. tokens: its client has; tokens_at_break: had
-    when it broke off last. is_behind: somebody was in its queue when it came."""
+    to be told. moving_index: in the order of becoming one that is to move. next: where it has its next lease. left:
+    where it was before it waited again. tried: where it failed, and how often that endpoint had been found well
+    before; begun_at: where it may have begun, without a token. tokens: its client has; tokens_at_break: had when it
+    broke off last. is_behind: somebody was in its queue when it came."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -46,6 +46,7 @@ class ExpectedRequest:
         self.state = "waiting"
         self.failed_index: int | None = None
         self.endpoint: str | None = None
+        self.left: str | None = None
         self.tried: dict[str, int] = {}
         self.begun_at: set[str] = set()
         self.is_sent = False

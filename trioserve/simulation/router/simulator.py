@@ -625,8 +625,11 @@ class RouterSimulation:
         health = {id: book.health for id, book in books.endpoints.items()}
         assert {id: one.value for id, one in stats.health.items()} == health, f"{stats.health}, expected {health}"
         for id, book in books.endpoints.items():
-            in_flight = self.core.endpoints[EndpointId(id)].in_flight
-            assert in_flight == book.in_flight, f"{in_flight} in flight at {id}, expected {book.in_flight}"
+            state = self.core.endpoints[EndpointId(id)]
+            assert state.in_flight == book.in_flight, f"{state.in_flight} in flight at {id}, expected {book.in_flight}"
+            moved = (state.moved_from_total, state.moved_to_total)
+            expected = (book.moved_from, book.moved_to)
+            assert moved == expected, f"{moved} streams moved from and to {id}, expected {expected}"
         waiting = books.waiting
         assert stats.waiting == len(waiting), f"{stats.waiting} wait, expected {len(waiting)}"
         tokens = sum(entry.request.prompt_tokens for entry in waiting)
