@@ -55,6 +55,14 @@ def colours(css: str, theme: str) -> dict[str, Colour]:
     return {name: (linear(code[:2]), linear(code[2:4]), linear(code[4:])) for name, code in chosen.items()}
 
 
+def seen(colour: Colour, blindness: str) -> Colour:
+    red, green, blue = (
+        max(0.0, min(1.0, sum(weight * part for weight, part in zip(row, colour, strict=True))))
+        for row in BLINDNESSES[blindness]
+    )
+    return red, green, blue
+
+
 def luminance(colour: Colour) -> float:
     red, green, blue = colour
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -81,18 +89,23 @@ def test_colours_of_texts_and_shapes_stand_out(theme: str) -> None:
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("blindness", BLINDNESSES)
 def test_used_cached_and_free_differ_for_the_colour_blind(theme: str, blindness: str) -> None:
-    palette = colours((FILES / "page.css").read_text(), theme)
-
-    def seen(name: str) -> Colour:
-        red, green, blue = (
-            max(0.0, min(1.0, sum(weight * part for weight, part in zip(row, palette[name], strict=True))))
-            for row in BLINDNESSES[blindness]
-        )
-        return red, green, blue
-
-    assert contrast(seen("free"), seen("cached")) >= 1.6
+    found = colours((FILES / "page.css").read_text(), theme)
+    palette = {name: seen(colour, blindness) for name, colour in found.items()}
+    assert contrast(palette["free"], palette["cached"]) >= 1.6
     for number in range(8):
-        assert contrast(seen(f"owner-{number}"), seen("free")) >= 2.7
+        assert contrast(palette[f"owner-{number}"], palette["free"]) >= 2.7
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("blindness", BLINDNESSES)
+def test_held_and_shared_differ_from_used_for_the_colour_blind(theme: str, blindness: str) -> None:
+    """Held blocks have their request's colour and stripes of the ground, or a half of it where cells are small; shared
+    ones are ink there."""
+    found = colours((FILES / "page.css").read_text(), theme)
+    palette = {name: seen(colour, blindness) for name, colour in found.items()}
+    for owner in (*(f"owner-{number}" for number in range(8)), "other"):
+        assert contrast(palette[owner], palette["panel"]) >= 2.7, owner
+        assert contrast(palette[owner], palette["ink"]) >= 1.5, owner
 
 
 def test_the_files_are_small_and_ask_nobody_else() -> None:

@@ -2,28 +2,26 @@
 
 import { el, many } from "./words.js";
 
-const WORDS_MAX = 1500; // on each side; a table of their product is what finding the common ones takes
+const WORDS_MAX = 1500; // on each side from where they differ; a table of their product is what finding the common ones takes
 
-/** Returns [parts of one, parts of other], each part [text, isOwn], and how many words are one side's own. */
-export function compare(one, other) {
+/** For each side its parts, [text, isOwn]; how many words are the same before the first that is not, and how many differ. */
+function compare(one, other) {
 	const left = one.match(/\s+|\S+/g) ?? [], right = other.match(/\s+|\S+/g) ?? [];
-	let start = 0, end = 0;
-	while (start < left.length && start < right.length && left[start] === right[start]) start += 1;
-	while (end < left.length - start && end < right.length - start && left.at(-1 - end) === right.at(-1 - end)) end += 1;
-	const a = left.slice(start, left.length - end), b = right.slice(start, right.length - end);
-	const [ownA, ownB] = a.length > WORDS_MAX || b.length > WORDS_MAX ? [a.map(() => true), b.map(() => true)] : own(a, b);
-	const parts = (words, marks) => {
-		const made = [[words.slice(0, start).join(""), false]];
-		for (let index = start; index < words.length - end; index += 1) {
-			const isOwn = marks[index - start], last = made.at(-1);
-			if (last[1] === isOwn) last[0] += words[index];
-			else made.push([words[index], isOwn]);
-		}
-		made.push([words.slice(words.length - end).join(""), false]);
-		return made.filter(([text]) => text);
-	};
-	const counted = (words, marks) => words.filter((word, index) => marks[index] && word.trim()).length;
-	return { parts: [parts(left, ownA), parts(right, ownB)], same: start, own: Math.max(counted(a, ownA), counted(b, ownB)) };
+	let start = 0;
+	while (start < left.length && left[start] === right[start]) start += 1;
+	const rests = [left.slice(start), right.slice(start)];
+	const marks = rests.some((words) => words.length > WORDS_MAX) ? rests.map((words) => words.map(() => true)) : own(...rests);
+	const parts = rests.map((words, side) => {
+		const made = [[left.slice(0, start).join(""), false]];
+		words.forEach((word, index) => {
+			const isOwn = marks[side][index], last = made.at(-1);
+			if (last[1] === isOwn) last[0] += word;
+			else made.push([word, isOwn]);
+		});
+		return made;
+	});
+	const counts = rests.map((words, side) => words.filter((word, index) => marks[side][index] && word.trim()).length);
+	return { parts, same: Math.ceil(start / 2), differing: Math.max(...counts) };
 }
 
 /** Which words of each are in no longest common subsequence. */
@@ -49,8 +47,7 @@ function own(a, b) {
 export function markDifferences(elements) {
 	const [one, other] = elements.map((element) => element.textContent);
 	if (one === other) return `Both runs are the same: ${many(one.length, "character")}.`;
-	const { parts, same, own: differing } = compare(one, other);
+	const { parts, same, differing } = compare(one, other);
 	elements.forEach((element, index) => element.replaceChildren(...parts[index].map(([text, isOwn]) => (isOwn ? el("mark", {}, text) : text))));
-	const words = Math.ceil(same / 2);
-	return `The same for the first ${many(words, "word")}; ${many(differing, "word")} differ, underlined above.`;
+	return `The same for the first ${many(same, "word")}; ${many(differing, "word")} differ, underlined above.`;
 }

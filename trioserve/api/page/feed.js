@@ -1,19 +1,37 @@
 /** What the server says of itself: one stream of a snapshot and changes, read again whenever it breaks off. */
 
+import { on } from "./words.js";
+
 const SILENT_SECONDS_MAX = 40; // a comment comes every 15
 const HIDDEN_SECONDS_MAX = 20; // a tab that nobody sees leaves its place to others
 const RETRY_SECONDS = [0.3, 1, 2, 4, 8];
 
 /** The API key, in this tab's memory and nowhere else. */
-export class Key {
+class Key {
 	#value = null;
 	set(value) { this.#value = value || null; }
 	get isSet() { return this.#value !== null; }
-	headers(more = {}) { return this.#value ? { ...more, Authorization: `Bearer ${this.#value}` } : more; }
+
+	/** As fetch, with the key. */
+	fetch(path, { headers, ...options } = {}) {
+		return fetch(path, { ...options, headers: this.#value ? { ...headers, Authorization: `Bearer ${this.#value}` } : headers });
+	}
+
+	/** The response to what has to come to pass. Throws an Error with the reason why it does not. */
+	async ask(path, options) {
+		const response = await this.fetch(path, options).catch(() => { throw new Error("no connection"); });
+		if (!response.ok) throw new Error(await errorOf(response));
+		return response;
+	}
 }
 
+export const key = new Key();
+
+/** "a/b c" as a part of a path: slashes stay. */
+export const pathOf = (name) => name.split("/").map(encodeURIComponent).join("/");
+
 /** The message of a response that is an error, in OpenAI's shape or another. */
-export async function errorOf(response) {
+async function errorOf(response) {
 	try {
 		const { error } = await response.json();
 		return error.message ?? `the server says ${response.status}`;
@@ -22,22 +40,37 @@ export async function errorOf(response) {
 	}
 }
 
+/** The events of a response as they come, [name, data] each; an empty list for a comment. */
+export async function* eventsOf(response) {
+	const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+	let rest = "";
+	for (;;) {
+		const { done, value } = await reader.read();
+		if (done) return;
+		const parts = (rest + value).split("\n\n");
+		rest = parts.pop();
+		yield parts.map((part) => [field(part, "event"), field(part, "data")]).filter(([, data]) => data);
+	}
+}
+
+function field(event, name) {
+	return event.split("\n").filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).trim()).join("\n");
+}
+
 /**
  * Events: "snapshot" (all is new), "change" (detail: what the server sent), "status" (detail: {kind, text}).
  * state: as the protocol has it, with `cells`, a byte for each block, in the place of `blocks`.
  */
-export class Feed extends EventTarget {
+class Feed extends EventTarget {
 	state = null;
-	#key;
 	#abort = null;
 	#offset = 0;
 	#failures = 0;
 	#wasLive = false;
 
-	constructor(key) {
+	constructor() {
 		super();
-		this.#key = key;
-		document.addEventListener("visibilitychange", () => this.#onVisibility());
+		on(document, { visibilitychange: () => this.#onVisibility() });
 	}
 
 	/** The server's clock, in seconds. */
@@ -50,7 +83,7 @@ export class Feed extends EventTarget {
 		while (!abort.signal.aborted) {
 			let wait = RETRY_SECONDS[Math.min(this.#failures, RETRY_SECONDS.length - 1)];
 			try {
-				const response = await fetch("ui/events", { headers: this.#key.headers(), signal: abort.signal, cache: "no-store" });
+				const response = await key.fetch("ui/events", { signal: abort.signal, cache: "no-store" });
 				if (response.status === 401 || response.status === 403) {
 					this.#tell("key", "An API key is needed", { message: await errorOf(response) });
 					return;
@@ -82,27 +115,23 @@ export class Feed extends EventTarget {
 	}
 
 	async #read(response, abort) {
-		const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-		let rest = "";
-		for (;;) {
-			const silence = setTimeout(() => abort.abort("silent"), SILENT_SECONDS_MAX * 1000);
-			let got;
-			try { got = await reader.read(); } finally { clearTimeout(silence); }
-			if (got.done) return;
-			const parts = (rest + got.value).split("\n\n");
-			rest = parts.pop();
-			for (const part of parts) this.#take(part);
+		let silence;
+		const wait = () => {
+			clearTimeout(silence);
+			silence = setTimeout(() => abort.abort("silent"), SILENT_SECONDS_MAX * 1000);
+		};
+		try {
+			wait();
+			for await (const events of eventsOf(response)) {
+				wait();
+				for (const [event, data] of events) this.#take(event, JSON.parse(data));
+			}
+		} finally {
+			clearTimeout(silence);
 		}
 	}
 
-	#take(text) {
-		let event = "message", data = "";
-		for (const line of text.split("\n")) {
-			if (line.startsWith("event:")) event = line.slice(6).trim();
-			else if (line.startsWith("data:")) data += line.slice(5);
-		}
-		if (!data) return;
-		const value = JSON.parse(data);
+	#take(event, value) {
 		if (value.now !== undefined) this.#offset = value.now - performance.now() / 1000;
 		if (event === "snapshot") this.#begin(value);
 		else if (event === "change" && this.state) this.#change(value);
@@ -117,7 +146,7 @@ export class Feed extends EventTarget {
 		this.state = state;
 		this.#failures = 0;
 		this.dispatchEvent(new Event("snapshot"));
-		const isNew = before && (state.server.started_at !== before.started_at || state.server.uptime_seconds < before.uptime_seconds);
+		const isNew = before && state.server.started_at !== before.started_at;
 		const text = !this.#wasLive ? "Live" : isNew ? "Live: the server was started again" : "Live again";
 		this.#wasLive = true;
 		this.#tell("live", text);
@@ -144,9 +173,9 @@ export class Feed extends EventTarget {
 	#addPoint({ at, points }) {
 		const { history } = this.state;
 		history.at = at;
-		for (const [name, value] of Object.entries(points)) {
+		for (const [name, values] of Object.entries(points)) {
 			const series = (history.series[name] ??= []);
-			series.push(...[value].flat());
+			series.push(...values);
 			if (series.length > 180) series.splice(0, series.length - 180);
 		}
 	}
@@ -165,6 +194,8 @@ export class Feed extends EventTarget {
 		}
 	}
 }
+
+export const feed = new Feed();
 
 function merge(into, changes) {
 	for (const [id, fields] of Object.entries(changes)) {

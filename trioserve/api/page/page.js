@@ -1,27 +1,20 @@
 /** The page: its parts, told of what the feed brings. */
 
-import { BlockMap, Owners } from "./blocks.js";
-import { Endpoints, note, Transfers } from "./endpoints.js";
-import { Feed, Key } from "./feed.js";
-import { Playground } from "./playground.js";
-import { Plots, Steps } from "./plots.js";
-import { RequestList } from "./requests.js";
-import { count, duration, el, figure, find, percent, say, show, write } from "./words.js";
+import * as map from "./blocks.js";
+import { note, updateEndpoints, updateTransfers } from "./endpoints.js";
+import { feed, key } from "./feed.js";
+import * as playground from "./playground.js";
+import { updatePlots, updateSteps } from "./plots.js";
+import * as requests from "./requests.js";
+import { count, duration, el, figure, find, on, percent, Rate, say, show, write } from "./words.js";
 
-const key = new Key();
-const feed = new Feed(key);
-const owners = new Owners();
-const requests = new RequestList(feed, owners, key, (name) => map.choose(name));
-const map = new BlockMap(feed, owners, (name) => requests.choose(name));
-const plots = new Plots(feed);
-const steps = new Steps(feed);
-const endpoints = new Endpoints(feed, key);
-const transfers = new Transfers(feed);
-const playground = new Playground(feed, key);
+const { owners } = map;
+map.whenChosen(requests.choose);
+requests.whenPointed(map.choose);
 
 // --- what the feed brings ---
 
-feed.addEventListener("snapshot", () => {
+function begin() {
 	const { server, cells } = feed.state;
 	owners.reset(cells.length);
 	owners.update(feed.state.requests);
@@ -29,9 +22,9 @@ feed.addEventListener("snapshot", () => {
 	map.layOut();
 	updateAll({ history: true });
 	playground.readModels();
-});
+}
 
-feed.addEventListener("change", ({ detail }) => {
+function change({ detail }) {
 	if (owners.counts.length !== feed.state.cells.length) {
 		owners.reset(feed.state.cells.length);
 		owners.update(feed.state.requests);
@@ -41,14 +34,14 @@ feed.addEventListener("change", ({ detail }) => {
 	if (detail.server) showServer(feed.state.server);
 	if (detail.requests || detail.blocks || detail.stats) map.update();
 	updateAll(detail);
-});
+}
 
 function updateAll(changed) {
-	if (changed.history) plots.update();
-	steps.update();
+	if (changed.history) updatePlots();
+	updateSteps();
 	requests.update();
-	endpoints.update();
-	transfers.update();
+	updateEndpoints();
+	updateTransfers();
 	playground.update();
 	showFigures();
 }
@@ -66,16 +59,19 @@ function showServer(server) {
 
 // --- figures of this moment ---
 
+const shares = (name) => [
+	({ history }) => history?.series[`${name}_p50`] && duration(latest(history.series[`${name}_p50`])),
+	({ history }) => `p95 ${duration(latest(history.series[`${name}_p95`]))}`,
+];
+const taken = ({ stats }) => (stats.blocks_used ?? 0) + (stats.blocks_held ?? 0);
 const FIGURES = [
-	["Tokens/s", () => rated(rate()), ({ stats }) => `${count(stats.generation_tokens_total)} in all`],
+	["Tokens/s", () => rated(tokensPerSecond()), ({ stats }) => `${count(stats.generation_tokens_total)} in all`],
 	["Requests/s", ({ history }) => rated(latest(history?.series.requests_per_second)), ({ stats }) => `${count(stats.admissions_total)} in all`],
 	["Running", ({ stats }) => count(stats.running), ({ server }) => (server.max_num_seqs ? `of ${count(server.max_num_seqs)}` : "")],
 	["Waiting", ({ stats }) => count(stats.waiting), ({ stats }) => (stats.preemptions_total ? `${count(stats.preemptions_total)} preempted in all` : "")],
-	["KV in use", ({ stats, server }) => (server.block_count ? percent(((stats.blocks_used ?? 0) + (stats.blocks_held ?? 0)) / server.block_count) : null),
-		({ stats, server }) => `${count((stats.blocks_used ?? 0) + (stats.blocks_held ?? 0))} of ${count(server.block_count)} blocks`],
-	["Wait in the queue", ({ history }) => history?.series.queue_wait_p50 && duration(latest(history.series.queue_wait_p50)), ({ history }) => `p95 ${duration(latest(history.series.queue_wait_p95))}`],
-	["First token", ({ history }) => history?.series.ttft_p50 && duration(latest(history.series.ttft_p50)), ({ history }) => `p95 ${duration(latest(history?.series.ttft_p95))}`],
-	["Between tokens", ({ history }) => history?.series.itl_p50 && duration(latest(history.series.itl_p50)), ({ history }) => `p95 ${duration(latest(history?.series.itl_p95))}`],
+	["KV in use", (state) => (state.server.block_count ? percent(taken(state) / state.server.block_count) : null),
+		(state) => `${count(taken(state))} of ${count(state.server.block_count)} blocks`],
+	["Wait in the queue", ...shares("queue_wait")], ["First token", ...shares("ttft")], ["Between tokens", ...shares("itl")],
 	["Streams continued", ({ stats }) => (stats.continued_total == null ? null : count(stats.continued_total)), ({ stats }) => `${count(stats.moved_total)} moved on purpose`],
 ];
 
@@ -93,17 +89,12 @@ function latest(series) {
 	return series?.slice(-12).findLast((value) => value != null);
 }
 
-const samples = [];
+let rate = null;
 
-/** Tokens/s over the last two seconds. */
-function rate() {
+function tokensPerSecond() {
 	const total = feed.state.stats.generation_tokens_total, now = feed.now();
 	if (total == null) return latest(feed.state.history?.series.tokens_per_second);
-	if (samples.length && total < samples.at(-1)[1]) samples.length = 0;
-	samples.push([now, total]);
-	while (samples.length > 2 && now - samples[1][0] > 2) samples.shift();
-	const [[since, before]] = samples;
-	return now > since ? (total - before) / (now - since) : 0;
+	return (rate ??= new Rate(now, total)).of(now, total);
 }
 
 function showFigures() {
@@ -120,14 +111,14 @@ function showFigures() {
 setInterval(() => {
 	if (!feed.state || document.hidden) return;
 	requests.update();
-	transfers.update();
-	endpoints.update();
+	updateTransfers();
+	updateEndpoints();
 	showFigures();
 }, 1000);
 
 // --- connection and key ---
 
-feed.addEventListener("status", ({ detail: { kind, text, message } }) => {
+function showStatus({ detail: { kind, text, message } }) {
 	const status = find("status");
 	status.dataset.kind = kind;
 	write(status, text);
@@ -137,21 +128,21 @@ feed.addEventListener("status", ({ detail: { kind, text, message } }) => {
 	write(find("key-error"), key.isSet ? message : "");
 	key.set(null);
 	openKeyDialog();
-});
+}
 
 function openKeyDialog() {
 	if (!find("key-dialog").open) find("key-dialog").showModal();
 	find("key-input").focus();
 }
 
-find("key-button").addEventListener("click", openKeyDialog);
-find("key-form").addEventListener("submit", (event) => {
+on("key-button", { click: openKeyDialog });
+on("key-form", { submit: (event) => {
 	event.preventDefault();
 	key.set(find("key-input").value.trim());
 	find("key-input").value = "";
 	find("key-dialog").close();
 	feed.start();
-});
+} });
 
 // --- views and colours ---
 
@@ -179,12 +170,13 @@ function showTheme() {
 	if (feed.state) map.layOut();
 }
 theme.value = localStorage.getItem(THEME) ?? "";
-theme.addEventListener("change", () => {
+on(theme, { change: () => {
 	localStorage.setItem(THEME, theme.value);
 	showTheme();
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+} });
+on(matchMedia("(prefers-color-scheme: dark)"), { change: showTheme });
 showTheme();
 
-addEventListener("error", (event) => say(`The page itself failed: ${event.message}`));
+on(window, { error: (event) => say(`The page itself failed: ${event.message}`) });
+on(feed, { snapshot: begin, change, status: showStatus });
 feed.start();

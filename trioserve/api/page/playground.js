@@ -1,10 +1,11 @@
 /** Chats with the served model: several answers side by side, stopped one by one, two runs compared. */
 
 import { markDifferences } from "./difference.js";
-import { errorOf } from "./feed.js";
-import { blocksOf, count, duration, el, figure, find, freed, many, say, show, write } from "./words.js";
+import { eventsOf, feed, key } from "./feed.js";
+import { blocksOf, count, duration, el, figure, find, freed, many, on, say, show, write } from "./words.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "timeout"];
+const NUMBERS = { temperature: "Temperature", top_p: "top_p", top_k: "top_k", min_p: "min_p", max_tokens: "Tokens at most", seed: "Seed", timeout: "Timeout, s" };
+const TOKENS_MAX = 400; // to begin with
 const TOOLS = [{ type: "function", function: { name: "get_weather", description: "The weather at a place", parameters: {
 	type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }];
 const SCHEMA = { type: "object", properties: { name: { type: "string" }, length_km: { type: "integer" } }, required: ["name", "length_km"], additionalProperties: false };
@@ -22,9 +23,9 @@ class Answer {
 	#endedAt = null;
 	#ending = "";
 
-	constructor(body, key, { title, onEnd, onGoOn }) {
+	constructor(body, title) {
 		this.id = `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
-		[this.body, this.key, this.onEnd] = [body, key, onEnd];
+		this.body = body;
 		this.thought = el("details.thought", { hidden: true }, el("summary", {}, "Thought"), (this.thoughtText = el("pre")));
 		this.output = el("div.text");
 		this.callList = el("div.calls");
@@ -32,7 +33,7 @@ class Answer {
 		this.squares = el("span.squares", { "aria-hidden": "true" });
 		this.blocksText = el("span");
 		this.stopButton = el("button", { type: "button", onclick: () => this.stop(), "aria-label": `Stop ${title}` }, "Stop");
-		this.goOn = el("button", { type: "button", hidden: true, onclick: () => onGoOn(this) }, "Go on with this one");
+		this.goOn = el("button", { type: "button", hidden: true, onclick: () => goOn(this) }, "Go on with this one");
 		this.element = el("article.answer", { "aria-label": title, "aria-busy": "true" },
 			el("header", {}, el("h3", {}, title), this.stopButton, this.goOn),
 			this.thought, this.output, this.callList, el("p.blocks-line.aside", {}, this.squares, this.blocksText), this.figures);
@@ -46,17 +47,10 @@ class Answer {
 
 	async run() {
 		try {
-			const headers = this.key.headers({ "Content-Type": "application/json", "X-Request-Id": this.id });
-			const response = await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(this.body), signal: this.#abort.signal });
-			if (!response.ok) throw new Error(await errorOf(response));
-			const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-			let rest = "";
-			for (;;) {
-				const { done, value } = await reader.read();
-				if (done) break;
-				const lines = (rest + value).split("\n");
-				rest = lines.pop();
-				for (const line of lines) if (line.startsWith("data:") && !line.includes("[DONE]")) this.#take(JSON.parse(line.slice(5)));
+			const headers = { "Content-Type": "application/json", "X-Request-Id": this.id };
+			const response = await key.ask("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(this.body), signal: this.#abort.signal });
+			for await (const events of eventsOf(response)) {
+				for (const [, data] of events) if (data !== "[DONE]") this.#take(JSON.parse(data));
 				this.show();
 			}
 		} catch (error) {
@@ -67,7 +61,7 @@ class Answer {
 		this.element.setAttribute("aria-busy", "false");
 		show(this.stopButton, false);
 		this.show();
-		this.onEnd(this);
+		onEnd();
 	}
 
 	#fail(text) {
@@ -140,190 +134,185 @@ class Answer {
 	}
 }
 
-export class Playground {
-	#feed;
-	#key;
-	#messages = [];
-	#answers = [];
-	#isComparing = false;
+let messages = [];
+let answers = [];
+let isComparing = false;
 
-	constructor(feed, key) {
-		[this.#feed, this.#key] = [feed, key];
-		find("ask").addEventListener("submit", (event) => { event.preventDefault(); this.#send(); });
-		find("ask-text").addEventListener("keydown", (event) => {
-			if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-			event.preventDefault();
-			find("ask").requestSubmit();
+/** The names that requests may bear. */
+export async function readModels() {
+	const select = find("ask-model");
+	try {
+		const response = await key.ask("v1/models");
+		const names = (await response.json()).data.map((model) => model.id);
+		const chosen = select.value;
+		select.replaceChildren(...names.map((name) => el("option", {}, name)));
+		if (names.includes(chosen)) select.value = chosen;
+	} catch {
+		// the feed says that there is no connection, and asks again when there is one
+	}
+}
+
+export function update() {
+	const { requests } = feed.state;
+	const open = answers.filter((answer) => !answer.isSettled);
+	if (!open.length) return;
+	const byId = new Map(Object.values(requests).map((request) => [request.id, request]));
+	for (const answer of open) {
+		const request = byId.get(answer.id);
+		answer.see(request);
+		answer.isSettled = answer.isOver && (!request || request.ended_at != null) && answer.request !== null;
+	}
+}
+
+function number(name) {
+	const input = find(`ask-${name}`), text = input.value.trim();
+	if (!text) return undefined;
+	const value = Number(text);
+	if (Number.isFinite(value)) return value;
+	input.focus();
+	throw new Error(`"${text}" is no number (${name})`);
+}
+
+function json(name, what) {
+	const text = find(`ask-${name}`).value.trim(), error = find(`ask-${name}-error`);
+	write(error, "");
+	if (!text) return undefined;
+	try {
+		return JSON.parse(text);
+	} catch (cause) {
+		find(`ask-${name}`).closest("details").open = true;
+		find(`ask-${name}`).focus();
+		write(error, `This is no JSON: ${cause.message}`);
+		throw new Error(`The ${what} cannot be read: see above.`);
+	}
+}
+
+function asked() {
+	const system = find("ask-system").value.trim(), stop = find("ask-stop").value;
+	const body = { model: find("ask-model").value || undefined, stream: true, stream_options: { include_usage: true },
+		messages: [...(system ? [{ role: "system", content: system }] : []), ...messages] };
+	for (const name in NUMBERS) body[name] = number(name);
+	if (stop) body.stop = [stop];
+	const tools = json("tools", "list of tools"), schema = json("schema", "schema");
+	if (tools?.length) Object.assign(body, { tools, tool_choice: find("ask-choice").value });
+	if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+	return body;
+}
+
+function send() {
+	const box = find("ask-text"), text = box.value.trim();
+	write(find("ask-error"), "");
+	if (!text || answers.some((answer) => !answer.isOver)) return;
+	keepAnswer();
+	messages.push({ role: "user", content: text });
+	if (ask()) {
+		note("You", text);
+		box.value = "";
+	} else {
+		messages.pop();
+	}
+}
+
+/** Whether it was sent. */
+function ask() {
+	let body;
+	try {
+		body = asked();
+	} catch (error) {
+		write(find("ask-error"), error.message);
+		return false;
+	}
+	const choice = find("ask-count").value;
+	isComparing = choice === "same";
+	const total = isComparing ? 2 : Number(choice);
+	if (isComparing && body.seed === undefined) body.seed = crypto.getRandomValues(new Uint16Array(1))[0];
+	const { seed } = body;
+	write(find("difference"), "");
+	answers = Array.from({ length: total }, (_, index) => {
+		const own = seed === undefined || isComparing ? seed : seed + index;
+		const title = isComparing ? `Run ${index + 1}, seed ${own}` : total === 1 ? "Answer" : `Answer ${index + 1}${own === undefined ? "" : `, seed ${own}`}`;
+		return new Answer({ ...body, seed: own }, title);
+	});
+	find("answers").replaceChildren(...answers.map((answer) => answer.element));
+	show(find("ask-stop-all"), total > 1);
+	find("ask-send").disabled = true;
+	return true;
+}
+
+function onEnd() {
+	if (answers.some((answer) => !answer.isOver)) return;
+	show(find("ask-stop-all"), false);
+	find("ask-send").disabled = false;
+	if (isComparing) write(find("difference"), markDifferences(answers.map((answer) => answer.output)));
+	if (answers.length > 1 && !isComparing) for (const answer of answers) show(answer.goOn, true);
+	askForResults();
+	if (!answers.some((answer) => answer.request?.freed)) say("The response has ended");
+}
+
+/** A tool is called: its result is written by hand. */
+function askForResults() {
+	const [answer] = answers;
+	const calls = answers.length === 1 ? answer.calls.filter(Boolean) : [];
+	if (!calls.length) return;
+	const boxes = calls.map((call) => el("textarea", { rows: 2, "aria-label": `Result of ${call.function.name}`, placeholder: `What ${call.function.name} gives back` }));
+	const send = el("button", { type: "button" }, "Send the result");
+	send.addEventListener("click", () => {
+		messages.push({ role: "assistant", content: answer.text || null, tool_calls: calls });
+		note("Model", calls.map((call) => `${call.function.name}(${call.function.arguments})`).join("\n"));
+		calls.forEach((call, index) => {
+			messages.push({ role: "tool", tool_call_id: call.id, content: boxes[index].value });
+			note("Tool", boxes[index].value);
 		});
-		find("ask-stop-all").addEventListener("click", () => this.#answers.forEach((answer) => answer.isOver || answer.stop()));
-		find("talk-clear").addEventListener("click", () => this.#clear());
-		find("tools-example").addEventListener("click", () => (find("ask-tools").value = JSON.stringify(TOOLS, null, 1)));
-		find("schema-example").addEventListener("click", () => (find("ask-schema").value = JSON.stringify(SCHEMA, null, 1)));
-	}
-
-	/** The names that requests may bear. */
-	async readModels() {
-		const select = find("ask-model");
-		try {
-			const response = await fetch("v1/models", { headers: this.#key.headers() });
-			if (!response.ok) return;
-			const names = (await response.json()).data.map((model) => model.id);
-			const chosen = select.value;
-			select.replaceChildren(...names.map((name) => el("option", {}, name)));
-			if (names.includes(chosen)) select.value = chosen;
-		} catch {
-			// the feed says that there is no connection, and asks again when there is one
-		}
-	}
-
-	update() {
-		const { requests } = this.#feed.state;
-		const open = this.#answers.filter((answer) => !answer.isSettled);
-		if (!open.length) return;
-		const byId = new Map(Object.values(requests).map((request) => [request.id, request]));
-		for (const answer of open) {
-			const request = byId.get(answer.id);
-			answer.see(request);
-			answer.isSettled = answer.isOver && (!request || request.ended_at != null) && answer.request !== null;
-		}
-	}
-
-	#number(name) {
-		const input = find(`ask-${name}`), text = input.value.trim();
-		if (!text) return undefined;
-		const value = Number(text);
-		if (Number.isFinite(value)) return value;
-		input.focus();
-		throw new Error(`"${text}" is no number (${name})`);
-	}
-
-	#json(name, what) {
-		const text = find(`ask-${name}`).value.trim(), error = find(`ask-${name}-error`);
-		write(error, "");
-		if (!text) return undefined;
-		try {
-			return JSON.parse(text);
-		} catch (cause) {
-			find(`ask-${name}`).closest("details").open = true;
-			find(`ask-${name}`).focus();
-			write(error, `This is no JSON: ${cause.message}`);
-			throw new Error(`The ${what} cannot be read: see above.`);
-		}
-	}
-
-	#body() {
-		const system = find("ask-system").value.trim(), stop = find("ask-stop").value;
-		const body = { model: find("ask-model").value || undefined, stream: true, stream_options: { include_usage: true },
-			messages: [...(system ? [{ role: "system", content: system }] : []), ...this.#messages] };
-		for (const name of NUMBERS) body[name] = this.#number(name);
-		if (stop) body.stop = [stop];
-		const tools = this.#json("tools", "list of tools"), schema = this.#json("schema", "schema");
-		if (tools?.length) Object.assign(body, { tools, tool_choice: find("ask-choice").value });
-		if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
-		return body;
-	}
-
-	#send() {
-		const box = find("ask-text"), text = box.value.trim();
-		write(find("ask-error"), "");
-		if (!text || this.#answers.some((answer) => !answer.isOver)) return;
-		this.#keepAnswer();
-		this.#messages.push({ role: "user", content: text });
-		if (this.#ask()) {
-			this.#say("You", text);
-			box.value = "";
-		} else {
-			this.#messages.pop();
-		}
-	}
-
-	/** Whether it was sent. */
-	#ask() {
-		let body;
-		try {
-			body = this.#body();
-		} catch (error) {
-			write(find("ask-error"), error.message);
-			return false;
-		}
-		const asked = find("ask-count").value;
-		this.#isComparing = asked === "same";
-		const total = this.#isComparing ? 2 : Number(asked);
-		if (this.#isComparing && body.seed === undefined) body.seed = crypto.getRandomValues(new Uint16Array(1))[0];
-		const { seed } = body;
-		write(find("difference"), "");
-		this.#answers = Array.from({ length: total }, (_, index) => {
-			const own = seed === undefined || this.#isComparing ? seed : seed + index;
-			const title = this.#isComparing ? `Run ${index + 1}, seed ${own}` : total === 1 ? "Answer" : `Answer ${index + 1}${own === undefined ? "" : `, seed ${own}`}`;
-			return new Answer({ ...body, seed: own }, this.#key, { title, onEnd: () => this.#onEnd(), onGoOn: (answer) => this.#goOn(answer) });
-		});
-		find("answers").replaceChildren(...this.#answers.map((answer) => answer.element));
-		find("answers").dataset.count = total;
-		show(find("ask-stop-all"), total > 1);
-		find("ask-send").disabled = true;
-		return true;
-	}
-
-	#onEnd() {
-		if (this.#answers.some((answer) => !answer.isOver)) return;
-		show(find("ask-stop-all"), false);
-		find("ask-send").disabled = false;
-		if (this.#isComparing) write(find("difference"), markDifferences(this.#answers.map((answer) => answer.output)));
-		if (this.#answers.length > 1 && !this.#isComparing) for (const answer of this.#answers) show(answer.goOn, true);
-		this.#askForResults();
-		if (!this.#answers.some((answer) => answer.request?.freed)) say("The response has ended");
-	}
-
-	/** A tool is called: its result is written by hand. */
-	#askForResults() {
-		const [answer] = this.#answers;
-		const calls = this.#answers.length === 1 ? answer.calls.filter(Boolean) : [];
-		if (!calls.length) return;
-		const boxes = calls.map((call) => el("textarea", { rows: 2, "aria-label": `Result of ${call.function.name}`, placeholder: `What ${call.function.name} gives back` }));
-		const send = el("button", { type: "button" }, "Send the result");
-		send.addEventListener("click", () => {
-			this.#messages.push({ role: "assistant", content: answer.text || null, tool_calls: calls });
-			this.#say("Model", calls.map((call) => `${call.function.name}(${call.function.arguments})`).join("\n"));
-			calls.forEach((call, index) => {
-				this.#messages.push({ role: "tool", tool_call_id: call.id, content: boxes[index].value });
-				this.#say("Tool", boxes[index].value);
-			});
-			answer.isKept = true;
-			this.#ask();
-		});
-		answer.element.append(el("div.results", {}, ...boxes, send));
-	}
-
-	/** The chat goes on behind the answer that is there, the first of several. */
-	#keepAnswer(answer = this.#answers[0]) {
-		if (!answer || answer.isKept) return;
 		answer.isKept = true;
-		if (!answer.text) return;
-		this.#messages.push({ role: "assistant", content: answer.text });
-		this.#say("Model", answer.text);
-		this.#answers = [];
-		find("answers").replaceChildren();
-		write(find("difference"), "");
-	}
+		ask();
+	});
+	answer.element.append(el("div.results", {}, ...boxes, send));
+}
 
-	#goOn(answer) {
-		this.#keepAnswer(answer);
-		find("ask-text").focus();
-	}
+/** The chat goes on behind the answer that is there, the first of several. */
+function keepAnswer(answer = answers[0]) {
+	if (!answer || answer.isKept) return;
+	answer.isKept = true;
+	if (!answer.text) return;
+	messages.push({ role: "assistant", content: answer.text });
+	note("Model", answer.text);
+	answers = [];
+	find("answers").replaceChildren();
+	write(find("difference"), "");
+}
 
-	#say(who, text) {
-		show(find("talk-none"), false);
-		find("talk").append(el("li", {}, el("b", {}, who), el("div.text", {}, text)));
-	}
+function goOn(answer) {
+	keepAnswer(answer);
+	find("ask-text").focus();
+}
 
-	#clear() {
-		for (const answer of this.#answers) if (!answer.isOver) answer.stop();
-		[this.#messages, this.#answers] = [[], []];
-		find("talk").replaceChildren();
-		find("answers").replaceChildren();
-		show(find("talk-none"), true);
-		write(find("difference"), "");
-		find("ask-send").disabled = false;
-		find("ask-text").focus();
-	}
+function note(who, text) {
+	show(find("talk-none"), false);
+	find("talk").append(el("li", {}, el("b", {}, who), el("div.text", {}, text)));
+}
+
+function clear() {
+	for (const answer of answers) if (!answer.isOver) answer.stop();
+	[messages, answers] = [[], []];
+	find("talk").replaceChildren();
+	find("answers").replaceChildren();
+	show(find("talk-none"), true);
+	write(find("difference"), "");
+	find("ask-send").disabled = false;
+	find("ask-text").focus();
+}
+
+const inputs = Object.entries(NUMBERS).map(([name, title]) => el("label", {}, `${title} `, el("input", { id: `ask-${name}`, inputMode: "decimal" })));
+find("numbers").prepend(...inputs);
+find("ask-max_tokens").value = TOKENS_MAX;
+on("ask", { submit: (event) => { event.preventDefault(); send(); } });
+on("ask-text", { keydown: (event) => {
+	if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+	event.preventDefault();
+	find("ask").requestSubmit();
+} });
+on("ask-stop-all", { click: () => answers.forEach((answer) => answer.isOver || answer.stop()) });
+on("talk-clear", { click: clear });
+for (const [name, example] of Object.entries({ tools: TOOLS, schema: SCHEMA })) {
+	on(`${name}-example`, { click: () => { find(`ask-${name}`).value = JSON.stringify(example, null, 1); } });
 }

@@ -1,16 +1,18 @@
 /** Lines over the last 15 minutes, and where a step's time goes. */
 
-import { count, duration, el, figure, find, percent, show, write } from "./words.js";
+import { feed } from "./feed.js";
+import { count, duration, el, figure, find, on, ownColour, percent, show, swatch, Terms, title, write } from "./words.js";
 
 const WIDTH = 300, HEIGHT = 110;
 const SPANS = [24, 60, 180]; // points that are shown: as many as there are, and a few more
 const SVG = "http://www.w3.org/2000/svg";
+const shares = (name) => [[`${name}_p50`, "p50"], [`${name}_p95`, "p95"]];
 const PLOTS = [
 	{ title: "Tokens/s", format: figure, lines: [["tokens_per_second", "tokens/s"]] },
-	{ title: "First token", format: duration, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
-	{ title: "Between tokens", format: duration, lines: [["itl_p50", "p50"], ["itl_p95", "p95"]] },
+	{ title: "First token", format: duration, lines: shares("ttft") },
+	{ title: "Between tokens", format: duration, lines: shares("itl") },
 	{ title: "Requests/s", format: figure, lines: [["requests_per_second", "requests/s"]] },
-	{ title: "Wait in the queue", format: duration, lines: [["queue_wait_p50", "p50"], ["queue_wait_p95", "p95"]] },
+	{ title: "Wait in the queue", format: duration, lines: shares("queue_wait") },
 	{ title: "Requests", format: count, lines: [["running", "running"], ["queue", "waiting"]] },
 	{ title: "KV usage", format: percent, top: 1, lines: [["kv_usage", "in use"]] },
 ];
@@ -44,23 +46,27 @@ class Plot {
 		this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 },
 			...[0.25, 0.5, 0.75].map((share) => svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT * share, y2: HEIGHT * share })),
 			...this.paths, this.cross);
-		this.when = el("span.when", {}, "now");
-		const keys = spec.lines.map(([, name], index) => el("span.reading", {}, el(`i.dash.dash-${index}`, { "aria-hidden": "true" }), `${name} `, this.values[index]));
+		this.when = el("span");
+		const keys = spec.lines.map(([, name], index) => el("span", {}, el(`i.dash.dash-${index}`, { "aria-hidden": "true" }), `${name} `, this.values[index]));
 		this.element = el("figure", {}, el("figcaption", {}, el("span.title", {}, spec.title), el("span.readings", {}, ...keys)),
 			el("div.canvas", {}, this.picture, this.topText), el("div.axis", { "aria-hidden": "true" }, (this.from = el("span")), this.when));
-		this.picture.addEventListener("pointermove", (event) => {
-			const box = this.picture.getBoundingClientRect();
-			this.#read(Math.round(((event.clientX - box.left) / box.width) * (this.#points - 1)));
+		on(this.picture, {
+			pointermove: (event) => {
+				const box = this.picture.getBoundingClientRect();
+				this.#read(Math.round(((event.clientX - box.left) / box.width) * (this.#points - 1)));
+			},
+			pointerleave: () => this.#read(null),
+			blur: () => this.#read(null),
+			keydown: (event) => this.#onKey(event),
 		});
-		this.picture.addEventListener("pointerleave", () => this.#read(null));
-		this.picture.addEventListener("blur", () => this.#read(null));
-		this.picture.addEventListener("keydown", (event) => {
-			const last = this.#points - 1, at = this.#at ?? last;
-			const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
-			if (to === undefined) return;
-			event.preventDefault();
-			this.#read(Math.max(0, Math.min(last, to)));
-		});
+	}
+
+	#onKey(event) {
+		const last = this.#points - 1, at = this.#at ?? last;
+		const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
+		if (to === undefined) return;
+		event.preventDefault();
+		this.#read(Math.max(0, Math.min(last, to)));
 	}
 
 	update(history) {
@@ -109,70 +115,54 @@ class Plot {
 	}
 }
 
-export class Plots {
-	#feed;
-	#plots = PLOTS.map((spec) => new Plot(spec));
-	#table = find("plot-table");
+const plots = PLOTS.map((spec) => new Plot(spec));
+const table = find("plot-table");
 
-	constructor(feed) {
-		this.#feed = feed;
-		find("plots").append(...this.#plots.map((plot) => plot.element));
-		this.#table.closest("details").addEventListener("toggle", () => this.#fill());
+export function updatePlots() {
+	const { history } = feed.state;
+	show(find("plots").parentElement, history != null);
+	if (!history) return;
+	write(find("plot-interval"), String(history.interval_seconds));
+	for (const plot of plots) {
+		show(plot.element, plot.spec.lines.some(([name]) => name in history.series));
+		plot.update(history);
 	}
-
-	update() {
-		const { history } = this.#feed.state;
-		show(find("plots").parentElement, history != null);
-		if (!history) return;
-		write(find("plot-interval"), String(history.interval_seconds));
-		for (const plot of this.#plots) {
-			show(plot.element, plot.spec.lines.some(([name]) => name in history.series));
-			plot.update(history);
-		}
-		this.#fill();
-	}
-
-	#fill() {
-		const { history } = this.#feed.state ?? {};
-		if (!history || !this.#table.closest("details").open) return;
-		const lines = PLOTS.flatMap((plot) => plot.lines.map(([name, label]) => [name, `${plot.title}, ${label}`, plot.format])).filter(([name]) => name in history.series);
-		const total = Math.max(...lines.map(([name]) => history.series[name]?.length ?? 0));
-		const head = el("tr", {}, el("th", { scope: "col" }, "Ago"), ...lines.map(([, label]) => el("th", { scope: "col" }, label)));
-		const rows = [];
-		for (let back = 0; back < total; back += 12) {
-			const ago = duration(back * history.interval_seconds);
-			rows.push(el("tr", {}, el("th", { scope: "row" }, back ? ago : "now"),
-				...lines.map(([name, , format]) => el("td", {}, format(history.series[name]?.at(-1 - back))))));
-		}
-		this.#table.replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
-	}
+	fill();
 }
 
-const PARTS = [["schedule", "Schedule"], ["forward", "Forward"], ["update", "Update"], ["deliver", "Deliver"]];
-
-export class Steps {
-	#feed;
-	#rows;
-	constructor(feed) {
-		this.#feed = feed;
-		this.#rows = PARTS.map(([name, title]) => {
-			const part = el(`i.${name}`), value = el("dd");
-			find("steps-bar").append(part);
-			find("steps").append(el("div", {}, el("dt", {}, el(`i.swatch.${name}`, { "aria-hidden": "true" }), title), value));
-			return { part, value, field: `${name}_seconds` };
-		});
+function fill() {
+	const { history } = feed.state ?? {};
+	if (!history || !table.closest("details").open) return;
+	const lines = PLOTS.flatMap((plot) => plot.lines.map(([name, label]) => [name, `${plot.title}, ${label}`, plot.format])).filter(([name]) => name in history.series);
+	const total = Math.max(...lines.map(([name]) => history.series[name]?.length ?? 0));
+	const head = el("tr", {}, el("th", { scope: "col" }, "Ago"), ...lines.map(([, label]) => el("th", { scope: "col" }, label)));
+	const rows = [];
+	for (let back = 0; back < total; back += 12) {
+		const ago = duration(back * history.interval_seconds);
+		rows.push(el("tr", {}, el("th", { scope: "row" }, back ? ago : "now"),
+			...lines.map(([name, , format]) => el("td", {}, format(history.series[name]?.at(-1 - back))))));
 	}
+	table.replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
+}
 
-	update() {
-		const { steps } = this.#feed.state;
-		show(find("steps-panel"), steps != null);
-		if (!steps) return;
-		const sum = this.#rows.reduce((total, { field }) => total + (steps[field] ?? 0), 0);
-		write(find("steps-sum"), steps.count ? `${duration(sum / steps.count)} a step, ${count(steps.count)} in the last second` : "no step in the last second");
-		for (const { part, value, field } of this.#rows) {
-			const share = sum ? steps[field] / sum : 0;
-			part.style.flexGrow = share;
-			write(value, steps.count ? `${duration(steps[field] / steps.count)} · ${percent(share)}` : "–");
-		}
-	}
+find("plots").append(...plots.map((plot) => plot.element));
+on(table.closest("details"), { toggle: fill });
+
+const PARTS = { schedule: 4, forward: 0, update: 2, deliver: 3 }; // and their colours
+
+const parts = new Terms(find("steps"));
+const bars = Object.entries(PARTS).map(([name, colour]) => el(`i.${name}`, { style: ownColour(colour) }));
+find("steps-bar").append(...bars);
+
+export function updateSteps() {
+	const { steps } = feed.state;
+	show(find("steps-panel"), steps != null);
+	if (!steps) return;
+	const times = Object.keys(PARTS).map((name) => steps[`${name}_seconds`]), sum = times.reduce((one, other) => one + other);
+	write(find("steps-sum"), steps.count ? `${duration(sum / steps.count)} a step, ${count(steps.count)} in the last second` : "no step in the last second");
+	Object.entries(PARTS).forEach(([name, colour], index) => {
+		const share = sum ? times[index] / sum : 0;
+		bars[index].style.flexGrow = share;
+		parts.set(title(name), steps.count ? `${duration(times[index] / steps.count)} · ${percent(share)}` : "–", swatch(name, colour));
+	});
 }

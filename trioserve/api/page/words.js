@@ -2,7 +2,6 @@
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** @param {number|null|undefined} value */
 export function count(value) {
 	return value == null ? "–" : WHOLE.format(value);
 }
@@ -39,9 +38,28 @@ export function bytes(value) {
 	return `${unit && value < 10 ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
 }
 
+export const title = (name) => name[0].toUpperCase() + name.slice(1);
+
 /** "1 block", "2 blocks" */
 export function many(value, noun) {
 	return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+const RATE_SECONDS = 2.5;
+
+/** How fast a count grows, over the last few seconds, or from the beginning: when it was at first known, and how much. */
+export class Rate {
+	#samples;
+	constructor(now, total) { this.#samples = [[now, total]]; }
+
+	of(now, total) {
+		const samples = this.#samples;
+		if (total < samples.at(-1)[1]) samples.length = 0;
+		samples.push([now, total]);
+		while (samples.length > 2 && now - samples[1][0] > RATE_SECONDS) samples.shift();
+		const [[since, before]] = samples;
+		return now > since ? (total - before) / (now - since) : 0;
+	}
 }
 
 /** What a cancel brought back, as a sentence; null while it is not known. */
@@ -58,6 +76,12 @@ export function blocksOf(request) {
 
 export const find = (id) => document.getElementById(id);
 
+/** on("map", { click: (event) => ... }): told of what happens to an element, given itself or by its id. */
+export function on(where, listeners) {
+	const target = typeof where === "string" ? find(where) : where;
+	for (const [name, listener] of Object.entries(listeners)) target.addEventListener(name, listener);
+}
+
 /** el("p.note", { hidden: true }, "text", child): what is no property of elements is an attribute. */
 export function el(what, properties = {}, ...children) {
 	const [tag, ...classes] = what.split(".");
@@ -70,6 +94,28 @@ export function el(what, properties = {}, ...children) {
 	made.append(...children);
 	return made;
 }
+
+/** A list of terms and what is to be said of each, in the order in which they came. */
+export class Terms {
+	#values = new Map();
+	constructor(list) { this.list = list; }
+
+	/** mark: an element before the term. */
+	set(term, text, mark = "") {
+		if (!this.#values.has(term)) {
+			const value = el("dd");
+			this.#values.set(term, value);
+			this.list.append(el("div", {}, el("dt", {}, mark, term), value));
+		}
+		write(this.#values.get(term), text);
+	}
+}
+
+/** A square, as legends have it; what it says stands beside it. */
+export const swatch = (kind, owner) => el(`i.swatch.${kind}`, { "aria-hidden": "true", style: ownColour(owner) });
+
+/** Of everything that is one request's, or one part's of a step. */
+export const ownColour = (owner) => (owner == null ? "" : `--own: var(--owner-${owner})`);
 
 /** Writes only what differs: a page that changes four times a second should not lay out what stays. */
 export function write(element, text) {
