@@ -6,8 +6,10 @@ Names are looked up, not written down, so that a file that moves takes its page 
 from __future__ import annotations
 
 import importlib
+import re
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,7 +17,9 @@ import msgspec
 from trioserve.config import Config, RouteConfig, ServerConfig
 from trioserve.metrics.catalogue import CATALOGUE, Metric
 
-__all__ = ["TABLES", "described", "metric_table", "option_table"]
+__all__ = ["TABLES", "alert_table", "described", "metric_table", "option_table"]
+
+ALERTS = Path(__file__).parents[2] / "examples" / "observability" / "prometheus" / "rules" / "alerts.yml"
 
 ENGINE_MEMBERS = (
     *("model", "ready", "generate", "abort", "live_requests", "encode", "decode", "stats", "load", "drain"),
@@ -51,6 +55,21 @@ def metric_table(part: str) -> str:
             names = "<br>".join(f"`{name}`" for name in (metric.full_name, *metric.aliases))
             rows.append((names, metric.kind, metric.unit, metric.meaning + _labels(metric)))
     return _table(("name", "kind", "unit", "meaning"), rows)
+
+
+def alert_table() -> str:
+    """The alerts of examples/observability: what each says, and what is to be done."""
+    import yaml
+
+    rows = []
+    for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            says, action = (
+                re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", rule["annotations"][name])
+                for name in ("summary", "action")
+            )
+            rows.append((rule["alert"], rule["labels"]["severity"], says, action))
+    return _table(("alert", "severity", "says", "what to do"), rows)
 
 
 def described(module_name: str) -> str:
@@ -128,6 +147,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options-of-every-server": lambda: option_table(ServerConfig),
     "options-of-a-router": lambda: option_table(RouteConfig),
     "options-of-an-engine": lambda: option_table(Config),
+    "alerts": alert_table,
     "metrics-of-the-engine": lambda: metric_table("engine"),
     "metrics-of-the-front-end": lambda: metric_table("frontend"),
     "metrics-of-the-router": lambda: metric_table("router"),

@@ -266,15 +266,7 @@ def test_every_endpoint_of_the_api_is_described(server_address):
     assert [path for path in paths if f"`{path}`" not in described] == []
 
 
-# --- YAML and TOML ---
-
-
-@pytest.mark.parametrize("block", blocks_to_run("yaml"), ids=str)
-def test_a_yaml_block_holds_rules_of_prometheus(block):
-    yaml = pytest.importorskip("yaml")
-    for group in yaml.safe_load(block.source)["groups"]:
-        for rule in group["rules"]:
-            assert {"alert", "expr", "for", "annotations"} == set(rule)
+# --- TOML ---
 
 
 @pytest.mark.parametrize("block", blocks_to_run("toml"), ids=str)

@@ -1,0 +1,309 @@
+"""The dashboards and rules of examples/observability, asked of a real Prometheus that scrapes a server, a router before
+it, and a pair."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .conftest import ServerProcess
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is missing: apt-get install prometheus"),
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "observability"
+DASHBOARDS = sorted((EXAMPLE / "grafana" / "dashboards").glob("*.json"))
+ADMIN_KEY = "the-key-of-the-admin"
+SECONDS_MAX = 60.0
+STORY = "Once upon a time there was a keeper who wrote down each ship that passed, its flag and its colours. " * 4
+BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m"}  # what Grafana fills in by itself
+
+# What has no value while all is well. Everything else has to have one.
+EMPTY_WHILE_ALL_IS_WELL = {
+    "stream_pause_seconds": "no endpoint broke while a stream ran",
+}
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Other processes have no event to wait for. Returns what the condition says."""
+    deadline = time.monotonic() + SECONDS_MAX
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} never came"
+        time.sleep(0.05)
+    return value
+
+
+class PrometheusProcess:
+    """Debian's, with the example's configuration, but other targets and shorter times. targets: URL by (job, role)."""
+
+    def __init__(self, directory: Path, targets: dict[tuple[str, str], str]) -> None:
+        config = yaml.safe_load((EXAMPLE / "prometheus" / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(EXAMPLE / "prometheus" / name) for name in config["rule_files"]]
+        left = dict(targets)
+        for scrape in config["scrape_configs"]:
+            for group in scrape["static_configs"]:
+                url = left.pop((scrape["job_name"], group.get("labels", {}).get("role", "")))
+                group["targets"] = [url.removeprefix("http://")]
+        # The example has one router, and this stand two.
+        config["scrape_configs"][-1]["static_configs"] += [
+            {"targets": [url.removeprefix("http://")]} for url in left.values()
+        ]
+        (directory / "metrics-key").write_text(ADMIN_KEY)
+        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self.url = ""
+        self.lines: list[str] = []
+        self._is_serving = threading.Event()
+        self.process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={directory / 'prometheus.yml'}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_serving(self) -> None:
+        assert self._is_serving.wait(SECONDS_MAX), "".join(self.lines)
+        assert self.url, "".join(self.lines)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(SECONDS_MAX)
+        self._reader.join(SECONDS_MAX)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def get(self, path: str, **parameters: str | list[str]) -> Any:
+        """The data of an answer of its HTTP API. Fails with its message where it cannot read a query."""
+        query = urllib.parse.urlencode(parameters, doseq=True)
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=SECONDS_MAX) as response:
+                return json.load(response)["data"]
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{parameters}: {json.load(error)['error']}")
+
+    def samples(self, query: str) -> list[Any]:
+        return self.get("query", query=query)["result"]
+
+    def values(self, query: str) -> list[float]:
+        return [float(sample["value"][1]) for sample in self.samples(query)]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(r'"Listening on" address=(\S+)', line):
+                self.url = f"http://{found[1]}"
+            elif "Server is ready" in line:
+                self._is_serving.set()
+        self._is_serving.set()
+
+
+def ask(url: str, prompt: str, *, leaves_after: int | None = None, **fields: object) -> int:
+    """A streamed completion; returns its status. leaves_after: how many lines it reads before it closes."""
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "stream": True, **fields}
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS_MAX) as response:
+            for count, _line in enumerate(response):
+                if count == leaves_after:
+                    break
+            return response.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def burst(url: str, **fields: object) -> list[int]:
+    """The statuses of twelve completions at a time."""
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        return list(pool.map(lambda number: ask(url, f"{number} {STORY}", **fields), range(12)))
+
+
+def make_traffic(prometheus: PrometheusProcess, server: str, router: str, pair: str) -> None:
+    """What a short while brings: responses, clients that leave, refusals, forms, drafts, prompts that come again."""
+    for url in (server, router, pair):
+        assert [ask(url, f"{number % 2} {STORY}") for number in range(4)] == [200] * 4
+    assert ask(server, "One, two, three: ", structured_outputs={"regex": "[a-z]{12}"}) == 200
+    assert ask(server, "ab " * 40, max_tokens=60, temperature=0) == 200
+    for url in (server, router):  # more than may run and wait
+        wait_until(lambda url=url: 429 in burst(url, max_tokens=200), "a refusal")
+
+    def leave_and_look() -> bool:
+        for url in (server, router, pair):
+            ask(url, STORY, leaves_after=2, max_tokens=400)
+        return sum(prometheus.values('trioserve:aborts_total{phase="decode"}')) > 0
+
+    wait_until(leave_and_look, "an abort")
+
+
+class Stand:
+    """A server, a router before it, and a pair with a router of its own. start: all of them at once."""
+
+    def __init__(self, directory: Path) -> None:
+        model = directory / "model"
+        subprocess.run([sys.executable, "-m", "trioserve", "random-checkpoint", "tiny", model], check=True)
+        self._flags = (f"--model={model}", "--served-model-name=tiny", "--kv-cache-memory=0.02", "--threads=1")
+        self._model = model
+        self._processes: list[ServerProcess] = []
+
+    def start(self) -> dict[tuple[str, str], str]:
+        """URLs by what Prometheus calls them: job and role."""
+        transfer = json.dumps({"kv_connector": "tcp", "kv_connector_extra_config": {"key": "a secret of some length"}})
+        pair = (*self._flags, f"--kv-transfer-config={transfer}")
+        server, prefill, decode = self._start_all(
+            (
+                *self._flags,
+                "--max-num-seqs=2",
+                "--max-queued-requests=1",
+                "--speculative-ngram=3",
+                "--kv-events",
+                "--metrics-need-key",
+                "--api-key=the-key-of-somebody",
+                f"--admin-api-key={ADMIN_KEY}",
+            ),
+            ("--role=prefill", *pair),
+            ("--role=decode", *pair),
+        )
+        router, pair_router = self._start_all(
+            (
+                f"--endpoint=a={server}",
+                f"--endpoint-api-key={ADMIN_KEY}",
+                "--policy=kv_aware",
+                f"--tokenizer={self._model}",
+                "--endpoint-max-requests=2",
+                "--max-queued-requests=1",
+            ),
+            (f"--prefill-endpoint=p={prefill}", f"--decode-endpoint=d={decode}"),
+            command="route",
+        )
+        return {
+            ("trioserve", ""): server,
+            ("trioserve", "prefill"): prefill,
+            ("trioserve", "decode"): decode,
+            ("trioserve-router", ""): router,
+            ("trioserve-router", "pair"): pair_router,
+        }
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.stop(signal.SIGKILL)
+
+    def _start_all(self, *flags: tuple[str, ...], command: str = "serve") -> list[str]:
+        started = [ServerProcess(*each, command=command) for each in flags]
+        self._processes += started
+        for process in started:
+            process.wait_until_serving()
+        return [process.url for process in started]
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusProcess]:
+    """After some traffic, when it has seen all of it, and computed its rules from that."""
+    directory = tmp_path_factory.mktemp("observability")
+    stand = Stand(directory)
+    prometheus: PrometheusProcess | None = None
+    try:
+        targets = stand.start()
+        prometheus = PrometheusProcess(directory, targets)
+        prometheus.wait_until_serving()
+        wait_until(lambda: prometheus.values("up") == [1.0] * len(targets), "the first scrape")
+        server, _prefill, _decode, router, pair = targets.values()
+        make_traffic(prometheus, server, router, pair)
+        seen = time.time()
+        wait_until(lambda: prometheus.values("min(timestamp(up))")[0] > seen, "a scrape of everything")
+        rule_groups = prometheus.get("rules")["groups"]
+        assert rule_groups
+        seen = time.time()
+        wait_until(lambda: all(evaluated_at(group) > seen for group in prometheus.get("rules")["groups"]), "the rules")
+        yield prometheus
+    finally:
+        if prometheus is not None:
+            prometheus.stop()
+        stand.stop()
+
+
+def evaluated_at(group: dict[str, Any]) -> float:
+    return datetime.datetime.fromisoformat(re.sub(r"\.\d+", "", group["lastEvaluation"])).timestamp()
+
+
+# --- dashboards ---
+
+
+def variables(prometheus: PrometheusProcess, dashboard: dict[str, Any]) -> dict[str, str]:
+    """What Grafana puts in for each variable where all is chosen."""
+    chosen = dict(BUILT_IN)
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            found = re.fullmatch(r"label_values\((.*), (\w+)\)", filled_in(variable["query"]["query"], chosen))
+            assert found, variable["name"]
+            values = prometheus.get(f"label/{found[2]}/values", **{"match[]": found[1]})
+            assert values or variable["name"] == "engine", f"{variable['name']} has nothing to choose from"
+            chosen[f"${variable['name']}"] = variable.get("allValue") or f"({'|'.join(map(re.escape, values))})"
+    return chosen
+
+
+def filled_in(query: str, chosen: dict[str, str]) -> str:
+    for name, value in chosen.items():
+        query = query.replace(name, value.replace("\\", "\\\\"))
+    assert "$" not in query, query
+    return query
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_query_of_a_dashboard_has_values(prometheus, path):
+    dashboard = json.loads(path.read_text())
+    chosen = variables(prometheus, dashboard)
+    missing = []
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            query = filled_in(target["expr"], chosen)
+            samples = prometheus.samples(query)
+            labels = {label for sample in samples for label in sample["metric"]}
+            has_values = not all(math.isnan(float(sample["value"][1])) for sample in samples)
+            is_named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels
+            if not (has_values and is_named) and not any(name in query for name in EMPTY_WHILE_ALL_IS_WELL):
+                missing.append(f"{panel['title']}: {query} has {samples}")
+    assert not missing, "\n".join(missing)
+
+
+# --- rules ---
+
+
+def test_every_rule_is_computed_and_no_alert_fires_by_mistake(prometheus):
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}, [rule for rule in rules if rule["health"] != "ok"]
+    for rule in rules:
+        if rule["type"] == "recording":
+            assert prometheus.values(rule["name"]), rule["name"]
+        else:
+            assert rule["state"] == "inactive", rule["name"]
+            # An alert that compares nothing could never fire.
+            for selector in re.findall(r"[a-z_]+:[a-z_0-9:]+(?:\{[^}]*\})?|\bup\{[^}]*\}", rule["query"]):
+                assert prometheus.values(selector), (rule["name"], selector)
