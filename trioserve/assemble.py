@@ -275,7 +275,7 @@ class _Opening:
                 core = EngineCore(settings, connector=connector, mask_maker=masks)
                 await self._note_model(checkpoint, runner)
                 self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
-                self._show(runner)
+                self._show(runner, finds_prefixes=core.settings.enable_prefix_caching)
                 scopes.callback(show_masks(self._metrics, masks))
                 yield EngineParts(
                     core,
@@ -439,8 +439,12 @@ class _Opening:
         if self._engine is not None:
             self._engine.wake()
 
-    def _show(self, runner: Runner) -> None:
+    def _show(self, runner: Runner, *, finds_prefixes: bool) -> None:
         metrics = self._metrics
+        metrics.cache_config_info.clear()
+        metrics.cache_config_info.labels(
+            str(runner.block_size), str(runner.block_count), str(runner.dtype), str(finds_prefixes)
+        ).set(1)
         metrics.batch_invariant.set(self._is_batch_invariant)
         metrics.step_weight_bytes.set(runner.step_weight_bytes)
         metrics.token_kv_bytes.set(runner.kv_cache_bytes / max(1, runner.block_count * runner.block_size))

@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_frees_its_blocks(make_api: Any, autojump_clo
         await trio.sleep(0.02)
         assert fake.stats().blocks_used == 0
         exposed = fake.metrics.expose()
-        assert b'trioserve:aborts_total{model_name="fake",phase="decode"} 2.0' in exposed
+        assert b'trioserve:aborts_total{engine="0",model_name="fake",phase="decode"} 2.0' in exposed
 
 
 async def test_text_and_tokens_go_both_ways(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:

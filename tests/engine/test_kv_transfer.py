@@ -167,7 +167,7 @@ async def test_beyond_the_share_that_may_be_held_a_response_says_nothing_of_kv(a
             assert [last.kv_transfer is not None for last in lasts] == [True, True, False]
             assert fake.stats().holds_refused_total == 1
             nursery.cancel_scope.cancel()
-        assert b'trioserve:kv_transfer_holds_refused_total{model_name="fake"} 1.0' in fake.metrics.expose()
+        assert b'trioserve:kv_transfer_holds_refused_total{engine="0",model_name="fake"} 1.0' in fake.metrics.expose()
         fake.connector.release_all()
         await wait_all_tasks_blocked()
         fake.assert_all_free()
@@ -360,10 +360,10 @@ async def test_a_kind_of_fault_has_one_line_in_the_log(autojump_clock, caplog):
 async def test_what_a_connector_counts_is_shown_by_its_names(autojump_clock):
     async with engine_with_connector() as fake:
         fake.connector.totals = {"blocks_sent_total": 3.0, "carrier_pigeons_total": 1.0}
-        assert b'trioserve:kv_transfer_blocks_sent_total{model_name="fake"} 3.0' in fake.metrics.expose()
+        assert b'trioserve:kv_transfer_blocks_sent_total{engine="0",model_name="fake"} 3.0' in fake.metrics.expose()
         fake.connector.totals["blocks_sent_total"] = 5.0
         page = fake.metrics.expose()
-        assert b'trioserve:kv_transfer_blocks_sent_total{model_name="fake"} 5.0' in page
+        assert b'trioserve:kv_transfer_blocks_sent_total{engine="0",model_name="fake"} 5.0' in page
         assert b"pigeons" not in page
 
 
@@ -390,5 +390,5 @@ def test_a_count_that_is_no_number_takes_no_metric_along(odd):
     metrics = Metrics("m")
     show_connector(metrics, lambda: {"blocks_sent_total": odd, "bytes_sent_total": 7})
     text = metrics.expose().decode()
-    assert 'kv_transfer_bytes_sent_total{model_name="m"} 7.0' in text
+    assert 'kv_transfer_bytes_sent_total{engine="0",model_name="m"} 7.0' in text
     assert "num_requests_running" in text

@@ -40,7 +40,7 @@ async def test_every_input_has_its_own_vector_in_the_order_of_the_inputs(autojum
         assert vectors == tuple(map(expected, TEXTS))
         assert len(vectors[0]) == EMBEDDING_SIZE
         assert sum(value * value for value in vectors[0].values()) == pytest.approx(1, abs=1e-6)
-        assert 'trioserve:pooled_inputs_total{model_name="fake"} 4.0' in fake.metrics.expose().decode()
+        assert 'trioserve:pooled_inputs_total{engine="0",model_name="fake"} 4.0' in fake.metrics.expose().decode()
         fake.assert_all_free()
 
 

@@ -306,7 +306,7 @@ async def test_prompts_that_are_being_prepared_have_their_places():
         with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may"):
             async with fake.generate("prompt"):
                 pytest.fail("was entered")
-        assert 'num_requests_waiting{model_name="fake"} 4.0' in fake.metrics.expose().decode()
+        assert 'num_requests_waiting{engine="0",model_name="fake"} 4.0' in fake.metrics.expose().decode()
         held.let_go()
 
 

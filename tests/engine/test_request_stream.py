@@ -107,8 +107,8 @@ async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it
         assert fake.steps.step_count == 1
         check_all_free(fake)
         metrics = fake.metrics.expose().decode()
-        assert 'trioserve:aborts_total{model_name="fake",phase="prefill"} 1.0' in metrics
-        assert 'trioserve:cancel_to_free_seconds_count{model_name="fake",phase="prefill"} 1.0' in metrics
+        assert 'trioserve:aborts_total{engine="0",model_name="fake",phase="prefill"} 1.0' in metrics
+        assert 'trioserve:cancel_to_free_seconds_count{engine="0",model_name="fake",phase="prefill"} 1.0' in metrics
 
 
 async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_clock):
@@ -338,7 +338,10 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
         await trio.lowlevel.checkpoint()
         await response_of(fake, max_tokens=3)
         check_all_free(fake)
-        assert 'requests_rejected_total{model_name="fake",reason="queue_full"} 1.0' in fake.metrics.expose().decode()
+        assert (
+            'requests_rejected_total{engine="0",model_name="fake",reason="queue_full"} 1.0'
+            in fake.metrics.expose().decode()
+        )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def engine_around(core: EngineCore) -> Engine:
 
 
 def shown_faults(engine: Engine) -> dict[str, float]:
-    start = 'trioserve:transfer_faults_total{kind="'
+    start = 'trioserve:transfer_faults_total{engine="0",kind="'
     lines = [line for line in engine.metrics.expose().decode().splitlines() if line.startswith(start)]
     return {line.removeprefix(start).partition('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 

@@ -22,7 +22,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    return samples(metrics)[name, tuple(sorted({"model_name": "tiny", **labels}.items()))]
+    return samples(metrics)[name, tuple(sorted({"model_name": "tiny", "engine": "0", **labels}.items()))]
 
 
 def test_class_declares_exactly_the_catalogue() -> None:
@@ -41,6 +41,7 @@ def test_names_are_unique_and_say_their_kind() -> None:
     assert len(names) == len(set(names))
     for metric in CATALOGUE:
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert not {metric.full_name} & set(metric.aliases), metric.name
         assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
 
@@ -64,6 +65,41 @@ def test_a_histogram_is_shown_under_both_names() -> None:
         assert value(metrics, name + "_bucket", le="+Inf") == 1
 
 
+@pytest.mark.parametrize(
+    ("other", "count"), [("vllm:iteration_tokens_total", 2), ("vllm:time_per_output_token_seconds", 1)]
+)
+def test_a_histogram_is_shown_under_names_that_are_not_its_own(other: str, count: int) -> None:
+    metrics = Metrics("tiny")
+    metrics.step_tokens.observe(100, 2)
+    metrics.inter_token_latency_seconds.observe(0.02)
+    assert value(metrics, other + "_count") == count
+    assert f"# TYPE {other} histogram" in metrics.expose().decode()
+
+
+def test_what_is_known_by_another_name_alone_has_its_own_labels_alone() -> None:
+    metrics = Metrics("tiny")
+    metrics.http_requests_by_handler_total.labels("/v1/models", "GET", "2xx").inc()
+    metrics.http_request_duration_seconds.labels("/v1/models", "GET").observe(0.2)
+    shown = samples(metrics)
+    labels = (("handler", "/v1/models"), ("method", "GET"))
+    assert shown["http_requests_total", (*labels, ("status", "2xx"))] == 1
+    assert shown["http_request_duration_seconds_count", labels] == 1
+    bounds = {
+        dict(labels)["le"]: number
+        for (name, labels), number in shown.items()
+        if name == "http_request_duration_seconds_bucket"
+    }
+    assert bounds == {"0.1": 0, "0.5": 1, "1.0": 1, "5.0": 1, "30.0": 1, "+Inf": 1}
+
+
+def test_only_an_engine_has_a_number() -> None:
+    for name, labels in samples(Metrics("tiny")):
+        is_of_an_engine = name.startswith(("trioserve:num_requests", "vllm:"))
+        assert not is_of_an_engine or dict(labels)["engine"] == "0", name
+    router = Metrics(None, parts=("frontend", "router"))
+    assert all("engine" not in dict(labels) for _name, labels in samples(router))
+
+
 def test_a_plain_histogram_is_shown_as_prometheus_client_shows_its_own() -> None:
     bounds = (0.001, 0.01, 1, 20)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
@@ -73,6 +109,22 @@ def test_a_plain_histogram_is_shown_as_prometheus_client_shows_its_own() -> None
         plain.observe(value, count)
         for _ in range(count):
             histogram.observe(value)
+    shown, expected = (
+        [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+        for registry in (ours, theirs)
+    )
+    assert shown == expected
+
+
+def test_a_plain_histogram_with_labels_is_shown_as_prometheus_client_shows_its_own() -> None:
+    bounds = (0.1, 1)
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = PlainHistogram("seconds", "Of a thing.", ("a", "b"), buckets=bounds, registry=ours)
+    histogram = Histogram("seconds", "Of a thing.", ("a", "b"), buckets=bounds, registry=theirs)
+    for one in (plain, histogram):
+        one.labels("x", "y").observe(0.5)
+        one.labels("x", "z").observe(5)
+        one.labels("x", "y").observe(0.05)
     shown, expected = (
         [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
         for registry in (ours, theirs)

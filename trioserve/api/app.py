@@ -15,6 +15,7 @@ from trioserve.api.anthropic.surface import surface_of
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
+from trioserve.api.http_counts import HttpCounts
 from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
@@ -35,8 +36,6 @@ ContextType = TypeVar("ContextType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
 NEAREST_CHARACTERS_MAX = 64  # of a path for which a similar one is looked up: a comparison takes the product of both
-OTHER_PATH = "other"
-"""The name of all unknown paths in metrics."""
 
 Operation = Callable[[ContextType], Awaitable[None]]
 
@@ -95,9 +94,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._logs_requests = logs_requests
         self._keys = keys
         self._metrics = metrics
-        self._open_count = self._open_shown = 0
-        self._counts: dict[tuple[str, int | None], int] = {}  # since the last scrape, by path and status
-        metrics.on_scrape(self._show_counts)
+        self._counts = HttpCounts(metrics)
 
     @abc.abstractmethod
     def route(self, path: str) -> Route[ContextType] | None:
@@ -121,7 +118,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """is_own: the server asks itself, and the context has its caller already."""
         exchange = context.exchange
         route = self.route(exchange.path)
-        self._open_count += 1
+        self._counts.begin()
         began_at = trio.current_time()
         if route is not None and self._tracer is not NO_TRACER and not route.is_polled:
             context.span = self._begin_span(exchange, route)
@@ -129,11 +126,12 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         try:
             await self._respond(context, route, is_own=is_own)
         finally:
-            self._open_count -= 1
-            self._count(route, context.status)
+            seconds = trio.current_time() - began_at
+            is_left_out = is_own or _is_polled(route)
+            self._counts.end(_name(route), exchange.method, context.status, seconds, is_left_out=is_left_out)
             level = self._line_level(route, context.status)
             if logger.isEnabledFor(level):
-                self._log_end(context, level, seconds=trio.current_time() - began_at)
+                self._log_end(context, level, seconds=seconds)
             if context.span is not NO_SPAN:
                 self._end_span(context)
             end_request(token)
@@ -175,24 +173,13 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
         """Count a response that was given in the app's stead."""
-        self._count(self.route(exchange.path), status)
+        route = self.route(exchange.path)
+        self._counts.note(_name(route), exchange.method, status, is_left_out=_is_polled(route))
         level = self._line_level(None, status)
         if logger.isEnabledFor(level):
             fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
             fields = {**fields, "outcome": Outcome.FINISHED}
             logger.log(level, "%s", end_line(fields), extra={"fields": fields})
-
-    def _count(self, route: Route[ContextType] | None, status: int | None) -> None:
-        key = (OTHER_PATH if route is None else route.path, status)
-        self._counts[key] = self._counts.get(key, 0) + 1
-
-    def _show_counts(self) -> None:
-        """At every scrape: a metric with labels costs more than a look into a dict, and each request has one."""
-        self._metrics.streams_open.inc(self._open_count - self._open_shown)
-        self._open_shown = self._open_count
-        for (path, status), count in self._counts.items():
-            self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
-        self._counts.clear()
 
     async def operate(self, context: ContextType, operation: Operation[ContextType]) -> None:
         """Do what the request asks for; all that goes for every request has been looked at."""
@@ -250,6 +237,14 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         }
         line = end_line({**fields, "seconds": f"{seconds:.3f}"})
         logger.log(level, "%s", line, extra={"fields": fields})
+
+
+def _name(route: Route[ContextType] | None) -> str | None:
+    return None if route is None else route.path
+
+
+def _is_polled(route: Route[ContextType] | None) -> bool:
+    return route is not None and route.is_polled
 
 
 def _not_found(path: str, paths: Iterable[str]) -> Refusal:

@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from trioserve.api.log_context import request_fields
 
-__all__ = ["LineThread", "logging_to"]
+if TYPE_CHECKING:
+    from trioserve.metrics.registry import Metrics
+
+__all__ = ["LineThread", "logging_to", "show_dropped_lines"]
 
 LINES_MAX = 10_000  # a few megabytes
 END_SECONDS_MAX = 2.0
@@ -111,3 +114,16 @@ def logging_to(stream: TextIO | None = None, *, level: str, form: Literal["text"
     finally:
         root.removeHandler(handler)
         handler.close()
+
+
+def show_dropped_lines(metrics: Metrics) -> None:
+    """Have every exposition show how many lines the program's log has dropped so far."""
+    shown = 0
+
+    def show() -> None:
+        nonlocal shown
+        dropped = sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LineThread))
+        metrics.log_lines_dropped_total.inc(max(0, dropped - shown))
+        shown = dropped
+
+    metrics.on_scrape(show)

@@ -14,6 +14,7 @@ import trio
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.router_metrics import show_router
+from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.prompt_naming import open_prompt_naming
 from trioserve.commands.serving import (
     NativeFrontEnd,
@@ -87,6 +88,7 @@ async def serve_router(
     async with open_tracing(config) as tracing, routing.naming(config.tokenizer) as naming:
         app = routing.app(naming=naming, tracer=tracing.tracer)
         tracing.show(routing.metrics)
+        show_dropped_lines(routing.metrics)
         async with open_places(config, limits) as (listeners, urls):
             front_end = NativeFrontEnd(
                 FrontendServer(

@@ -15,6 +15,7 @@ from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.api.streams.settings import DetachSettings
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
+from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.profile import check_profile_directory, profiling
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
@@ -123,6 +124,7 @@ async def serve_configured(
             await scopes.enter_async_context(app.page.running())
             worker, metrics = routing.dispatch, routing.metrics
         tracing.show(metrics)
+        show_dropped_lines(metrics)
         await scopes.enter_async_context(profiling(profiles, engine.step_times))
         handler = around_app(app, config)
         front_end: FrontEnd

@@ -308,6 +308,13 @@ class EngineCore:
             transfer_faults_total={} if transfers is None else dict(transfers.faults.totals),
         )
 
+    def prompt_saved(self, request_id: RequestId) -> tuple[int, int]:
+        """How many tokens of the prompt of a request that runs were found in the prefix cache when it first did, and
+        how many were loaded from elsewhere. The rest it computes."""
+        live = self._live[request_id]
+        cached = min(live.cached_token_count or 0, live.prompt_count)
+        return cached, min(live.loaded_token_count, live.prompt_count - cached)
+
     def live_requests(self) -> Iterable[LiveRequest]:
         """Every request that has not finished; for a look, not for a change."""
         return self._live.values()

@@ -32,6 +32,7 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.engine.request_metrics import WHOLE, RequestMetrics
 from trioserve.engine.step_watch import StepWatch
 from trioserve.engine.token_timings import Cancelled, TokenTimings
 from trioserve.metrics.registry import Metrics
@@ -40,7 +41,6 @@ __all__ = ["Delivery"]
 
 logger = logging.getLogger(__name__)
 
-WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # a response that ended so is complete
 MAY_BE_HELD = (*WHOLE, FinishReason.HANDED_OVER)
 
 
@@ -88,6 +88,7 @@ class Delivery:
         # Aborted while a step reads their blocks; None: it was their own text that ended them.
         self._cancelled: dict[RequestId, Cancelled | None] = {}
         self._timings = TokenTimings(metrics)
+        self._requests = RequestMetrics(metrics)
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
         self._plans: deque[StepPlan] = deque()  # that have not been delivered, the oldest first
@@ -217,10 +218,9 @@ class Delivery:
         for sequence_id in plan.admitted:
             choice = self._choices[sequence_id]
             if not choice.has_run:  # a preempted one is admitted again
-                choice.has_run = True
+                choice.running_at = now
                 choice.request.note_run(now)
-                self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
-                self._metrics.prompt_tokens_total.inc(choice.request.prompt_token_count_of(choice))
+                self._requests.note_run(choice, *self._core.prompt_saved(sequence_id), now)
 
     def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
         now = trio.current_time()
@@ -247,7 +247,7 @@ class Delivery:
         if ready is not None:
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
         self._timings.show(now)
-        self._plans.popleft()
+        self._metrics.step_tokens.observe(self._plans.popleft().token_count)
         self.has_brought = self.has_brought or bool(events)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
@@ -360,9 +360,7 @@ class Delivery:
         elif event.kv_transfer is not None:
             self._core.abort([event.request_id], now=now)
         request.note_cached(choice, event.cached_token_count)
-        self._metrics.request_success_total.labels(reason.value).inc()
-        if reason in WHOLE:
-            self._metrics.e2e_request_latency_seconds.observe(now - request.entered_at)
+        self._requests.note_end(choice, reason, now)
 
     def _on_hold_end(self, hold: Hold, expired: bool) -> None:
         choice = self._held.pop(hold.request_id, None) if hold.kind is HoldKind.SEND else None

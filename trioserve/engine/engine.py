@@ -154,6 +154,7 @@ class Engine:
         self._requests = RequestsById()  # entered and not left
         self._ended_ids = EndedIds()
         self._preparing_count = 0
+        self._leased_count = 0  # of these, the ones whose turn has come
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(core.settings.max_num_seqs, settings)
         self._admission = RequestAdmission(self.dispatch, metrics)
@@ -737,6 +738,7 @@ class Engine:
                 with request.preparation:
                     await self._admission.lease(request, admission)
                     request.is_leased = True
+                    self._leased_count += count
                     request.trace.leased()
                     request.guides = await self._guides.prepare(request.sampling)
                     await request.tokenize(self._prompts)
@@ -746,6 +748,7 @@ class Engine:
                         await self._reopened.wait()
             finally:
                 self._preparing_count -= count
+                self._leased_count -= count if request.is_leased else 0
                 self.load_changes.note()
             if request.is_finished:
                 return  # aborted meanwhile; its reader finds the final delta
@@ -917,6 +920,7 @@ class Engine:
         self._gauges.show(
             self._core.stats(),
             preparing_count=self._preparing_count,
+            leased_count=self._leased_count,
             live_count=len(self._requests),
             held_count=self._delivery.held_count,
             task_count=trio.lowlevel.current_statistics().tasks_living,

@@ -55,7 +55,6 @@ class Choice:
     __slots__ = (
         "first_token_at",
         "guide",
-        "has_run",
         "held_since",
         "index",
         "is_ended",
@@ -65,6 +64,7 @@ class Choice:
         "output",
         "pooled",
         "request",
+        "running_at",
         "sequence_id",
     )
 
@@ -82,9 +82,21 @@ class Choice:
         self.is_ended = False  # its last delta was pushed, or its request failed
         self.is_held = False  # it is over, and a connector holds its blocks for another engine
         self.held_since = 0.0
-        self.has_run = False  # was in a step, whether or not it lost its blocks again
+        self.running_at: float | None = None  # when it first was in a step, whether or not it lost its blocks again
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
+
+    @property
+    def has_run(self) -> bool:
+        return self.running_at is not None
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens that were sampled for it here, shown or not: without those of a response that began elsewhere."""
+        if self.is_mute:
+            return int(self.first_token_at is not None)
+        resume = self.request.resume
+        return self.output.token_count - (0 if resume is None else len(resume.token_ids[self.index]))
 
 
 class OpenRequest:
@@ -100,7 +112,10 @@ class OpenRequest:
     far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand has
     ended it, so that what was held back of its text is not shown then. fault_count: steps that had it and failed, one
     after the other. part_of: the span of what it is made for. trace: is told what becomes of it.
+    generates: its sequences are continued, and not pooled.
     """
+
+    generates = True
 
     def __init__(
         self,

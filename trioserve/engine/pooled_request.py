@@ -27,6 +27,8 @@ class PooledRequest(OpenRequest):
     """inputs: one sequence each, and one choice, in this order. name_of: what an input is called in an error. cut: what
     becomes of one that is too long; None: it is refused."""
 
+    generates = False
+
     def __init__(
         self,
         inputs: Sequence[PooledInput],

@@ -15,7 +15,7 @@ from trioserve.contracts.endpoint import PairOutcome
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.kv_transfer import TransferFault
 
-__all__ = ["ALIAS_PREFIX", "CATALOGUE", "MODEL_LABEL", "PREFIX", "Label", "Metric", "Part"]
+__all__ = ["ALIAS_PREFIX", "CATALOGUE", "ENGINE_LABEL", "MODEL_LABEL", "PREFIX", "Label", "Metric", "Part"]
 
 PREFIX = "trioserve:"
 ALIAS_PREFIX = "vllm:"
@@ -23,7 +23,9 @@ ROUTER_PREFIX = "trioserve_router:"
 ROUTER_ALIAS_PREFIX = "vllm_router:"
 Part = Literal["engine", "frontend", "router"]
 MODEL_LABEL = "model_name"
-"""On every series, added when it is shown; the instruments do not know it."""
+"""On every series under a prefix, added when it is shown; the instruments do not know it."""
+ENGINE_LABEL = "engine"
+"""On every series of an engine, added in the same way: its number in the process, which others filter by. Always 0."""
 
 
 class Label(msgspec.Struct, frozen=True):
@@ -36,7 +38,9 @@ class Label(msgspec.Struct, frozen=True):
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One family. name: without prefix, with the unit last, and `_total` for a counter.
 
-    buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix. part: who counts it.
+    buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix. others: further
+    names, in full, under which it is shown. shown_as: its full name where it has none of ours, since it is there for
+    those who know it by another one; such a metric has its own labels alone. part: who counts it.
     """
 
     name: str
@@ -46,17 +50,19 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     vllm: bool = False
+    others: tuple[str, ...] = ()
+    shown_as: str | None = None
     part: Part = "engine"
 
     @property
     def full_name(self) -> str:
-        return (ROUTER_PREFIX if self.part == "router" else PREFIX) + self.name
+        return self.shown_as or (ROUTER_PREFIX if self.part == "router" else PREFIX) + self.name
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """Full names under which others know this metric."""
         prefix = ROUTER_ALIAS_PREFIX if self.part == "router" else ALIAS_PREFIX
-        return (prefix + self.name,) if self.vllm else ()
+        return (*((prefix + self.name,) if self.vllm else ()), *self.others)
 
 
 # A token of a small model on a GPU takes a millisecond, a long prompt on a CPU minutes.
@@ -68,6 +74,12 @@ FREE_SECONDS_AT_ONCE = (0.00001, 0.00002, 0.00003, 0.00005, 0.0001, 0.0002, 0.00
 FREE_SECONDS_IN_A_STEP = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 FREE_SECONDS = (*FREE_SECONDS_AT_ONCE, *FREE_SECONDS_IN_A_STEP, 0.75, 1, 2, 5, 10)
 FREE_STEPS = (0, 1, 2, 5)
+TOKEN_COUNTS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICE_COUNTS = (1, 2, 5, 10, 20, 50, 100)
+# By route and method, so few; without labels, many.
+HTTP_SECONDS = (0.1, 0.5, 1, 5, 30)
+HTTP_SECONDS_FINE = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 30, 60, 120, 300)
 
 _PHASE = Label("phase", tuple(phase.value for phase in Phase))
 
@@ -109,6 +121,15 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Between two tokens of one sequence.",
         buckets=TOKEN_SECONDS,
         vllm=True,
+        others=("vllm:time_per_output_token_seconds",),
+    ),
+    Metric(
+        name="request_time_per_output_token_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="Mean time between two tokens, of each sequence that was finished and has at least two.",
+        buckets=TOKEN_SECONDS,
+        vllm=True,
     ),
     Metric(
         name="e2e_request_latency_seconds",
@@ -127,10 +148,122 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
     ),
     Metric(
+        name="request_prefill_time_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a sequence's first step to its first token, or to its vector or score; of those that were "
+        "finished.",
+        buckets=WAIT_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_decode_time_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a sequence's first token to its last; of those that were finished.",
+        buckets=REQUEST_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_inference_time_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a sequence's first step to its last token; of those that were finished.",
+        buckets=REQUEST_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_prompt_tokens",
+        kind="histogram",
+        unit="tokens",
+        meaning="Prompt of each sequence that was started, counted when it ends, however that is.",
+        buckets=TOKEN_COUNTS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_generation_tokens",
+        kind="histogram",
+        unit="tokens",
+        meaning="Tokens that were sampled for each sequence that was started, counted when it ends, however that is.",
+        buckets=TOKEN_COUNTS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_max_num_generation_tokens",
+        kind="histogram",
+        unit="tokens",
+        meaning="The same of each request: of its longest sequence.",
+        buckets=TOKEN_COUNTS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_params_n",
+        kind="histogram",
+        unit="sequences",
+        meaning="How many choices requests asked for (n), counted when they end.",
+        buckets=CHOICE_COUNTS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_params_max_tokens",
+        kind="histogram",
+        unit="tokens",
+        meaning="How many tokens requests asked for at most (max_tokens), of those that did, counted when they end.",
+        buckets=TOKEN_COUNTS,
+        vllm=True,
+    ),
+    Metric(
+        name="step_tokens",
+        kind="histogram",
+        unit="tokens",
+        meaning="Tokens that a step computed: of prompts, of responses, and drafts.",
+        buckets=STEP_TOKENS,
+        others=("vllm:iteration_tokens_total",),
+    ),
+    Metric(
+        name="num_requests_waiting_by_reason",
+        kind="gauge",
+        unit="sequences",
+        meaning="Of those that wait: for room in the batch or in the pool (capacity), or for their tokens, their form "
+        "or their KV from elsewhere (deferred).",
+        labels=(Label("reason", ("capacity", "deferred")),),
+        vllm=True,
+    ),
+    Metric(
+        name="cache_config_info",
+        kind="gauge",
+        unit="1",
+        meaning="The KV cache that the engine was opened with, in labels. num_gpu_blocks counts its blocks, also those "
+        "on a CPU.",
+        labels=(
+            Label("block_size"),
+            Label("num_gpu_blocks"),
+            Label("cache_dtype"),
+            Label("enable_prefix_caching"),
+        ),
+        vllm=True,
+    ),
+    Metric(
         name="prompt_tokens_total",
         kind="counter",
         unit="tokens",
         meaning="Prompt tokens of requests that were started, those from the prefix cache included.",
+        vllm=True,
+    ),
+    Metric(
+        name="prompt_tokens_by_source_total",
+        kind="counter",
+        unit="tokens",
+        meaning="The same tokens by where their KV came from: computed here, found in the prefix cache, or loaded from "
+        "elsewhere.",
+        labels=(Label("source", ("local_compute", "local_cache_hit", "external_kv_transfer")),),
+        vllm=True,
+    ),
+    Metric(
+        name="prompt_tokens_cached_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Of these tokens, those that were not computed here.",
         vllm=True,
     ),
     Metric(
@@ -687,6 +820,42 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="requests",
         meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before a response.',
         labels=(Label("path"), Label("status")),
+        part="frontend",
+    ),
+    Metric(
+        name="http_requests_by_handler_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests by route, method and class of status; what is not known is none and other, and left is "
+        "one whose client was gone before a response. Without what machines poll, such as /health and /metrics.",
+        labels=(Label("handler"), Label("method"), Label("status")),
+        shown_as="http_requests_total",
+        part="frontend",
+    ),
+    Metric(
+        name="http_request_duration_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From the head of the same requests to the end of their response, by route and method.",
+        labels=(Label("handler"), Label("method")),
+        buckets=HTTP_SECONDS,
+        shown_as="http_request_duration_seconds",
+        part="frontend",
+    ),
+    Metric(
+        name="http_request_duration_highr_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="The same of all of them together, in finer buckets.",
+        buckets=HTTP_SECONDS_FINE,
+        shown_as="http_request_duration_highr_seconds",
+        part="frontend",
+    ),
+    Metric(
+        name="log_lines_dropped_total",
+        kind="counter",
+        unit="lines",
+        meaning="Lines of the log that were dropped: too many waited for a terminal, pipe or disk that took none.",
         part="frontend",
     ),
     Metric(

@@ -20,6 +20,7 @@ class EngineGauges:
         stats: EngineStats,
         *,
         preparing_count: int,
+        leased_count: int,
         live_count: int,
         held_count: int,
         task_count: int,
@@ -27,7 +28,8 @@ class EngineGauges:
         step_seconds_max: float,
         no_progress_seconds: float,
     ) -> None:
-        """preparing_count: sequences that the core does not have yet. live_count: requests that are entered and not
+        """preparing_count: sequences that the core does not have yet. leased_count: of these, the ones whose turn has
+        come. live_count: requests that are entered and not
         left. held_count: sequences that are over and held for another engine. task_count: of the whole program.
         step_seconds, step_seconds_max: the age of the step in flight, and how old it may be. no_progress_seconds: for
         how long nothing has come of anybody's request."""
@@ -35,6 +37,9 @@ class EngineGauges:
         self._seen = stats
         metrics.num_requests_running.set(stats.running_count)
         metrics.num_requests_waiting.set(stats.waiting_count + preparing_count)
+        deferred = stats.remote_kv_count + leased_count
+        metrics.num_requests_waiting_by_reason.labels("deferred").set(deferred)
+        metrics.num_requests_waiting_by_reason.labels("capacity").set(stats.waiting_count + preparing_count - deferred)
         metrics.live_requests.set(live_count)
         metrics.tasks.set(task_count)
         metrics.step_age_seconds.set(step_seconds)

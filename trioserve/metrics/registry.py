@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
-from trioserve.metrics.catalogue import CATALOGUE, MODEL_LABEL, Metric, Part
+from trioserve.metrics.catalogue import CATALOGUE, ENGINE_LABEL, MODEL_LABEL, Metric, Part
 from trioserve.metrics.plain_histogram import PlainHistogram
 
 __all__ = ["Metrics"]
@@ -22,7 +22,7 @@ class Metrics:
     """One attribute for each metric of the catalogue, named like it: `metrics.step_seconds.observe(0.012)`.
 
     A metric with labels wants them first: `metrics.aborts_total.labels("decode").inc()`. Several Metrics can live in
-    one process: each has a registry of its own. Counting may happen in any thread, but of a PlainHistogram only in one.
+    one process: each has a registry of its own. Counting may happen in any thread, but of a histogram only in one.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,9 +32,23 @@ class Metrics:
     kv_cache_usage_perc: Gauge
     time_to_first_token_seconds: PlainHistogram
     inter_token_latency_seconds: PlainHistogram
+    request_time_per_output_token_seconds: PlainHistogram
     e2e_request_latency_seconds: PlainHistogram
     request_queue_time_seconds: PlainHistogram
+    request_prefill_time_seconds: PlainHistogram
+    request_decode_time_seconds: PlainHistogram
+    request_inference_time_seconds: PlainHistogram
+    request_prompt_tokens: PlainHistogram
+    request_generation_tokens: PlainHistogram
+    request_max_num_generation_tokens: PlainHistogram
+    request_params_n: PlainHistogram
+    request_params_max_tokens: PlainHistogram
+    step_tokens: PlainHistogram
+    num_requests_waiting_by_reason: Gauge
+    cache_config_info: Gauge
     prompt_tokens_total: Counter
+    prompt_tokens_by_source_total: Counter
+    prompt_tokens_cached_total: Counter
     resumed_requests_total: Counter
     resumed_tokens_total: Counter
     generation_tokens_total: Counter
@@ -54,8 +68,8 @@ class Metrics:
     num_preemptions_total: Counter
     aborts_total: Counter
     deadlines_passed_total: Counter
-    cancel_to_free_seconds: Histogram
-    cancel_to_free_steps: Histogram
+    cancel_to_free_seconds: PlainHistogram
+    cancel_to_free_steps: PlainHistogram
     live_requests: Gauge
     batch_invariant: Gauge
     step_weight_bytes: Gauge
@@ -121,6 +135,10 @@ class Metrics:
     request_body_bytes_total: Counter
     streams_open: Gauge
     http_requests_total: Counter
+    http_requests_by_handler_total: Counter
+    http_request_duration_seconds: PlainHistogram
+    http_request_duration_highr_seconds: PlainHistogram
+    log_lines_dropped_total: Counter
     trace_spans_total: Counter
     batches_live: Gauge
     batch_lines_total: Counter
@@ -205,9 +223,9 @@ class Metrics:
 
     def expose(self, *, part: Part | None = None) -> bytes:
         """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the
-        label model_name on every series; after them the process under the names that every exporter uses, on Linux
-        (`process_resident_memory_bytes`, ...). To be sent with `content_type`. part: this alone, without the process,
-        to be shown behind others."""
+        label model_name on every series, and engine on an engine's; after them the process under the names that every
+        exporter uses, on Linux (`process_resident_memory_bytes`, ...). To be sent with `content_type`. part: this
+        alone, without the process, to be shown behind others."""
         self.refresh()
         metrics = [metric for metric in self._metrics if part in (None, metric.part)]
         return generate_latest(_Shown(self.registry, metrics, self._model_name, with_process=part is None))
@@ -222,34 +240,39 @@ class _Shown:
     ) -> None:
         self._registry = registry
         self._metrics = metrics
-        self._model = {} if model_name is None else {MODEL_LABEL: model_name}
+        self._model_labels = {} if model_name is None else {MODEL_LABEL: model_name}
         self._process = ProcessCollector(registry=None) if with_process else None
 
     def collect(self) -> Iterator[Family]:
         families = {family.name: family for family in self._registry.collect()}
         for metric in self._metrics:
             family = families[_family_name(metric)]
+            labels = self._labels(metric)
             for name in (metric.full_name, *metric.aliases):
-                yield self._renamed(family, name.removesuffix("_total"))
+                yield _renamed(family, name.removesuffix("_total") if metric.kind == "counter" else name, labels)
         if self._process is not None:
             yield from self._process.collect()
 
-    def _renamed(self, family: Family, name: str) -> Family:
-        shown = Family(name, family.documentation, family.type)
-        shown.samples = [
-            Sample(
-                name + sample.name.removeprefix(family.name),
-                self._model | sample.labels,
-                sample.value,
-                sample.timestamp,
-                sample.exemplar,
-            )
-            for sample in family.samples
-            if not sample.name.endswith(
-                "_created"
-            )  # the text format has no place for them but as families of their own
-        ]
-        return shown
+    def _labels(self, metric: Metric) -> dict[str, str]:
+        if metric.shown_as is not None:
+            return {}
+        return self._model_labels | ({ENGINE_LABEL: "0"} if metric.part == "engine" else {})
+
+
+def _renamed(family: Family, name: str, labels: dict[str, str]) -> Family:
+    shown = Family(name, family.documentation, family.type)
+    shown.samples = [
+        Sample(
+            name + sample.name.removeprefix(family.name),
+            labels | sample.labels,
+            sample.value,
+            sample.timestamp,
+            sample.exemplar,
+        )
+        for sample in family.samples
+        if not sample.name.endswith("_created")  # the text format has no place for them but as families of their own
+    ]
+    return shown
 
 
 def _family_name(metric: Metric) -> str:
@@ -257,17 +280,15 @@ def _family_name(metric: Metric) -> str:
     return metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
 
 
-def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | Histogram | PlainHistogram:
-    if metric.kind == "histogram" and not metric.labels:
-        return PlainHistogram(metric.name, metric.meaning, buckets=metric.buckets, registry=registry)
+def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | PlainHistogram:
     label_names = [label.name for label in metric.labels]
-    instrument: Gauge | Counter | Histogram
+    instrument: Gauge | Counter | PlainHistogram
     if metric.kind == "gauge":
         instrument = Gauge(metric.name, metric.meaning, label_names, registry=registry)
     elif metric.kind == "counter":
         instrument = Counter(metric.name, metric.meaning, label_names, registry=registry)
     else:
-        instrument = Histogram(metric.name, metric.meaning, label_names, registry=registry, buckets=metric.buckets)
+        instrument = PlainHistogram(metric.name, metric.meaning, label_names, buckets=metric.buckets, registry=registry)
     if len(metric.labels) == 1:
         for value in metric.labels[0].values:
             instrument.labels(value)

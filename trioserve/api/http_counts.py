@@ -1,0 +1,67 @@
+"""What is counted of every HTTP request, by names of which there are few whatever clients send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trioserve.metrics.plain_histogram import PlainHistogram
+    from trioserve.metrics.registry import Metrics
+
+__all__ = ["METHODS", "HttpCounts"]
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER_PATH = "other"
+OTHER_METHOD = "other"
+NO_HANDLER = "none"  # what others call it where no route is known
+LEFT = "left"  # in the place of a status
+
+
+class HttpCounts:
+    """A metric with labels costs more than a look into a dict, and each request has one: so they are told at every
+    scrape."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._open_count = self._open_shown = 0
+        # Since the last scrape, by route, method, status, and whether it is left out.
+        self._counts: dict[tuple[str | None, str, int | None, bool], int] = {}
+        self._seconds: dict[tuple[str | None, str], PlainHistogram] = {}
+        metrics.on_scrape(self._show)
+
+    def begin(self) -> None:
+        """A request's handler runs."""
+        self._open_count += 1
+
+    def end(self, route: str | None, method: str, status: int | None, seconds: float, *, is_left_out: bool) -> None:
+        """It is over. route: with the names of what is in braces; None: not known. status: None if there was no
+        response. seconds: from its head on. is_left_out: machines poll it, or the server asks itself, and those who
+        look at HTTP alone do not want it."""
+        self._open_count -= 1
+        method = self.note(route, method, status, is_left_out=is_left_out)
+        if is_left_out:
+            return
+        histogram = self._seconds.get((route, method))
+        if histogram is None:
+            histogram = self._metrics.http_request_duration_seconds.labels(route or NO_HANDLER, method)
+            self._seconds[route, method] = histogram
+        histogram.observe(seconds)
+        self._metrics.http_request_duration_highr_seconds.observe(seconds)
+
+    def note(self, route: str | None, method: str, status: int | None, *, is_left_out: bool) -> str:
+        """A request was answered, be it without a handler. Returns the method as it is counted."""
+        method = method if method in METHODS else OTHER_METHOD
+        key = (route, method, status, is_left_out)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return method
+
+    def _show(self) -> None:
+        metrics = self._metrics
+        metrics.streams_open.inc(self._open_count - self._open_shown)
+        self._open_shown = self._open_count
+        for (route, method, status, is_left_out), count in self._counts.items():
+            metrics.http_requests_total.labels(route or OTHER_PATH, str(status or LEFT)).inc(count)
+            if not is_left_out:
+                status_class = LEFT if status is None else f"{status // 100}xx"
+                metrics.http_requests_by_handler_total.labels(route or NO_HANDLER, method, status_class).inc(count)
+        self._counts.clear()

@@ -1,0 +1,72 @@
+"""How large requests are and how long their stages take, as metrics: counted once, when a sequence starts or ends.
+
+Sizes are counted of every sequence that was started, so that their sums are those of the counters of tokens. Times are
+counted of those that were finished: of one that was aborted they would tell of its client.
+"""
+
+from __future__ import annotations
+
+from trioserve.contracts.events import FinishReason
+from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["WHOLE", "RequestMetrics"]
+
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # a response that ended so is complete
+
+
+class RequestMetrics:
+    """All times are seconds of Trio's clock."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
+        by_source = metrics.prompt_tokens_by_source_total
+        self._computed = by_source.labels("local_compute")
+        self._found = by_source.labels("local_cache_hit")
+        self._loaded = by_source.labels("external_kv_transfer")
+
+    def note_run(self, choice: Choice, found: int, loaded: int, now: float) -> None:
+        """A sequence is in a step for the first time. found, loaded: tokens of its prompt that the prefix cache had,
+        and that came from elsewhere."""
+        count = choice.request.prompt_token_count_of(choice)
+        self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
+        self._metrics.prompt_tokens_total.inc(count)
+        self._metrics.prompt_tokens_cached_total.inc(found + loaded)
+        self._computed.inc(count - found - loaded)
+        self._found.inc(found)
+        self._loaded.inc(loaded)
+
+    def note_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
+        """A sequence that the core had is over, and so is its request if that was the last one."""
+        self._ended[reason].inc()
+        request, metrics = choice.request, self._metrics
+        if reason in WHOLE:
+            metrics.e2e_request_latency_seconds.observe(now - request.entered_at)
+            self._note_times(choice, now)
+        if choice.running_at is not None:
+            metrics.request_prompt_tokens.observe(request.prompt_token_count_of(choice))
+            if request.generates:
+                metrics.request_generation_tokens.observe(choice.sampled_count)
+        if request.generates and request.has_run and not request.core_count and not request.upcoming:
+            self._note_request(request)
+
+    def _note_times(self, choice: Choice, now: float) -> None:
+        metrics, began_at, first_at = self._metrics, choice.running_at, choice.first_token_at
+        if began_at is None:
+            return
+        last_at = now if first_at is None else choice.last_token_at
+        metrics.request_inference_time_seconds.observe(last_at - began_at)
+        metrics.request_prefill_time_seconds.observe((last_at if first_at is None else first_at) - began_at)
+        if first_at is None:  # it was pooled
+            return
+        metrics.request_decode_time_seconds.observe(last_at - first_at)
+        if choice.sampled_count > 1:
+            metrics.request_time_per_output_token_seconds.observe((last_at - first_at) / (choice.sampled_count - 1))
+
+    def _note_request(self, request: OpenRequest) -> None:
+        metrics, sampling = self._metrics, request.sampling
+        metrics.request_max_num_generation_tokens.observe(max(choice.sampled_count for choice in request.choices))
+        metrics.request_params_n.observe(sampling.n)
+        if sampling.max_tokens is not None:
+            metrics.request_params_max_tokens.observe(sampling.max_tokens)
