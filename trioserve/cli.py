@@ -85,10 +85,11 @@ def run_program() -> None:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:
+    program = "trioserve" if Path(sys.argv[0]).name == "trioserve" else "python -m trioserve"
     parser = Parser(
-        prog="python -m trioserve",
+        prog=program,
         description="An LLM serving engine that can be trusted to stop. Flags without a command: serve.",
-        epilog="'python -m trioserve COMMAND --help' shows a command's options; those of the server: serve --help.",
+        epilog=f"'{program} COMMAND --help' shows a command's options; those of the server: serve --help.",
     )
     parser.add_argument("--version", action="version", version=f"trioserve {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

