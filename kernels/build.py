@@ -15,6 +15,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["LEVELS", "SOURCES", "CannotBuild", "build_library", "find_compiler", "prebuild", "supported_levels"]
+__all__ = [
+    "LEVELS",
+    "SOURCES",
+    "CannotBuild",
+    "brought_library",
+    "build_library",
+    "find_compiler",
+    "prebuild",
+    "supported_levels",
+]
 
 SOURCES = Path(__file__).parent / "cpu"
 """The folder of the C++ files."""
@@ -32,8 +42,12 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 # A compiler that fuses a product and a sum here and not there gives the same row other bits.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+# What of the C++ library is not used is left out, since it would ask for a newer glibc; what is used is nobody else's,
+# since torch brings another one into the same process.
+PREBUILT_FLAGS = ("-static-libstdc++", "-static-libgcc", "-s", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
+WATCH_SECONDS = 1.0
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -70,15 +84,16 @@ def build_library(
     *,
     cache: Path | None = None,
     more_flags: tuple[str, ...] = (),
-    on_compile: Callable[[str], None] = lambda sentence: None,
+    on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
 ) -> Path:
     """The library for this level: that which came with the package, or compiled now if it is not in the cache yet. Two
     processes do not compile it twice.
 
-    on_compile is called with a sentence before a compiler runs. Raises CannotBuild.
+    on_compile is called with a sentence and how long it has taken so far: before a compiler runs, and then every
+    second; what it raises ends the compiler. Raises CannotBuild.
     """
-    brought = PREBUILT / _prebuilt_name(level)
-    if not more_flags and brought.is_file():
+    brought = brought_library(level)
+    if brought is not None and not more_flags:
         return brought
     compiler = find_compiler()
     flags = (*_flags(level), *more_flags)
@@ -90,11 +105,17 @@ def build_library(
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(library.with_suffix(".lock")):
             if not library.is_file():
-                on_compile(f"compiling the CPU kernels for {level}; it takes about ten seconds, once")
-                _compile(compiler, flags, library)
+                sentence = f"compiling the CPU kernels for {level} (once, some ten seconds)"
+                _compile(compiler, flags, library, lambda seconds: on_compile(sentence, seconds))
     except OSError as error:
         raise CannotBuild(f"{folder} cannot be written: {error.strerror}") from None
     return library
+
+
+def brought_library(level: str) -> Path | None:
+    """What came compiled with the package; None: nothing did, or it is of other sources than those that are here."""
+    library = PREBUILT / _prebuilt_name(level)
+    return library if library.is_file() else None
 
 
 def prebuild(folder: Path) -> None:
@@ -103,8 +124,7 @@ def prebuild(folder: Path) -> None:
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS:
-        flags = (*_flags(level), "-static-libstdc++", "-static-libgcc", "-s")
-        _compile(compiler, flags, folder / _prebuilt_name(level))
+        _compile(compiler, (*_flags(level), *PREBUILT_FLAGS), folder / _prebuilt_name(level))
 
 
 def _prebuilt_name(level: str) -> str:
@@ -158,30 +178,51 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+def _compile(
+    compiler: str, flags: tuple[str, ...], library: Path, watch: Callable[[float], None] = lambda seconds: None
+) -> None:
     """Into a file of its own first: nobody ever sees half a library."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     made = Path(name)
     try:
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        result = subprocess.run(
-            [compiler, *flags, "-o", str(made), *sources],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=COMPILE_SECONDS_MAX,
-        )
-        if result.returncode != 0:
-            first = next((line for line in result.stderr.splitlines() if "error" in line.lower()), "no reason given")
+        exit_code, told = _run([compiler, *flags, "-o", str(made), *sources], watch)
+        if exit_code != 0:
+            first = next((line for line in told.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
         made.chmod(0o755)
         made.rename(library)
-    except subprocess.TimeoutExpired:
-        raise CannotBuild(f"{compiler} took longer than {COMPILE_SECONDS_MAX} seconds") from None
     finally:
         made.unlink(missing_ok=True)
+
+
+def _run(command: list[str], watch: Callable[[float], None]) -> tuple[int, str]:
+    """Its exit code and what it wrote to stderr. Nothing of it goes on when this is left."""
+    started_at = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        process_group=0,  # g++ starts the compiler proper, which has to end with it
+    )
+    try:
+        seconds = 0.0
+        while True:
+            watch(seconds)
+            if seconds > COMPILE_SECONDS_MAX:
+                raise CannotBuild(f"{command[0]} took longer than {COMPILE_SECONDS_MAX} seconds")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, told = process.communicate(timeout=WATCH_SECONDS)
+                return process.returncode, told
+            seconds = time.monotonic() - started_at
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def main() -> int:
@@ -192,12 +233,20 @@ def main() -> int:
         return 0
     started_at = time.perf_counter()
     try:
-        library = build_library(levels[0], on_compile=lambda sentence: print(sentence, file=sys.stderr, flush=True))
+        library = build_library(levels[0], on_compile=_tell)
     except CannotBuild as error:
         print(f"CPU kernels: not compiled, plain torch computes: {error}", file=sys.stderr)
         return 0
     print(f"CPU kernels: {library} ({time.perf_counter() - started_at:.1f} s)", file=sys.stderr)
     return 0
+
+
+def _tell(sentence: str, seconds: float) -> None:
+    """This file stands alone, so the bar of trioserve is not to be had: the sentence, and a line now and then."""
+    if not seconds:
+        print(sentence, file=sys.stderr, flush=True)
+    elif int(seconds) % 10 == 0:
+        print(f"still compiling after {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -416,8 +416,9 @@ def _dtype_number(array: Array) -> int:
     return next(DTYPES[name] for name, kind in _ARRAY_TYPES.items() if array.dtype == kind)
 
 
-def load_library(*, on_compile: Callable[[str], None] = lambda sentence: None) -> Library:
-    """The best library for this machine, compiled if need be. Raises NoNativeKernels with the reason.
+def load_library(*, on_compile: Callable[[str, float], None] = lambda sentence, seconds: None) -> Library:
+    """The best library for this machine, compiled if need be; on_compile as of build_library. Raises NoNativeKernels
+    with the reason.
 
     TRIOSERVE_NATIVE=0 in the environment switches it off.
     """

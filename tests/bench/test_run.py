@@ -252,13 +252,13 @@ async def test_a_server_without_a_model_list_needs_a_name(start_server, tokens, 
     assert (await measured(server, bench_settings(model="m"))).exit_code == 0
 
 
-async def test_progress_is_a_line_every_five_seconds_off_a_terminal(
+async def test_progress_is_a_line_every_ten_seconds_off_a_terminal(
     start_server, tokens, bench_settings, autojump_clock
 ):
     progress = io.StringIO()
-    server = start_server(lambda call: tokens(call, first_seconds=6.0), http=1)
+    server = start_server(lambda call: tokens(call, first_seconds=12.0), http=1)
     await measured(server, bench_settings(requests=2, concurrency=1, output_tokens=3), progress)
-    assert progress.getvalue() == "0/2 requests, 0.0 tokens/s, 5 s\n1/2 requests, 0.3 tokens/s, 10 s\n"
+    assert progress.getvalue() == "0/2 requests, 0.0 tokens/s, 10 s\n1/2 requests, 0.1 tokens/s, 20 s\n"
 
 
 async def test_progress_rewrites_one_line_on_a_terminal_and_leaves_it_empty(

@@ -10,7 +10,6 @@ import pytest
 
 from trioserve import cli
 from trioserve.commands import models
-from trioserve.commands.progress_bar import ProgressBar
 
 
 @pytest.fixture
@@ -53,11 +52,3 @@ def test_the_list_says_what_is_here(cache: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["models", "--json"]) == 0
     [model] = json.loads(capsys.readouterr().out)
     assert (model["name"], model["path"], model["byte_count"]) == ("smollm2", str(path), 4)
-
-
-def test_a_log_has_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar("fetching it") as bar:
-        for done in range(0, 101, 5):
-            bar.show(done * 1_000_000, 100_000_000)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["fetching it", *(f"fetching it: {percent} % of 100 MB" for percent in (25, 50, 75, 100))]

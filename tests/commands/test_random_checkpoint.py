@@ -17,7 +17,7 @@ from trioserve.contracts.sampling import SamplingParams
 async def test_it_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "new" / "tiny"
     assert main(["random-checkpoint", "tiny", str(directory), "--seed", "3"]) == 0
-    assert f"python -m trioserve --model {directory}" in capsys.readouterr().out
+    assert f"trioserve serve {directory}" in capsys.readouterr().out
     assert [path.name for path in directory.parent.iterdir()] == ["tiny"]
     async with open_engine(str(directory), kv_cache_memory=0.02, max_model_len=512) as engine:
         async with engine.generate("héllo", SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)) as stream:

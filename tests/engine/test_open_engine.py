@@ -30,11 +30,12 @@ from trioserve.testing.memory_pages import MemoryPages
 from trioserve.testing.scripted_connector import ScriptedConnector
 
 Report = Callable[[int, int], None]
+Compiling = Callable[[str, float], None]
 
 
 class FakeRunner(FakeExecutor):
-    """A model runner without torch. at: what to do at "load" (given the report of progress), "allocate", "warm" or
-    "claim"."""
+    """A model runner without torch. at: what to do at "compile" and "load" (given whom it is reported to), "allocate",
+    "warm" or "claim"."""
 
     device = "cpu"
     dtype = "float32"
@@ -57,8 +58,9 @@ class FakeRunner(FakeExecutor):
         self.made.append(self)
 
     @classmethod
-    def load(cls, _checkpoint: object, settings: object, *, progress: Report) -> FakeRunner:
+    def load(cls, _checkpoint: object, settings: object, *, progress: Report, on_compile: Compiling) -> FakeRunner:
         cls.settings = settings
+        cls.do("compile", on_compile)
         cls.do("load", progress)
         return cls()
 
@@ -102,7 +104,7 @@ def runner_class(monkeypatch):
     monkeypatch.setattr(FakeRunner, "at", {})
     monkeypatch.setattr(FakeRunner, "made", [])
     monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
-    monkeypatch.setattr(assemble, "resolve_model", Path)
+    monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
     monkeypatch.setattr(assemble, "open_checkpoint", lambda _path: Checkpoint)
     monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
     monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
@@ -169,6 +171,28 @@ async def test_a_chat_template_of_ones_own_counts_instead_of_the_models(runner_c
     ):
         async with assemble.open_engine("m", chat_template=str(tmp_path / "none")):
             pass
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for message in messages %}{{ message.content }}", r"line 1: Unexpected end of template"),
+        ("\n\n{{ messages | shout }}", r"line 3: No filter named 'shout'"),
+        ("{{" + " " * 300_000 + "}}", "it has 300004 characters"),
+    ],
+)
+async def test_a_chat_template_that_is_none_is_told_before_the_model_is_loaded(
+    runner_class, tmp_path, template, reason
+):
+    path = tmp_path / "broken.jinja"
+    path.write_text(template)
+    with pytest.raises(StartupError, match=rf"--chat-template .*broken.jinja is no valid template \({reason}"):
+        async with assemble.open_engine("m", chat_template=str(path)):
+            pass
+    with pytest.raises(StartupError, match=r"the template of --chat-template is not valid \("):
+        async with assemble.open_engine("m", chat_template=template):
+            pass
+    assert runner_class.made == []
 
 
 async def test_a_tokenizer_of_another_model_is_told(runner_class, monkeypatch):
@@ -328,6 +352,58 @@ async def test_an_error_of_whoever_shows_progress_ends_the_loading(runner_class)
     with pytest.raises(BrokenPipeError):
         async with assemble.open_configured_engine(make_config(model="m"), on_progress=raising(BrokenPipeError())):
             pytest.fail("was opened")
+    assert runner_class.made == []
+
+
+async def test_what_takes_long_is_told_step_by_step(runner_class, monkeypatch):
+    def fetched(name: str, *, progress: Report, **_options: object) -> Path:
+        progress(5, 10)
+        return Path(name)
+
+    monkeypatch.setattr(assemble, "resolve_model", fetched)
+    runner_class.at["compile"] = lambda on_compile: on_compile("compiling it", 3.0)
+    runner_class.at["load"] = lambda report: report(1, 2)
+    told: list[assemble.LoadProgress] = []
+    async with assemble.open_configured_engine(make_config(model="m"), on_progress=told.append):
+        pass
+    assert told == [
+        assemble.LoadProgress("fetching m", 5, 10),
+        assemble.LoadProgress("compiling it", 3.0),
+        assemble.LoadProgress("loading m", 1, 2),
+    ]
+
+
+async def test_the_log_tells_once_that_kernels_are_compiled_where_nobody_else_does(runner_class, caplog):
+    def compile_slowly(on_compile: Compiling) -> None:
+        on_compile("compiling it", 0.0)
+        on_compile("compiling it", 1.0)
+
+    runner_class.at["compile"] = compile_slowly
+    caplog.set_level("INFO", logger="trioserve.assemble")
+    async with assemble.open_engine("m"):
+        pass
+    assert [record.message for record in caplog.records if "compiling" in record.message] == ["compiling it"]
+
+
+async def test_an_engine_that_is_left_while_kernels_are_compiled_ends_the_compiler(runner_class):
+    token = trio.lowlevel.current_trio_token()
+    begun = trio.Event()
+
+    def compile_for_ever(on_compile: Compiling) -> None:
+        token.run_sync_soon(begun.set)
+        while True:
+            on_compile("compiling it", 1.0)
+
+    runner_class.at["compile"] = compile_for_ever
+    async with trio.open_nursery() as nursery:
+
+        async def open_it() -> None:
+            async with assemble.open_engine("m"):
+                pytest.fail("was opened")
+
+        nursery.start_soon(open_it)
+        await begun.wait()
+        nursery.cancel_scope.cancel()
     assert runner_class.made == []
 
 

@@ -46,10 +46,15 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_library_is_compiled_once(compiler: Path) -> None:
     said: list[str] = []
-    first = build_library("avx2", on_compile=said.append)
+
+    def note(sentence: str, seconds: float) -> None:
+        if not seconds:
+            said.append(sentence)
+
+    first = build_library("avx2", on_compile=note)
     assert first.read_text() == "made\n"
     assert first.parent == compiler.parent / "cache" / "trioserve"
-    assert build_library("avx2", on_compile=said.append) == first
+    assert build_library("avx2", on_compile=note) == first
     assert call_count(compiler.parent) == 1
     assert len(said) == 1
     assert "avx2" in said[0]
@@ -77,6 +82,37 @@ def test_two_at_a_time_compile_once(compiler: Path) -> None:
         thread.join()
     assert len(set(libraries)) == 1
     assert call_count(compiler.parent) == 1
+
+
+class GivenUp(Exception):
+    pass
+
+
+def test_whoever_waits_for_a_compiler_may_end_it(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The shell waits for a child, as g++ does for the compiler proper; both hold the pipe that is read here.
+    with_child = "sleep 600 >/dev/null & echo $! > " + f"{compiler.parent}/child; wait; "
+    compiler.write_text(compiler.read_text().replace("echo made", with_child + "echo made"))
+    monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
+    waited: list[float] = []
+
+    def give_up(_sentence: str, seconds: float) -> None:
+        waited.append(seconds)
+        if (compiler.parent / "child").exists():
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        build_library("avx2", on_compile=give_up)
+    assert waited[0] == 0
+    assert waited == sorted(waited)
+    assert not list((compiler.parent / "cache").rglob("*.so"))
+
+
+def test_a_compiler_that_takes_for_ever_is_ended(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.write_text(compiler.read_text().replace("echo made", "sleep 600; echo made"))
+    monkeypatch.setattr(build, "COMPILE_SECONDS_MAX", 0)
+    monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
+    with pytest.raises(CannotBuild, match="took longer than 0 seconds"):
+        build_library("avx2")
 
 
 def test_a_failed_compilation_says_why_and_leaves_nothing(compiler: Path) -> None:

@@ -116,3 +116,34 @@ def test_names_that_are_nothing_are_told_what_is_allowed(name: str, hub: SimpleN
 def test_a_revision_is_for_models_of_the_hub(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"--revision is main, but .* is on this machine and has none"):
         resolve_model(str(tmp_path), revision="main")
+
+
+def test_a_download_that_is_watched_tells_its_bytes(tmp_path: Path, hub: SimpleNamespace) -> None:
+    pytest.importorskip("tqdm")
+    told: list[tuple[int, int]] = []
+    hub.response = tmp_path
+    resolve_model("org/name", progress=lambda done, total: told.append((done, total)))
+    [(_, options)] = hub.calls
+    # As huggingface_hub uses them: one counts what comes over the network, one what is written, one the files.
+    bar = options["tqdm_class"]
+    network = bar(total=0, initial=0, unit="B", desc="Downloading bytes", name="of the hub")
+    written = bar(total=0, initial=0, unit="B", desc="Reconstructing")
+    files = bar([1, 2, 3], total=3)
+    for one in (network, written):
+        one.total += 1_000
+        one.refresh()
+    written.update(400)
+    written.refresh()
+    network.set_description_str("Download complete")  # behind the other one: not told
+    assert list(files) == [1, 2, 3]
+    written.update(600)
+    written.refresh()
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert (400, 1_000) in told
+    assert told[-1] == (1_000, 1_000)
+
+
+def test_a_download_that_nobody_watches_shows_what_the_hub_shows(tmp_path: Path, hub: SimpleNamespace) -> None:
+    hub.response = tmp_path
+    resolve_model("org/name")
+    assert "tqdm_class" not in hub.calls[0][1]

@@ -31,6 +31,7 @@ from trioserve.bench.report import (
     report_text,
 )
 from trioserve.bench.settings import BenchSettings
+from trioserve.trio_tools.progress import LOG_SECONDS, ProgressLine
 
 __all__ = [
     "EXIT_INTERRUPTED",
@@ -50,8 +51,7 @@ EXIT_UNREACHABLE = 2
 EXIT_INTERRUPTED = 130  # what shells show for SIGINT
 
 PLAIN_RESPONSE_BYTES_MAX = 1 << 24
-TERMINAL_PERIOD_SECONDS = 0.25
-LOG_PERIOD_SECONDS = 5.0
+PROGRESS_PERIOD_SECONDS = 0.25
 
 
 def main(settings: BenchSettings) -> int:
@@ -269,22 +269,17 @@ class _Run:
     # --- what is shown ---
 
     async def _show_progress(self, began_at: float) -> None:
-        is_terminal = self._progress.isatty()
-        try:
+        with ProgressLine(self._progress, clock=trio.current_time) as line:
             while True:
-                await trio.sleep(TERMINAL_PERIOD_SECONDS if is_terminal else LOG_PERIOD_SECONDS)
-                line = progress_line(
-                    done_count=len(self._measurements),
-                    request_count=self._settings.requests,
-                    output_tokens=self._tally.output_tokens,
-                    elapsed_seconds=trio.current_time() - began_at,
+                await trio.sleep(PROGRESS_PERIOD_SECONDS if line.is_terminal else LOG_SECONDS)
+                line.show(
+                    progress_line(
+                        done_count=len(self._measurements),
+                        request_count=self._settings.requests,
+                        output_tokens=self._tally.output_tokens,
+                        elapsed_seconds=trio.current_time() - began_at,
+                    )
                 )
-                self._progress.write(f"\r\x1b[K{line}" if is_terminal else f"{line}\n")
-                self._progress.flush()
-        finally:
-            if is_terminal:
-                self._progress.write("\r\x1b[K")
-                self._progress.flush()
 
     def _result(self) -> Measured:
         figures = Figures.from_measurements(self._measurements, duration_seconds=self._duration_seconds)

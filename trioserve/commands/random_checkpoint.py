@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from trioserve.contracts.errors import StartupError
@@ -16,11 +15,11 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.random_checkpoint import checkpoint_bytes, write_config, write_weights
 from trioserve.model.real_shapes import SHAPES
 from trioserve.testing.byte_tokenizer import CHAT_TEMPLATE, END_TOKEN, byte_backend
+from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["run_random_checkpoint"]
 
 SPARE_BYTES = 2**26  # for the tokenizer, whose vocabulary is written out, and the headers
-PROGRESS_STEPS = 10
 
 
 def run_random_checkpoint(shape: str, directory: Path, *, seed: int) -> int:
@@ -44,7 +43,7 @@ def run_random_checkpoint(shape: str, directory: Path, *, seed: int) -> int:
     except OSError as error:
         raise StartupError(f"cannot write {directory}: {error.strerror or error}") from error
     print(f"{directory}: {shape}, {checkpoint_bytes(config) / 1e6:,.0f} MB of random weights, seed {seed}")
-    print(f"serve it with: python -m trioserve --model {directory}")
+    print(f"serve it with: trioserve serve {directory}")
     return 0
 
 
@@ -68,13 +67,5 @@ def _write(config: ModelConfig, directory: Path, *, seed: int) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
-    steps_told = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal steps_told
-        steps = PROGRESS_STEPS * done // total
-        if steps > steps_told:
-            steps_told = steps
-            print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB written", file=sys.stderr, flush=True)
-
-    write_weights(config, directory, seed=seed, progress=report)
+    with ProgressBar("writing random weights") as bar:
+        write_weights(config, directory, seed=seed, progress=bar.show_share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
@@ -87,7 +88,7 @@ async def serve_configured(
     routing = Routing(config)
     profiles = check_profile_directory(config.profile)
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
-        bar = LoadingBar(config.model)
+        bar = scopes.enter_context(contextlib.closing(LoadingBar(config.model)))
         tracing = await scopes.enter_async_context(open_tracing(config))
         store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), _store_settings(config)))
         with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)

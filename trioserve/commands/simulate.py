@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import msgspec
 from trioserve.contracts.errors import StartupError
 from trioserve.simulation.runs import Mode, runs_of
 from trioserve.simulation.verdict import Failure, Verdict
+from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["EXIT_FAILED", "SimulateSettings", "run_replay", "run_simulate", "seeds_of", "show_failure", "show_verdict"]
 
@@ -117,19 +117,22 @@ def run_simulate(settings: SimulateSettings) -> int:
     totals: Counter[str] = Counter()
     digest = blake2b(digest_size=16)
     history_count, cpu_seconds, started_at = 0, 0.0, time.monotonic()
-    with _reports(settings) as reports:
+    with (
+        ProgressBar(f"simulating seeds {first} to {end - 1}", unit="histories") as bar,
+        _reports(settings) as reports,
+    ):
         for report in reports:
             history_count += report.history_count
             cpu_seconds += report.cpu_seconds
             totals.update(report.counts)
             for one in report.digests:
                 digest.update(one.encode())
-            _show_progress(history_count, end - first, totals["requests"] / cpu_seconds)
+            rate = totals["requests"] / cpu_seconds
+            bar.show_share(history_count, end - first, f"{rate:,.0f} requests a second of one core")
             if report.failure is not None:
-                _end_progress()
+                bar.close()
                 _show_failure(report.failed_seed, report.failure, settings)
                 return EXIT_FAILED
-    _end_progress()
     for what in sorted(totals):
         print(f"  {what:<32}{totals[what]:>12,}")
     if settings.mode in ("stack", "lasting"):
@@ -227,14 +230,3 @@ def show_failure(seed: int, failure: Failure, mode: Mode, *, replay: str, shrink
         print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
         print(f"# seed {seed}: {plainest}".replace("\n", " "))
         print(plainest.script, end="")
-
-
-def _show_progress(done: int, total: int, rate: float) -> None:
-    if sys.stderr.isatty():
-        line = f"{done:,} of {total:,} histories, {rate:,.0f} requests a second of one core"
-        print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
-
-
-def _end_progress() -> None:
-    if sys.stderr.isatty():
-        print(file=sys.stderr)

@@ -7,7 +7,7 @@ a limit. Every promise is checked while it is simulated, and the first that is b
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from trioserve.simulation.routers.history import RoutersEvent, RoutersHistory, s
 from trioserve.simulation.routers.simulator import RoutersSimulation
 from trioserve.simulation.routers.world import RoutersWorld
 from trioserve.simulation.verdict import Trace, Verdict
+from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["Row", "rows_of", "run_routers"]
 
@@ -40,15 +41,30 @@ class Row(NamedTuple):
     world: RoutersWorld
     traffic: Traffic
 
-    def run(self, seed: int, *, trace: Trace | None = None) -> tuple[Verdict, RoutersSimulation]:
+    def run(
+        self,
+        seed: int,
+        *,
+        trace: Trace | None = None,
+        watch: Callable[[int, int], None] = lambda done, total: None,
+    ) -> tuple[Verdict, RoutersSimulation]:
+        """watch: is called with the seconds of traffic that are over, and those of all."""
         world = msgspec.structs.replace(self.world, seed=seed)
         simulation = RoutersSimulation(world, trace=trace)
 
         def script(happened: tuple[RoutersEvent, ...]) -> str:
             return script_of(RoutersHistory(world, happened))
 
-        events = drawn_traffic(Random(seed), world, self.traffic)
+        events = _watched(drawn_traffic(Random(seed), world, self.traffic), self.traffic.seconds, watch)
         return apply_events(simulation, events, script, trace), simulation
+
+
+def _watched(
+    events: Iterable[RoutersEvent], seconds: float, watch: Callable[[int, int], None]
+) -> Iterator[RoutersEvent]:
+    for event in events:
+        watch(int(event.at), int(seconds))
+        yield event
 
 
 def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
@@ -62,7 +78,8 @@ def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
     for row in rows:
         figures = []
         for seed in range(*seeds):
-            verdict, simulation = row.run(seed)
+            with ProgressBar(f"simulating {row.world.routers} routers, seed {seed}", unit="s of traffic") as bar:
+                verdict, simulation = row.run(seed, watch=bar.show_share)
             if verdict.failure is not None:
                 counts = f"--routers {row.world.routers} --endpoints {row.world.endpoints}"
                 replay = f"--replay {seed} {counts}"

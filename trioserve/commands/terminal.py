@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -13,16 +14,16 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve.assemble import Loaded, open_configured_engine
+from trioserve.assemble import Loaded, LoadProgress, open_configured_engine
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.commands.processor import processor_name
-from trioserve.commands.progress_bar import ProgressBar
 from trioserve.config import Config
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = [
     "Interrupts",
@@ -43,12 +44,20 @@ class LoadingBar:
         self._model = model
         self._bar = ProgressBar(f"loading {model}")
 
-    def progress(self, done: int, total: int) -> None:
-        """Called with bytes, from any thread."""
-        self._bar.show(done, total)
+    def progress(self, progress: LoadProgress) -> None:
+        """From any thread."""
+        self._bar.turn_to(progress.what)
+        if progress.total is None:
+            self._bar.show_seconds(progress.done)
+        else:
+            self._bar.show_share(progress.done, progress.total)
+
+    def close(self) -> None:
+        """Nothing of the bar is left."""
+        self._bar.close()
 
     def loaded(self, loaded: Loaded) -> None:
-        self._bar.clear()
+        self._bar.close()
         cut = ""
         say(f"processor: {processor_name()}")
         if loaded.context_tokens_max < loaded.model_context_tokens_max:
@@ -134,9 +143,9 @@ def run_interruptible(main: Callable[[Interrupts], Awaitable[None]]) -> int:
 
 @asynccontextmanager
 async def opened_engine(config: Config) -> AsyncIterator[Engine]:
-    bar = LoadingBar(config.model)
-    async with open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded) as engine:
-        yield engine
+    with contextlib.closing(LoadingBar(config.model)) as bar:
+        async with open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded) as engine:
+            yield engine
 
 
 async def _write_response(engine: Engine, prompt: Prompt, sampling: SamplingParams) -> str:

@@ -75,17 +75,23 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, settings: ModelSettings, *, progress: Callable[[int, int], None] | None = None
+        cls,
+        checkpoint: Checkpoint,
+        settings: ModelSettings,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
         """Read the weights into the target number format, tensor by tensor; torch computes in the calling thread alone.
 
-        progress(bytes_done, bytes_total) is called after each tensor; what it raises ends the loading.
+        progress(bytes_done, bytes_total) is called after each tensor, on_compile(sentence, seconds) every second while
+        kernels are compiled; what they raise ends the loading.
         Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there.
         """
         config = checkpoint.config
         device = pick_device(settings)
         dtype = pick_dtype(config, settings, device)
-        model = _make_model(checkpoint, settings, dtype, device)
+        model = _make_model(checkpoint, settings, dtype, device, on_compile)
         try:
             fill_slots(
                 model.slots(),
@@ -320,7 +326,13 @@ class _Step:
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
 
 
-def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> StepModel:
+def _make_model(
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    dtype: Dtype,
+    device: DeviceType,
+    on_compile: Callable[[str, float], None],
+) -> StepModel:
     """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
     demanded, for themselves or for quantized weights, and cannot be had."""
     config = checkpoint.config
@@ -331,7 +343,7 @@ def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, d
             block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
             quantization = settle_quantization(settings.quantization, block_types, dtype=dtype)
             try:
-                library = load_library(on_compile=lambda sentence: logger.info("%s", sentence))
+                library = load_library(on_compile=on_compile)
                 return NativeModel(
                     config,
                     library,

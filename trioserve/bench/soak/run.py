@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import statistics
 import sys
@@ -30,12 +29,13 @@ from trioserve.bench.soak.plan import Moment, SoakPlan, SoakRequest, Way
 from trioserve.bench.soak.report import SoakReport, soak_json, soak_text
 from trioserve.bench.soak.settings import SoakSettings
 from trioserve.bench.soak.verdict import MEMORY, Ended, Evidence, SoakFigures, is_quiet, missing_series
+from trioserve.trio_tools.progress import ProgressLine
 
 __all__ = ["Soaked", "main", "soak"]
 
 PATH = "/v1/completions"
 SCRAPE_PERIOD_SECONDS = 2.0
-LOG_SCRAPES = 15  # off a terminal, a line of progress after so many
+LOG_SECONDS = 30.0  # off a terminal, between two lines of progress: it may go on for hours
 QUIET_SECONDS_MAX = 30.0  # a server that is not at rest by then is not coming to rest
 QUIET_PERIOD_SECONDS = 0.2
 FIRST_TOKEN_SECONDS = 0.5  # until the warm-up has shown how long the first token takes
@@ -237,28 +237,19 @@ class _Soak:
     async def _watch(self, request_count: int, unit: str) -> None:
         """Take the memory, and show how many requests there were of so many."""
         began_at = trio.current_time()
-        is_terminal = self._progress.isatty()
-        try:
-            for number in itertools.count(1):
+        with ProgressLine(self._progress, log_seconds=LOG_SECONDS, clock=trio.current_time) as line:
+            while True:
                 await trio.sleep(SCRAPE_PERIOD_SECONDS)
                 scrape = await self._scrape()
                 memory = None if scrape is None else scrape.total(MEMORY)
                 if memory is not None:
                     self._memory.append((trio.current_time(), memory))
-                if is_terminal or number % LOG_SCRAPES == 0:
-                    elapsed_seconds = trio.current_time() - began_at
-                    resident = "memory unknown" if memory is None else f"{memory / 2**20:.0f} MiB resident"
-                    left_count = sum(one.left for one in self._ended)
-                    line = (
-                        f"{len(self._ended)}/{request_count} {unit}, {left_count} left, {resident}, "
-                        f"{elapsed_seconds:.0f} s"
-                    )
-                    self._progress.write(f"\r\x1b[K{line}" if is_terminal else f"{line}\n")
-                    self._progress.flush()
-        finally:
-            if is_terminal:
-                self._progress.write("\r\x1b[K")
-                self._progress.flush()
+                elapsed_seconds = trio.current_time() - began_at
+                resident = "memory unknown" if memory is None else f"{memory / 2**20:.0f} MiB resident"
+                left_count = sum(one.left for one in self._ended)
+                line.show(
+                    f"{len(self._ended)}/{request_count} {unit}, {left_count} left, {resident}, {elapsed_seconds:.0f} s"
+                )
 
     # --- the load ---
 

@@ -36,6 +36,7 @@ from trioserve.bench.structured.report import (
 )
 from trioserve.bench.structured.schema_set import NamedSchema, read_schemas
 from trioserve.bench.structured.settings import StructuredBenchSettings
+from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["main", "measure_structured"]
 
@@ -192,12 +193,12 @@ class _Run:
                 self._judged.append(
                     JudgedSchema(named.name, named.group, verdict, reason, seconds, response.token_count)
                 )
-                if len(self._judged) % 50 == 0:
-                    print(f"{len(self._judged)} of {len(schemas)} schemas", file=self._progress, flush=True)
+                bar.show_share(len(self._judged), len(schemas))
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(self._settings.concurrency):
-                nursery.start_soon(worker)
+        with ProgressBar("judging", self._progress, unit="schemas", clock=trio.current_time) as bar:
+            async with trio.open_nursery() as nursery:
+                for _ in range(self._settings.concurrency):
+                    nursery.start_soon(worker)
 
     def _verdict(self, judge: Judge, named: NamedSchema, response: _Written) -> tuple[Verdict, str]:
         if response.status == 400:

@@ -34,11 +34,12 @@ from trioserve.bench.survive.processes import NotReady
 from trioserve.bench.survive.report import SurviveReport, survive_json, survive_text
 from trioserve.bench.survive.settings import SurviveSettings
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.progress import ProgressLine
 
 __all__ = ["main", "survive"]
 
 EXAMPLES_MAX = 10
-PROGRESS_SECONDS = 15.0
+PROGRESS_SECONDS = 1.0
 
 
 def main(settings: SurviveSettings) -> int:
@@ -151,10 +152,11 @@ class _Pass:
         self.pauses[request.index] = heard.pause_seconds
 
     async def _show_progress(self, count: int) -> None:
-        while True:
-            await trio.sleep(PROGRESS_SECONDS)
-            done = len(self.contents) + len(self.failures)
-            print(f"{self._name}: {done}/{count} requests, {len(self.failures)} failed", file=sys.stderr, flush=True)
+        with ProgressLine(clock=trio.current_time) as line:
+            while True:
+                await trio.sleep(PROGRESS_SECONDS)
+                done = len(self.contents) + len(self.failures)
+                line.show(f"{self._name}: {done}/{count} requests, {len(self.failures)} failed")
 
 
 async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveReport:

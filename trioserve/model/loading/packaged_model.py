@@ -27,7 +27,7 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["PACKAGED_MODELS", "PackagedModel", "find_packaged", "models_folder", "pull_packaged"]
+__all__ = ["PACKAGED_MODELS", "PackagedModel", "Progress", "find_packaged", "models_folder", "pull_packaged"]
 
 Progress = Callable[[int, int], None]
 

@@ -1,0 +1,124 @@
+"""How far something is: one line in a terminal, and a few in a log."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+
+from trioserve.trio_tools.progress import ProgressBar, ProgressLine
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture(autouse=True)
+def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_log_has_a_line_at_once_and_then_one_in_ten_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with ProgressBar("fetching it", stream, clock=clock) as bar:
+        for second in range(35):
+            clock.seconds = second
+            bar.show_share(second * 1_000_000, 100_000_000)
+    assert stream.getvalue().splitlines() == [
+        "fetching it",
+        "fetching it:  10 %  10 of 100 MB",
+        "fetching it:  20 %  20 of 100 MB",
+        "fetching it:  30 %  30 of 100 MB",
+    ]
+
+
+def test_what_is_over_at_once_is_one_line_of_a_log() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with ProgressBar("loading it", stream, clock=clock) as bar:
+        for done in range(101):
+            clock.seconds += 0.05
+            bar.show_share(done, 100)
+    assert stream.getvalue() == "loading it\n"
+
+
+def test_a_terminal_has_one_line_that_is_written_over_and_then_gone() -> None:
+    stream, clock = Terminal(), Clock()
+    with ProgressBar("simulating", stream, unit="histories", clock=clock) as bar:
+        clock.seconds = 1
+        bar.show_share(1_000, 4_000, "7 a second")
+    assert stream.getvalue() == (
+        "\r\x1b[Ksimulating ..."
+        f"\r\x1b[Ksimulating [{'#' * 5}{'.' * 15}]  25 %  1,000 of 4,000 histories, 7 a second"
+        "\r\x1b[K"
+    )
+
+
+def test_a_terminal_is_not_written_to_for_each_of_many_steps() -> None:
+    stream, clock = Terminal(), Clock()
+    with ProgressLine(stream, clock=clock) as line:
+        for step in range(1_000):
+            clock.seconds = step / 1_000
+            line.show(f"step {step}")
+    assert stream.getvalue().count("step") == 10
+
+
+def test_a_line_never_goes_on_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = Terminal()
+    with ProgressLine(stream, clock=Clock()) as line:
+        line.show("x" * 100)
+    assert stream.getvalue().count("x") == 19
+
+
+def test_what_has_no_known_end_tells_its_seconds() -> None:
+    stream, clock = Terminal(), Clock()
+    with ProgressBar("loading it", stream, clock=clock) as bar:
+        bar.turn_to("compiling")
+        clock.seconds = 3
+        bar.show_seconds(2.6)
+    assert stream.getvalue().split("\r\x1b[K")[2:] == ["compiling ...", "compiling ... 3 s", ""]
+
+
+def test_nothing_is_seen_after_the_end_and_the_end_comes_twice() -> None:
+    stream, clock = Terminal(), Clock()
+    line = ProgressLine(stream, clock=clock)
+    line.show("one")
+    line.close()
+    clock.seconds = 1
+    line.show("two")
+    line.close()
+    assert stream.getvalue() == "\r\x1b[Kone\r\x1b[K"
+
+
+def test_a_terminal_that_cannot_write_over_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with ProgressBar("loading it", stream, clock=Clock()):
+        pass
+    assert stream.getvalue() == "loading it\n"
+
+
+def test_a_line_that_stays_takes_the_place_of_the_other() -> None:
+    stream = Terminal()
+    with ProgressLine(stream, clock=Clock()) as line:
+        line.show("half")
+        line.say("round 1: 7 ms")
+    assert stream.getvalue() == "\r\x1b[Khalf\r\x1b[Kround 1: 7 ms\n"
+
+
+def test_it_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar("loading it"):
+        pass
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"loading it{os.linesep}")

@@ -1,0 +1,130 @@
+"""How far something long is, for a person: one line that is written over in a terminal, and in a log a line now and
+then. On stderr, so that what a program prints stays clean."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+__all__ = ["LOG_SECONDS", "ProgressBar", "ProgressLine"]
+
+LOG_SECONDS = 10.0
+TERMINAL_SECONDS = 0.1
+BAR_CELLS = 20
+MEGABYTE = 1_000_000
+
+
+class ProgressLine:
+    """A text that changes. Leaving clears it; what is shown after that is not seen. From any thread.
+
+    stream: None is stderr. log_seconds: from one line of a log to the next. clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        log_seconds: float = LOG_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._period = TERMINAL_SECONDS if self.is_terminal else log_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shows_at = clock() + (0.0 if self.is_terminal else log_seconds)
+        self._is_shown = self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what is shown now is seen."""
+        return self._clock() >= self._shows_at
+
+    def show(self, text: str, *, now: bool = False) -> None:
+        """Unless the last one was shown a moment ago. now: in any case."""
+        with self._lock:
+            at = self._clock()
+            if self._is_closed or (at < self._shows_at and not now):
+                return
+            self._shows_at = at + self._period
+            if self.is_terminal:
+                columns = shutil.get_terminal_size().columns
+                self._write(f"\r\x1b[K{text[: columns - 1]}")  # one that went on below could not be written over
+                self._is_shown = True
+            else:
+                self._write(f"{text}\n")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        with self._lock:
+            self._clear()
+            self._write(f"{text}\n")
+
+    def close(self) -> None:
+        """Nothing of it is left in a terminal."""
+        with self._lock:
+            self._clear()
+            self._is_closed = True
+
+    def _clear(self) -> None:
+        if self._is_shown:
+            self._write("\r\x1b[K")
+            self._is_shown = False
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class ProgressBar(ProgressLine):
+    """what: "fetching smollm2", said at once. unit: of what is counted; None: bytes, told in MB."""
+
+    def __init__(
+        self,
+        what: str,
+        stream: TextIO | None = None,
+        *,
+        unit: str | None = None,
+        log_seconds: float = LOG_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(stream, log_seconds=log_seconds, clock=clock)
+        self._what = what
+        self._unit = unit
+        self.show(f"{what} ..." if self.is_terminal else what, now=True)
+
+    def turn_to(self, what: str) -> None:
+        """Something else is done from now on."""
+        if what != self._what:
+            self._what = what
+            self.show(f"{what} ..." if self.is_terminal else what, now=True)
+
+    def show_share(self, done: float, total: int, more: str = "") -> None:
+        """more: said behind it."""
+        if not self.is_due:
+            return
+        share = min(done / max(total, 1), 1.0)
+        filled = int(BAR_CELLS * share)
+        bar = f" [{'#' * filled}{'.' * (BAR_CELLS - filled)}]" if self.is_terminal else ":"
+        counted = f"{done:,.0f} of {total:,} {self._unit}"
+        if self._unit is None:
+            counted = f"{done / MEGABYTE:,.0f} of {total / MEGABYTE:,.0f} MB"
+        self.show(f"{self._what}{bar} {int(100 * share):3d} %  {counted}{more and ', '}{more}")
+
+    def show_seconds(self, seconds: float) -> None:
+        """How long it has taken so far, where nobody knows how much is left."""
+        self.show(f"{self._what} ... {seconds:.0f} s")
