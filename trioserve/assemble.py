@@ -323,6 +323,8 @@ class _Opening:
                 batch_invariant=self._is_batch_invariant,
                 fingerprint=self._fingerprint,
                 executor=self._executor,
+                family=_family(checkpoint),
+                weight_bytes=checkpoint.weight_bytes,
             ),
             core=core,
             steps=steps,
@@ -535,6 +537,10 @@ def _fingerprint(
             config.reasoning_parser,
         ),
     )
+
+
+def _family(checkpoint: Checkpoint | EncoderDirectory) -> str:
+    return checkpoint.config.family if isinstance(checkpoint, EncoderDirectory) else checkpoint.config.architecture
 
 
 def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PooledModel:

@@ -212,6 +212,9 @@ class Model:
     fingerprint: str | None = None
     created_at = 1_700_000_000
     vocab_size = 0x110000
+    family: str | None = "alphabet"
+    weight_bytes = 26
+    pooled = None
 
 
 class ScriptedEngine:

@@ -13,7 +13,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.output import Delta
 
 CHAT = "/v1/chat/completions"
-OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json", "/")
+OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json", "/", "/api/version")
 
 
 def counted(api: Any) -> dict[tuple[str, str], float]:

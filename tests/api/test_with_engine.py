@@ -65,12 +65,16 @@ async def test_deep_json_in_tool_arguments_is_the_clients_error(
         (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
         (COMPLETIONS, {"prompt": "Hi"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+        ("/v1/responses", {"model": "letters", "input": "Hi", "store": False}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/api/generate", {"prompt": "Hi"}),
     ],
 )
 async def test_what_a_request_does_not_say_of_sampling_is_the_models_default(api: Any, path: str, fields: Any) -> None:
     api.engine.default_sampling = SamplingParams(temperature=0.2, top_p=0.9, top_k=7)
     for said, expect in (({}, (0.2, 0.9, 7)), ({"temperature": 1, "top_p": 1}, (1, 1, 7))):
-        await api.context("POST", path, fields | said)
+        exchange = await api.context("POST", path, fields | ({"options": said} if path.startswith("/api/") else said))
+        assert exchange.status == 200, exchange.data
         sampling = api.engine.streams[-1].sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == expect
 

@@ -23,7 +23,11 @@ HERE = Path(__file__).parent
 CLIENTS: dict[str, Any] = tomllib.loads((HERE / "clients.toml").read_text(encoding="utf-8"))
 ENVIRONMENTS = Path(os.environ.get("TRIOSERVE_CLIENTS", HERE.parents[1] / "build" / "clients"))
 SECONDS_MAX = 280  # for the slowest to import what it needs, on a shared machine
-AT_HAND = {"openai": "openai", "anthropic": "anthropic"}  # by the beginning of a script's name, what `make test` has
+AT_HAND = {
+    "openai": "openai",
+    "anthropic": "anthropic",
+    "ollama": "ollama",
+}  # by the beginning of a script's name, what `make test` has
 FAMILIES = (
     "deepseek_v3",
     "deepseek_v31",

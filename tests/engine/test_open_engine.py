@@ -93,8 +93,13 @@ class Checkpoint:
     gguf_metadata = None
     tokenizer_directory = Path("nowhere")
     sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
+    weight_bytes = 1
     config = types.SimpleNamespace(
-        vocab_size=BYTE_VOCAB_SIZE, eos_token_ids=(END_TOKEN_ID,), context_tokens_max=128, hidden_size=8
+        architecture="llama",
+        vocab_size=BYTE_VOCAB_SIZE,
+        eos_token_ids=(END_TOKEN_ID,),
+        context_tokens_max=128,
+        hidden_size=8,
     )
 
 

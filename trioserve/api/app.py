@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 import trio
 
-from trioserve.api.anthropic.surface import surface_of
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
@@ -19,6 +18,7 @@ from trioserve.api.http_counts import HttpCounts
 from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
+from trioserve.api.surfaces import surface_of
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.http.message_head import printable

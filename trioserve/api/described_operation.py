@@ -18,7 +18,8 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
 
     response: type of the JSON with status 200, or the media type of what is no JSON. event: the type of a stream's
     events when the body has `"stream": true`; named_events: the types of those of such a stream where each event has a
-    name; kinds: the types of those of a stream that is the whole response. errors: statuses that come with an `error`.
+    name; kinds: the types of those of a stream that is the whole response; line: the type of the lines of a stream that
+    comes unless the body has `"stream": false`. errors: statuses that come with an `error`.
     ranges: of the numbers of the body, by field, or by "Type.field" of a type inside of it. refused: its fields that
     must be empty, and why. body_media: media type of the body. path_parameter: what it is. query: what each parameter
     means, and its schema.
@@ -32,6 +33,7 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     event: type | None = None
     named_events: tuple[type, ...] = ()
     kinds: tuple[type, ...] = ()
+    line: type | None = None
     errors: tuple[int, ...] = (400,)
     error: type = Error
     ranges: Mapping[str, Range] = {}

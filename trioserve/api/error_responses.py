@@ -64,6 +64,13 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.message) > MESSAGE_CHARACTERS_MAX:
             msgspec.structs.force_setattr(self, "message", self.message[:MESSAGE_CHARACTERS_MAX] + " ...")
 
+    @property
+    def placed_message(self) -> str:
+        """The message with the place in it, for an API that has no field for that."""
+        if self.param is None or self.message.startswith(self.param):
+            return self.message
+        return f"{self.param}: {self.message}"
+
     def body(self) -> dict[str, dict[str, str | None]]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 

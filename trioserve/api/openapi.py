@@ -16,6 +16,7 @@ from trioserve.api.described_operation import DescribedOperation
 from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
 from trioserve.api.embeddings.request_types import PooledBody
 from trioserve.api.files.descriptions import OPERATIONS as FILE_OPERATIONS
+from trioserve.api.ollama.descriptions import OPERATIONS as OLLAMA_OPERATIONS
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.page.descriptions import OPERATIONS as PAGE_OPERATIONS
@@ -40,6 +41,7 @@ OPERATIONS = (
     | BATCH_OPERATIONS
     | STREAM_OPERATIONS
     | PAGE_OPERATIONS
+    | OLLAMA_OPERATIONS
 )
 REF = "#/components/schemas/{name}"
 TAKEN_BY_SOME = ("truncate_prompt_tokens",)
@@ -158,6 +160,12 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
             "with a colon keep the connection alive.",
             "x-event": {"anyOf": [_ref(described.event), _ref(described.error)]},
         }
+    if described.line is not None:
+        content["application/x-ndjson"] = {
+            "x-description": 'Unless "stream" is false. Each line is JSON as in x-line. If the response could not be '
+            "completed, the last one is an error. Spaces before a line keep the connection alive.",
+            "x-line": {"anyOf": [_ref(described.line), _ref(described.error)]},
+        }
     if described.named_events:
         content["text/event-stream"] = {
             "x-description": 'With "stream": true. Each event is a line "event: NAME" and a line "data: JSON", where '
@@ -184,7 +192,14 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
 def _components() -> dict[str, Any]:
     used: dict[str, type] = {}
     for described in OPERATIONS.values():
-        kinds = (described.body, described.response, described.event, described.not_ready, described.error)
+        kinds = (
+            described.body,
+            described.response,
+            described.event,
+            described.line,
+            described.not_ready,
+            described.error,
+        )
         for kind in (*kinds, *described.kinds, *described.named_events):
             if isinstance(kind, type):
                 used[kind.__name__] = kind

@@ -69,14 +69,16 @@ class Responder:
         self.status = status
         await self.exchange.respond(status, self._head(content_type, headers), body)
 
-    async def start_events(self, headers: tuple[tuple[str, str], ...] = ()) -> None:
+    async def start_events(
+        self, headers: tuple[tuple[str, str], ...] = (), *, media_type: str = "text/event-stream; charset=utf-8"
+    ) -> None:
         """Send the head of a streamed response, whose events go to the exchange; the client has the request's id
         now."""
         self.status = 200
         self._streaming = True
         # Buffering proxies (nginx) would hold tokens back.
         headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
-        await self.exchange.start(200, self._head("text/event-stream; charset=utf-8", headers))
+        await self.exchange.start(200, self._head(media_type, headers))
 
     async def start_bytes(self, content_type: str, *, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Send the head of a response whose bytes go to the exchange piece by piece."""

@@ -32,6 +32,9 @@ from trioserve.api.error_responses import HandedOver
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
+from trioserve.api.ollama.embeddings import embed, embed_one
+from trioserve.api.ollama.generation import chat, generate
+from trioserve.api.ollama.models import list_running, list_tags, read_api_version, show_model
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
@@ -117,6 +120,16 @@ ROUTES = {
         Route(path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
         Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
         Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
+        Route(path="/api/chat", operations={"POST": chat}),
+        Route(path="/api/generate", operations={"POST": generate}),
+        Route(path="/api/embed", operations={"POST": embed}),
+        Route(path="/api/embeddings", operations={"POST": embed_one}),
+        Route(path="/api/tags", operations={"GET": list_tags}),
+        Route(path="/api/ps", operations={"GET": list_running}),
+        Route(path="/api/show", operations={"POST": show_model}),
+        Route[RequestContext](
+            path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True
+        ),
         Route[RequestContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
         Route(path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
     )

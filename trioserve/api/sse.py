@@ -7,7 +7,7 @@ import msgspec
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.contracts.output import Delta
 
-__all__ = ["DONE", "ChunkWriter", "encode", "error_event", "one_line_json", "transfer_field"]
+__all__ = ["DONE", "ChunkWriter", "data_event", "encode", "error_event", "one_line_json", "transfer_field"]
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of events skips."""
@@ -56,7 +56,12 @@ def one_line_json(value: object) -> bytes:
 
 def error_event(response: ErrorResponse) -> bytes:
     """What a client gets when the response cannot be completed after it began."""
-    return b"data: " + _one_line(encode(response.body())) + b"\n\n"
+    return data_event(response.body())
+
+
+def data_event(value: object) -> bytes:
+    """An event that is nothing but this value."""
+    return b"data: " + one_line_json(value) + b"\n\n"
 
 
 def _one_line(data: bytes) -> bytes:

@@ -36,7 +36,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     weights, both batch-invariant, compute the same bits from the same tokens. batch_invariant: they depend on nothing
     else. fingerprint: names all that decides about the tokens of a response, so that servers with the same one go on
     with each other's; None: nobody has looked.
-    executor: what computes, in a few words for people."""
+    executor: what computes, in a few words for people. family: which model it is a checkpoint of, such as "llama".
+    weight_bytes: of its weights, as they are stored; 0 where nobody has looked."""
 
     served_names: tuple[str, ...]
     source: str
@@ -49,6 +50,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
     fingerprint: str | None = None
     executor: str | None = None
+    family: str | None = None
+    weight_bytes: int = 0
 
     def pooled_tokens_max(self, params: PoolingParams) -> int:
         """Tokens that an input may have."""

@@ -3,16 +3,21 @@ version header."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.sse import encode, one_line_json
-from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
+from trioserve.api.surface import REQUEST_ID_HEADER
 
-if TYPE_CHECKING:
-    from trioserve.http.exchange import Exchange
-
-__all__ = ["ANTHROPIC", "MESSAGES_PATH", "AnthropicSurface", "ResumableSurface", "error_type", "event", "surface_of"]
+__all__ = [
+    "ANTHROPIC",
+    "MESSAGES_PATH",
+    "VERSION_HEADER",
+    "AnthropicSurface",
+    "ResumableSurface",
+    "error_type",
+    "event",
+]
 
 MESSAGES_PATH = "/v1/messages"
 VERSION_HEADER = "anthropic-version"
@@ -49,11 +54,8 @@ class AnthropicSurface:
         return event("error", self._described(error, request_id))
 
     def _described(self, error: ErrorResponse, request_id: str) -> dict[str, Any]:
-        message = error.message
-        if error.param is not None and not message.startswith(error.param):
-            message = f"{error.param}: {message}"  # there is no field of its own for the place
         kind = error_type(self.status(error))
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        return {"type": "error", "error": {"type": kind, "message": error.placed_message}, "request_id": request_id}
 
 
 class ResumableSurface(AnthropicSurface):
@@ -76,11 +78,3 @@ def error_type(status: int) -> str:
 def event(name: str, value: object) -> bytes:
     """One event of a stream. Clients go by the name on the first line, which the value repeats as its type."""
     return b"event: " + name.encode() + b"\ndata: " + one_line_json(value) + b"\n\n"
-
-
-def surface_of(exchange: Exchange) -> Surface:
-    """As which API a request is to be answered, whether or not there is something at its path."""
-    path = exchange.path
-    if path.startswith(MESSAGES_PATH) and path[len(MESSAGES_PATH) :][:1] in ("", "/"):
-        return ANTHROPIC
-    return ANTHROPIC if VERSION_HEADER in exchange.headers else OPENAI

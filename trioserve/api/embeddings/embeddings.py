@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import trio
@@ -18,7 +18,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import INPUTS_MAX, Pooled
 from trioserve.contracts.prompt import Prompt
 
-__all__ = ["create_embeddings"]
+__all__ = ["create_embeddings", "joined_vectors"]
 
 PIECE_NUMBERS_MAX = 20_000  # written in a few milliseconds; after as many, others get their turn
 
@@ -38,7 +38,7 @@ async def create_embeddings(context: RequestContext) -> None:
         name_of=lambda index: name if is_one else f"input[{index}]",
         add_special_tokens=body.add_special_tokens is not False,
     )
-    data = await _written(response.pooled, as_base64=body.encoding_format == "base64")
+    data = await joined_vectors(response.pooled, _as_base64 if body.encoding_format == "base64" else _as_numbers)
     head = encode(
         {
             "id": f"embd-{context.request_id}",
@@ -73,12 +73,24 @@ def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
     return cast("list[Prompt]", given)
 
 
-async def _written(vectors: Sequence[Pooled], *, as_base64: bool) -> bytes:
+def _as_base64(index: int, vector: Pooled) -> bytes:
+    return _embedding(index, b'"%b"' % base64.b64encode(vector.data))
+
+
+def _as_numbers(index: int, vector: Pooled) -> bytes:
+    return _embedding(index, encode(vector.values()))
+
+
+def _embedding(index: int, value: bytes) -> bytes:
+    return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, value)
+
+
+async def joined_vectors(vectors: Sequence[Pooled], written: Callable[[int, Pooled], bytes]) -> bytes:
+    """What `written` makes of each vector and its index, with commas between. Others get their turns meanwhile."""
     pieces: list[bytes] = []
     number_count = 0
     for index, vector in enumerate(vectors):
-        value = b'"%b"' % base64.b64encode(vector.data) if as_base64 else encode(vector.values())
-        pieces.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, value))
+        pieces.append(written(index, vector))
         number_count += len(vector)
         if number_count >= PIECE_NUMBERS_MAX:
             number_count = 0

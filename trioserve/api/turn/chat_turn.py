@@ -31,14 +31,14 @@ from trioserve.text.response_parts import ResponsePart
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
-    from trioserve.contracts.prompt import ChatPrompt
+    from trioserve.contracts.prompt import Prompt
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
     from trioserve.engine.request_stream import RequestStream
 
 __all__ = ["ChatTurn", "Generate", "Take", "chat_turn"]
 
-Generate = Callable[["ChatPrompt", "SamplingParams"], "RequestStream"]
+Generate = Callable[["Prompt", "SamplingParams"], "RequestStream"]
 """A request to the engine in the caller's name, as RequestContext.generate makes it."""
 
 Take = Callable[[int, list[ResponsePart], Delta], Awaitable[None]]
@@ -50,7 +50,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
     """A turn in this caller's name. resumption: None where it neither began elsewhere nor goes on there. Raises
     InvalidRequest."""
 
-    def generate(prompt: ChatPrompt, sampling: SamplingParams) -> RequestStream:
+    def generate(prompt: Prompt, sampling: SamplingParams) -> RequestStream:
         if resumption is None:
             return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut)
         return context.generate(
@@ -87,10 +87,11 @@ class ChatTurn:
         families = engine.families
         has_tools = bool(self._tools)
         sampling = restrained(request, families, engine.tokenizer)
-        if families.needs_special_tokens(has_tools=has_tools):
+        self.is_plain = request.plain_prompt is not None or not families.needs_parser(has_tools=has_tools)
+        if not self.is_plain and families.needs_special_tokens(has_tools=has_tools):
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-        self.is_plain = not families.needs_parser(has_tools=has_tools)
-        self.stream = generate(request.prompt(), sampling)
+        plain = request.plain_prompt
+        self.stream = generate(request.prompt() if plain is None else plain, sampling)
         self.choices: list[TurnChoice] = []
 
     async def __aenter__(self) -> ChatTurn:
@@ -137,12 +138,14 @@ class ChatTurn:
 
         await read_streams([self.stream], take_delta, keep_alive=keep_alive)
 
-    async def collect(self) -> list[CollectedChoice]:
-        """Every choice, complete, with what was known of it. Raises what `read` raises."""
+    async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
+        """Every choice, complete, with what was known of it. note: called when a delta comes. Raises what `read`
+        raises."""
         collected = [CollectedChoice() for _ in self.choices]
         await self.skip_known(lambda parts, delta: collected[delta.index].take(self.choices[delta.index], parts, delta))
 
         async def take(index: int, parts: list[ResponsePart], delta: Delta) -> None:
+            note(delta)
             collected[index].take(self.choices[index], parts, delta)
 
         await self.read(take)

@@ -24,6 +24,8 @@ __all__ = ["restrained"]
 def restrained(request: TurnRequest, families: ResponseFamilies, tokenizer: Tokenizer) -> SamplingParams:
     """The turn's sampling with all of it. A form begins behind the thought of a model that thinks aloud; and such a
     thought can be ended, by its budget or from outside, whether or not there is a budget. Raises InvalidRequest."""
+    if request.plain_prompt is not None:
+        return msgspec.structs.replace(request.sampling, structured=request.structured)
     form = _form(request, families, tokenizer)
     tags = families.thought_tags
     if form is not None and form is request.structured and families.content_begin is not None:

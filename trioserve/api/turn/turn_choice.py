@@ -20,7 +20,7 @@ from trioserve.text.response_parts import (
     ToolCallEnd,
 )
 
-__all__ = ["CollectedChoice", "ToolCall", "TurnChoice", "TurnFinish"]
+__all__ = ["CollectedChoice", "OpenCalls", "ToolCall", "TurnChoice", "TurnFinish"]
 
 TurnFinish = Literal["stop", "length", "tool_calls"]
 
@@ -103,6 +103,25 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+class OpenCalls:
+    """Calls whose parts come one by one."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[ToolCallBegin, list[str]]] = {}
+
+    def take(self, part: ResponsePart) -> ToolCall | None:
+        """The call that this part completes, if it does."""
+        if isinstance(part, ToolCallBegin):
+            self._open[part.index] = (part, [])
+        elif isinstance(part, ToolCallArguments):
+            self._open[part.index][1].append(part.text)
+        elif isinstance(part, ToolCallEnd):
+            begin, pieces = self._open.pop(part.index)
+            assert begin.id is not None
+            return ToolCall(id=begin.id, name=begin.name, arguments="".join(pieces))
+        return None
+
+
 class CollectedChoice:
     """One choice, put together from its parts. tool_calls: the complete ones; one that was cut off is left out."""
 
@@ -116,7 +135,7 @@ class CollectedChoice:
         self.stop_reason: int | str | None = None
         self.kv_transfer: KVTransferParams | None = None
         self.reasoning_token_count = 0
-        self._open: dict[int, tuple[ToolCallBegin, list[str]]] = {}
+        self._open = OpenCalls()
 
     @property
     def content(self) -> str | None:
@@ -136,14 +155,8 @@ class CollectedChoice:
                 self.contents.append(part.text)
             elif isinstance(part, ReasoningText):
                 self.reasonings.append(part.text)
-            elif isinstance(part, ToolCallBegin):
-                self._open[part.index] = (part, [])
-            elif isinstance(part, ToolCallArguments):
-                self._open[part.index][1].append(part.text)
-            else:
-                begin, pieces = self._open.pop(part.index)
-                assert begin.id is not None
-                self.tool_calls.append(ToolCall(id=begin.id, name=begin.name, arguments="".join(pieces)))
+            elif (call := self._open.take(part)) is not None:
+                self.tool_calls.append(call)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:

@@ -65,7 +65,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: in the shape of OpenAI's chat API, checked with messages.check_messages; tool calls in "tool_calls", their
     results in messages of the role "tool". tools: as there, {"type": "function", "function": {"name", "description",
     "parameters", "strict"}}; those that tool_choice excludes may be among them. structured: the form of the text that
-    is no thought and no call. template_arguments: the caller's own go before those of `reasoning`.
+    is no thought and no call. template_arguments: the caller's own go before those of `reasoning`. plain_prompt: a text
+    in the place of messages, for which there is no template; all of its response is content.
     priority, cache_salt, kv_transfer_params, cut: see Engine.generate.
     """
 
@@ -85,6 +86,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = NO_DEADLINES
     kv_transfer_params: KVTransferParams | None = None
     cut: Cut | None = None
+    plain_prompt: str | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -97,6 +99,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [tool for tool in self.tools if tool["function"]["name"] in choice.allowed] or None
 
     def prompt(self) -> ChatPrompt:
+        """Of one that has messages."""
         return ChatPrompt(
             messages=self.messages,
             tools=self.offered_tools,

@@ -1,0 +1,64 @@
+"""POST /api/embed and /api/embeddings: texts in, a vector for each out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.api.embeddings.embeddings import joined_vectors
+from trioserve.api.embeddings.pooling import pool
+from trioserve.api.ollama.answer import nanoseconds
+from trioserve.api.ollama.models import model_asked
+from trioserve.api.ollama.request_types import OllamaEmbedBody, OllamaEmbeddingsBody
+from trioserve.api.openai.request_types import check_cache_salt
+from trioserve.api.request_context import RequestContext
+from trioserve.api.sse import encode
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
+
+if TYPE_CHECKING:
+    from trioserve.contracts.pooling import Pooled
+
+__all__ = ["embed", "embed_one"]
+
+
+async def embed(context: RequestContext) -> None:
+    """Vectors have the length 1, whatever the model's makers recommend."""
+    began_at = trio.current_time()
+    body = await context.body(OllamaEmbedBody)
+    model = model_asked(context, body.model)
+    check_cache_salt(body.cache_salt)
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    if not 1 <= len(inputs) <= INPUTS_MAX:
+        raise InvalidRequest(f"input has {len(inputs)} entries, allowed are 1 to {INPUTS_MAX}", param="input")
+    response = await pool(
+        context,
+        body,
+        inputs,
+        PoolingParams(normalize=True, dimensions=body.dimensions),
+        name_of=lambda index: "input" if isinstance(body.input, str) else f"input[{index}]",
+    )
+    vectors = await joined_vectors(response.pooled, _numbers)
+    tail = encode(
+        {
+            "total_duration": nanoseconds(trio.current_time() - began_at),
+            "load_duration": 0,
+            "prompt_eval_count": response.usage.prompt_tokens,
+        }
+    )
+    head = encode({"model": body.model or model})
+    await context.respond_bytes(head[:-1] + b',"embeddings":[' + vectors + b"]," + tail[1:], "application/json")
+
+
+async def embed_one(context: RequestContext) -> None:
+    """The older form: one text, and its vector as the model's makers recommend."""
+    body = await context.body(OllamaEmbeddingsBody)
+    model_asked(context, body.model)
+    check_cache_salt(body.cache_salt)
+    response = await pool(context, body, [body.prompt], PoolingParams(), name_of=lambda _: "prompt")
+    await context.respond_bytes(b'{"embedding":%b}' % _numbers(0, response.pooled[0]), "application/json")
+
+
+def _numbers(_index: int, vector: Pooled) -> bytes:
+    return encode(vector.values())

@@ -1,0 +1,100 @@
+"""POST /api/chat and /api/generate: Ollama's API over the same turns as any other chat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trioserve.api.generation import KeepAlive
+from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, text_piece
+from trioserve.api.ollama.models import model_asked
+from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
+from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
+from trioserve.api.ollama.turn import chat_request, text_request
+from trioserve.api.request_context import RequestContext
+from trioserve.api.resumption import DETACH_HEADER, Resumption
+from trioserve.api.sse import data_event
+from trioserve.api.surface import OPENAI
+from trioserve.api.turn.chat_turn import chat_turn
+from trioserve.contracts.output import Delta
+
+if TYPE_CHECKING:
+    from trioserve.api.turn.turn_request import TurnRequest
+    from trioserve.text.response_parts import ResponsePart
+
+__all__ = ["chat", "generate"]
+
+
+async def chat(context: RequestContext) -> None:
+    body = await context.body(OllamaChatBody)
+    model = model_asked(context, body.model)
+    if not body.messages:
+        await _say_loaded(context, body, model, chat_piece)
+        return
+    request = chat_request(body, context.exchange.headers, context.engine, model)
+    await _answer(context, body, request, model, chat_piece)
+
+
+async def generate(context: RequestContext) -> None:
+    body = await context.body(OllamaGenerateBody)
+    model = model_asked(context, body.model)
+    if not (body.prompt or body.suffix):
+        await _say_loaded(context, body, model, text_piece)
+        return
+    request = text_request(body, context.exchange.headers, context.engine, model)
+    await _answer(context, body, request, model, text_piece)
+
+
+async def _say_loaded(context: RequestContext, body: OllamaAnswerBody, model: str, piece: Piece) -> None:
+    """As the API has it, no stream either way."""
+    await context.respond_json(loaded(_head(body, model, context.clock_and_ids.unix_seconds()), piece))
+
+
+def _head(body: OllamaAnswerBody, model: str, created: int) -> dict[str, Any]:
+    return {"model": body.model or model, "created_at": iso_time(created)}
+
+
+async def _answer(
+    context: RequestContext, body: OllamaAnswerBody, request: TurnRequest, model: str, piece: Piece
+) -> None:
+    resumption = Resumption(context, body.resume, request.sampling, is_streamed=body.is_streamed)
+    # Where others read a stream behind its client, or go on with it, it has events, with the same values.
+    has_events = resumption.is_asked or context.exchange.headers.get(DETACH_HEADER) is not None
+    written = data_event if has_events else line
+    answer = Answer(
+        _head(body, model, resumption.created),
+        piece,
+        context.engine.tokenizer,
+        wants_logprobs=bool(body.logprobs),
+        told_before=max(0.0, context.clock_and_ids.wall_clock() - resumption.created) if body.resume else 0.0,
+    )
+    async with chat_turn(context, request, resumption) as turn:
+        await turn.wait_until_begun()
+        answer.begin()
+        if body.is_streamed:
+            ids = resumption.group_ids()
+            keep_alive = context.keep_alive
+            if has_events:
+                context.surface = OPENAI
+                await context.start_events(resumption.headers([turn.stream]))
+            else:
+                keep_alive = KeepAlive(lambda: context.exchange.send(LINE_KEEP_ALIVE), context.engine.call_at)
+                await context.start_events(media_type=LINES_TYPE)
+
+            async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
+                told = answer.next(parts, delta)
+                said = b"" if told is None else written(told)
+                if ids is not None:
+                    said = ids.group(said, index, delta)
+                if said:
+                    await context.exchange.send(said)
+
+            await turn.skip_known(answer.skip)
+            await turn.read(send, keep_alive=keep_alive)
+        else:
+            [choice] = await turn.collect(answer.note)
+    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
+    if body.is_streamed:
+        end = written(answer.end(turn))
+        await context.finish(end if ids is None else ids.last(end))
+    else:
+        await context.respond_json(answer.whole(turn, choice))

@@ -1,0 +1,148 @@
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: what is served, as Ollama's clients ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import Any
+
+from trioserve.api.ollama.answer import iso_time
+from trioserve.api.ollama.request_types import OllamaShowBody
+from trioserve.api.request_context import RequestContext
+from trioserve.api.responder import Responder
+from trioserve.text.fill_in_middle import fill_in_middle
+
+__all__ = [
+    "list_running",
+    "list_tags",
+    "model_asked",
+    "model_card",
+    "read_api_version",
+    "running_card",
+    "show_model",
+    "tagged",
+    "untagged",
+]
+
+API_VERSION = "0.12.11"
+"""Of Ollama, whose API this is; clients look at it to know which fields there are."""
+
+LATEST = ":latest"
+NEVER = "9999-12-31T23:59:59Z"  # when a model that stays loaded is unloaded
+
+
+def tagged(name: str) -> str:
+    """The model's name as the API shows it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def untagged(asked: str | None, served: Iterable[str]) -> str | None:
+    """The name that is asked for, as it is served."""
+    if asked is None or asked in served or not asked.endswith(LATEST):
+        return asked
+    return asked.removesuffix(LATEST)
+
+
+def model_asked(context: RequestContext, asked: str | None) -> str:
+    """The name of the model, as it is called here. Raises UnknownModel, InvalidRequest."""
+    return context.model_name(untagged(asked, context.engine.model.served_names))
+
+
+def model_card(
+    name: str, *, made_at: int, identity: str, family: str | None = None, weight_bytes: int = 0
+) -> dict[str, Any]:
+    """identity: what tells models apart that have the same name; its digest is shown."""
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": iso_time(made_at),
+        "size": weight_bytes,
+        "digest": sha256(identity.encode("utf-8", "surrogatepass")).hexdigest(),
+        "details": details_of(family),
+    }
+
+
+def details_of(family: str | None) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": family or "",
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def running_card(card: dict[str, Any], *, context_length: int = 0) -> dict[str, Any]:
+    """The same of a model that is loaded."""
+    loaded = {name: value for name, value in card.items() if name != "modified_at"}
+    return {**loaded, "expires_at": NEVER, "size_vram": 0, "context_length": context_length}
+
+
+async def list_tags(context: RequestContext) -> None:
+    await context.respond_json({"models": _cards(context)})
+
+
+async def list_running(context: RequestContext) -> None:
+    length = context.engine.model.context_tokens_max
+    await context.respond_json({"models": [running_card(card, context_length=length) for card in _cards(context)]})
+
+
+def _cards(context: RequestContext) -> list[dict[str, Any]]:
+    model = context.engine.model
+    identity = model.fingerprint or f"{model.source} {model.created_at}"
+    return [
+        model_card(
+            name,
+            made_at=model.created_at,
+            identity=identity,
+            family=model.family,
+            weight_bytes=model.weight_bytes,
+        )
+        for name in model.served_names
+    ]
+
+
+async def show_model(context: RequestContext) -> None:
+    body = await context.body(OllamaShowBody)
+    model_asked(context, body.model or body.name)
+    engine = context.engine
+    model = engine.model
+    family = model.family or "unknown"
+    template = engine.tokenizer.chat_template
+    facts: dict[str, Any] = {
+        "general.architecture": family,
+        f"{family}.context_length": model.context_tokens_max,
+        f"{family}.vocab_size": model.vocab_size,
+    }
+    if model.pooled is not None:
+        facts[f"{family}.embedding_length"] = model.pooled.embedding_size
+    await context.respond_json(
+        {
+            "modelfile": f"FROM {model.source}\n",
+            "parameters": f"num_ctx {model.context_tokens_max}",
+            "template": "" if template is None else template.source,
+            "details": details_of(model.family),
+            "model_info": facts,
+            "capabilities": _capabilities(context),
+            "modified_at": iso_time(model.created_at),
+        }
+    )
+
+
+def _capabilities(context: RequestContext) -> list[str]:
+    engine = context.engine
+    pooled = engine.model.pooled
+    continues = pooled is None or not pooled.is_encoder
+    has = {
+        "completion": continues,
+        "tools": continues and engine.families.tool_family is not None,
+        "thinking": continues and engine.families.reasoning_family is not None,
+        "insert": continues and fill_in_middle(engine.tokenizer) is not None,
+        "embedding": pooled is not None and not pooled.scores_pairs,
+    }
+    return [name for name, is_there in has.items() if is_there]
+
+
+async def read_api_version(context: Responder) -> None:
+    await context.respond_json({"version": API_VERSION})

@@ -1,0 +1,94 @@
+"""From `options` and `format` of a body to sampling: what is taken under another name, and what is refused. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.api.ollama.request_types import NUM_PREDICT_MIN, OllamaAnswerBody, OllamaOptions
+from trioserve.api.turn.messages import check_shape
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.structured_output import StructuredOutput
+
+__all__ = ["form_of", "sampling_of"]
+
+SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+OWN_NAMES = {"repetition_penalty": "options.repeat_penalty", "logprobs": "top_logprobs"}
+NO_PENALTIES: dict[str, object] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+ANY_SEED = -1
+ALL_TOKENS = -1
+
+# What there is not, and the values with which it asks for nothing.
+REFUSED = {
+    "mirostat": ((0,), "there is no mirostat here: leave it out, or send 0"),
+    "typical_p": ((1,), "there is no typical sampling here: leave it out, or send 1"),
+    "tfs_z": ((1,), "there is no tail free sampling here: leave it out, or send 1"),
+}
+
+
+def sampling_of(body: OllamaAnswerBody, defaults: SamplingParams, *, context_tokens_max: int) -> SamplingParams:
+    """The server's defaults with what the body says. A request for as many tokens as the context has or more asks for
+    as many as fit. Raises InvalidRequest, naming the field."""
+    options = body.options or OllamaOptions()
+    for name, (neutral, reason) in REFUSED.items():
+        if getattr(options, name) not in (None, *neutral):
+            raise InvalidRequest(f"options.{name} is {getattr(options, name)}, and {reason}", param=f"options.{name}")
+    given: dict[str, object] = {name: value for name in SAME_NAMES if (value := getattr(options, name)) is not None} | {
+        "n": 1,
+        "prompt_logprobs": None,
+        "logprobs": _logprobs(body),
+    }
+    if options.repeat_penalty is not None:
+        given["repetition_penalty"] = options.repeat_penalty
+    if options.seed not in (None, ANY_SEED):
+        given["seed"] = options.seed
+    if options.stop is not None:
+        given["stop"] = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop)
+    if options.num_predict is not None:
+        given["max_tokens"] = _tokens_max(options.num_predict, context_tokens_max)
+    if options.repeat_last_n == 0:
+        given |= NO_PENALTIES
+    try:
+        sampling = msgspec.structs.replace(defaults, **given)
+    except InvalidRequest as error:
+        name = error.param or ""
+        place = OWN_NAMES.get(name, f"options.{name}")
+        raise InvalidRequest(str(error).replace(name, place, 1), param=place) from None
+    _check_window(options, sampling)
+    return sampling
+
+
+def form_of(body: OllamaAnswerBody) -> StructuredOutput | None:
+    """Raises InvalidRequest for a schema that nobody should have to walk."""
+    if not isinstance(body.format, dict):
+        return StructuredOutput.json_object(param="format") if body.format else None
+    check_shape(body.format, "format")
+    return StructuredOutput.json(body.format, param="format")
+
+
+def _logprobs(body: OllamaAnswerBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs is set, so logprobs must be true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _tokens_max(num_predict: int, context_tokens_max: int) -> int | None:
+    """None: as many as fit."""
+    if num_predict < NUM_PREDICT_MIN:
+        raise InvalidRequest(
+            f"options.num_predict is {num_predict}, allowed is {NUM_PREDICT_MIN} or more; up to 0 it means as many as "
+            "fit",
+            param="options.num_predict",
+        )
+    return num_predict if 0 < num_predict < context_tokens_max else None
+
+
+def _check_window(options: OllamaOptions, sampling: SamplingParams) -> None:
+    window = options.repeat_last_n
+    is_penalized = any(getattr(sampling, name) != value for name, value in NO_PENALTIES.items())
+    if window not in (None, 0, ALL_TOKENS) and is_penalized:
+        raise InvalidRequest(
+            f"options.repeat_last_n is {window}, and penalties look at all tokens here, not only at the last ones: "
+            "leave it out, or send -1 for all or 0 for no penalties",
+            param="options.repeat_last_n",
+        )

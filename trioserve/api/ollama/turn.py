@@ -1,0 +1,94 @@
+"""From a body of Ollama's API to a turn of a chat, or to a text that goes on. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.ollama.chat_messages import chat_messages, check_no_images
+from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
+from trioserve.api.ollama.sampling import form_of, sampling_of
+from trioserve.api.openai.prompt_fields import gap_of
+from trioserve.api.openai.request_types import check_cache_salt
+from trioserve.api.turn.messages import check_messages
+from trioserve.api.turn.tools import checked_tools
+from trioserve.api.turn.turn_request import Reasoning, TurnRequest
+from trioserve.contracts.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from trioserve.engine.engine import Engine
+    from trioserve.http.headers import Headers
+
+__all__ = ["chat_request", "text_request"]
+
+REFUSED = {
+    "template": "templates are read in Jinja here, and come with the model: send raw and the whole prompt",
+    "context": "send the conversation as messages to /api/chat",
+}
+
+
+def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: str) -> TurnRequest:
+    """model: as it is called here. Raises InvalidRequest, naming the field."""
+    request = _request(body, headers, engine)
+    messages = body.messages or []
+    continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
+    return msgspec.structs.replace(
+        request,
+        messages=check_messages(chat_messages(messages, engine.families.call_id)),
+        tools=checked_tools([{"type": "function", **tool} for tool in body.tools or ()]),
+        reasoning=_reasoning(body, engine, model),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
+
+
+def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, model: str) -> TurnRequest:
+    """The same. A prompt is what a user says, unless it is raw or has a gap."""
+    for field, reason in REFUSED.items():
+        if getattr(body, field):
+            raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
+    check_no_images(body.images, "images")
+    request = _request(body, headers, engine)
+    prompt = body.prompt or ""
+    gap = gap_of(engine.tokenizer, body.suffix)
+    if gap is not None or body.raw:
+        _check_plain(body, "suffix" if gap is not None else "raw")
+        sampling = request.sampling
+        if gap is not None:
+            prompt = gap.prompt(prompt, body.suffix or "")
+            ends = (*sampling.stop_token_ids, *gap.end_token_ids(engine.tokenizer))
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+        return msgspec.structs.replace(request, plain_prompt=prompt, sampling=sampling)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    return msgspec.structs.replace(request, messages=messages, reasoning=_reasoning(body, engine, model))
+
+
+def _request(body: OllamaAnswerBody, headers: Headers, engine: Engine) -> TurnRequest:
+    """What both say, without messages."""
+    check_cache_salt(body.cache_salt)
+    return TurnRequest(
+        messages=[],
+        sampling=sampling_of(body, engine.default_sampling, context_tokens_max=engine.model.context_tokens_max),
+        structured=form_of(body),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        deadlines=deadlines_of(body, headers),
+    )
+
+
+def _reasoning(body: OllamaAnswerBody, engine: Engine, model: str) -> Reasoning:
+    think = body.think
+    if think and engine.families.reasoning_family is None:
+        raise InvalidRequest(f'"{model}" does not support thinking: leave think out, or send false', param="think")
+    return Reasoning(is_on=think) if isinstance(think, bool) else Reasoning(effort=think)
+
+
+def _check_plain(body: OllamaGenerateBody, reason: str) -> None:
+    """Of a prompt that no template sees. Raises InvalidRequest for what only a template could say."""
+    for field in ("system", "think"):
+        if getattr(body, field):
+            raise InvalidRequest(f"{field} is set, and with {reason} there is no template: leave one out", param=field)

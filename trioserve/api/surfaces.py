@@ -1,0 +1,24 @@
+"""As which API a request is answered: its path tells, or what its client says of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trioserve.api.anthropic.surface import ANTHROPIC, MESSAGES_PATH, VERSION_HEADER
+from trioserve.api.ollama.surface import OLLAMA, OLLAMA_PATH
+from trioserve.api.surface import OPENAI, Surface
+
+if TYPE_CHECKING:
+    from trioserve.http.exchange import Exchange
+
+__all__ = ["surface_of"]
+
+
+def surface_of(exchange: Exchange) -> Surface:
+    """Whether or not there is something at its path."""
+    path = exchange.path
+    if path.startswith(OLLAMA_PATH):
+        return OLLAMA
+    if path.startswith(MESSAGES_PATH) and path[len(MESSAGES_PATH) :][:1] in ("", "/"):
+        return ANTHROPIC
+    return ANTHROPIC if VERSION_HEADER in exchange.headers else OPENAI
