@@ -110,6 +110,7 @@ def shared_browser() -> Iterator[Browser]:
 @pytest.fixture
 def browser(shared_browser: Browser) -> Iterator[Browser]:
     """Nothing that it complains about, and colours as they come."""
+    shared_browser.leave()
     shared_browser.prefer()
     shared_browser.problems()
     yield shared_browser

@@ -1,35 +1,40 @@
-"""A real server on a real socket in a thread of its own: front end, API and core; only the model is a function."""
+"""A real server or router on a real socket in a thread of its own: front end, API and core; only the model is a
+function."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import trio
 
+from trioserve.http.server import FrontendServer
+from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.testing.fake_engine import FakeEngine
+from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
-__all__ = ["RealServer"]
+__all__ = ["RealRouter", "RealServer"]
 
 Value = TypeVar("Value")
+ENDPOINTS = ("a", "b")
 SECONDS_MAX = 60.0
+LOOKS_SECONDS = 0.1  # between two questions of a router
 
 
-class RealServer:
-    """Within `with`. url: where it serves. options: of open_memory_server. do: in its thread. After the test
-    nothing of any request is left; that is asserted."""
+class RealProgram(ABC):
+    """Within `with`. url: where it serves. do: in its thread. After the test nothing of any request is left; that is
+    asserted."""
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._is_serving = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._error: BaseException | None = None
-        self.server: MemoryServer
 
-    def __enter__(self) -> RealServer:
+    def __enter__(self) -> RealProgram:
         self._thread.start()
         assert self._is_serving.wait(SECONDS_MAX)
         if self._error is not None:
@@ -42,12 +47,20 @@ class RealServer:
         if self._error is not None and kind is None:
             raise self._error
 
-    @property
-    def engine(self) -> FakeEngine:
-        return self.server.engine
-
     def do(self, function: Callable[..., Value], *arguments: object) -> Value:
         return trio.from_thread.run_sync(function, *arguments, trio_token=self._token)
+
+    @abstractmethod
+    async def open(self, stack: AsyncExitStack) -> FrontendServer:
+        """Begin; the front end that is to serve."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Begin to stop."""
+
+    @abstractmethod
+    async def assert_all_free(self) -> None:
+        """Nothing of any request is left."""
 
     def _run(self) -> None:
         try:
@@ -61,14 +74,87 @@ class RealServer:
         self._token = trio.lowlevel.current_trio_token()
         self._leave = trio.Event()
         async with AsyncExitStack() as stack:
-            self.server = await stack.enter_async_context(open_memory_server(**self._options))
+            frontend = await self.open(stack)
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-            port = listeners[0].socket.getsockname()[1]
-            self.url = f"http://127.0.0.1:{port}"
+            self.url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
             async with trio.open_nursery() as nursery:
-                await nursery.start(self.server.server.serve, listeners)
+                await nursery.start(frontend.serve, listeners)
                 self._is_serving.set()
                 await self._leave.wait()
                 nursery.cancel_scope.deadline = trio.current_time() + SECONDS_MAX
-                self.server.drain()  # it returns when the last connection has ended
-            await self.server.assert_all_free()
+                self.drain()  # serving returns when the last connection has ended
+            await self.assert_all_free()
+
+
+class RealServer(RealProgram):
+    """options: of open_memory_server."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+        self.server: MemoryServer
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.server.engine
+
+    async def open(self, stack: AsyncExitStack) -> FrontendServer:
+        self.server = await stack.enter_async_context(open_memory_server(**self._options))
+        return self.server.server
+
+    def drain(self) -> None:
+        self.server.drain()
+
+    async def assert_all_free(self) -> None:
+        await self.server.assert_all_free()
+
+
+class RealRouter(RealProgram):
+    """Before two servers, a and b, which have these options. kill: one of them, between two bytes; revive: it again,
+    empty."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+        self._killed: set[str] = set()
+        self.servers: dict[str, MemoryServer] = {}
+        self.router: MemoryRouter
+
+    async def open(self, stack: AsyncExitStack) -> FrontendServer:
+        for id in ENDPOINTS:
+            self.servers[id] = await stack.enter_async_context(open_memory_server(**self._options))
+        watch = WatchSettings(health_seconds=LOOKS_SECONDS, load_seconds=LOOKS_SECONDS)
+        endpoints = {id: self._opener(id) for id in ENDPOINTS}
+        self.router = await stack.enter_async_context(open_memory_router(endpoints, watch=watch))
+        return self.router.server
+
+    def _opener(self, id: str) -> Callable[[], Any]:
+        async def connect() -> trio.abc.Stream:
+            await trio.lowlevel.checkpoint()
+            if id in self._killed:
+                raise ConnectionRefusedError(111, "Connection refused")
+            return self.servers[id].connect()
+
+        return connect
+
+    def where(self, request_id: str) -> str:
+        """The endpoint where the request lives; nothing where it lives nowhere."""
+        for id, server in self.servers.items():
+            if any(request.id == request_id for request in self.do(server.engine.live_requests)):
+                return id
+        return ""
+
+    def kill(self, id: str) -> None:
+        self.do(self._killed.add, id)
+        trio.from_thread.run(self.servers[id].hang_up, trio_token=self._token)
+
+    def revive(self, id: str) -> None:
+        self.do(self._killed.discard, id)
+
+    def drain(self) -> None:
+        self.router.drain()
+
+    async def assert_all_free(self) -> None:
+        await self.router.assert_all_free()
+        for server in self.servers.values():
+            server.engine.assert_all_free()  # of the router's questions one may be open

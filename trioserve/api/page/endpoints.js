@@ -110,9 +110,10 @@ function valued(name, value) {
 	return Number.isInteger(value) ? count(value) : figure(value);
 }
 
-function flat(object, before = "") {
-	return Object.entries(object).flatMap(([name, value]) =>
-		value !== null && typeof value === "object" ? flat(value, `${before}${name} `) : [[before + name, value]]);
+/** What the connector counts, and the faults by their kind, beside the others. */
+function flat({ counts: more, faults, ...transfers }) {
+	const named = Object.entries(faults ?? {}).map(([kind, total]) => [`faults: ${kind}`, total]);
+	return [...Object.entries({ ...transfers, ...more }), ...named];
 }
 
 const counts = new Terms(find("transfers"));
@@ -130,6 +131,7 @@ export function updateTransfers() {
 	while (list.children.length > lines.length) list.lastChild.remove();
 	lines.forEach((line, index) => write(list.children[index] ?? list.appendChild(el("li")), line));
 	for (const [name, value] of flat(transfers ?? {})) {
-		if (value != null) counts.set(title(name.replace(/_total\b/, "").replaceAll("_", " ")), valued(name, value));
+		const words = title(name.replace(/_total\b/, "").replaceAll("_", " "));
+		if (value || counts.has(words)) counts.set(words, valued(name, value)); // what has never been is not listed
 	}
 }

@@ -100,6 +100,8 @@ export class Terms {
 	#values = new Map();
 	constructor(list) { this.list = list; }
 
+	has(term) { return this.#values.has(term); }
+
 	/** mark: an element before the term. */
 	set(term, text, mark = "") {
 		if (!this.#values.has(term)) {
