@@ -264,7 +264,7 @@ def variables(prometheus: PrometheusProcess, dashboard: dict[str, Any]) -> dict[
             found = re.fullmatch(r"label_values\((.*), (\w+)\)", filled_in(variable["query"]["query"], chosen))
             assert found, variable["name"]
             values = prometheus.get(f"label/{found[2]}/values", **{"match[]": found[1]})
-            assert values or variable["name"] == "engine", f"{variable['name']} has nothing to choose from"
+            assert values, f"{variable['name']} has nothing to choose from"
             chosen[f"${variable['name']}"] = variable.get("allValue") or f"({'|'.join(map(re.escape, values))})"
     return chosen
 
@@ -307,3 +307,71 @@ def test_every_rule_is_computed_and_no_alert_fires_by_mistake(prometheus):
             # An alert that compares nothing could never fire.
             for selector in re.findall(r"[a-z_]+:[a-z_0-9:]+(?:\{[^}]*\})?|\bup\{[^}]*\}", rule["query"]):
                 assert prometheus.values(selector), (rule["name"], selector)
+
+
+# --- the dashboards of others ---
+
+
+# What vLLM's own dashboards ask for, without what is theirs alone: adapters, KV offloading and so on.
+VLLM_HISTOGRAMS = (
+    "e2e_request_latency_seconds",
+    "inter_token_latency_seconds",
+    "iteration_tokens_total",
+    "request_decode_time_seconds",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_prefill_time_seconds",
+    "request_prompt_tokens",
+    "request_queue_time_seconds",
+    "request_time_per_output_token_seconds",
+    "time_to_first_token_seconds",
+)
+VLLM_SERIES = (
+    *(f"{name}_{part}" for name in VLLM_HISTOGRAMS for part in ("bucket", "sum", "count")),
+    'time_to_first_token_seconds_bucket{le="1.0"}',
+    'request_time_per_output_token_seconds_bucket{le="0.1"}',
+    "cache_config_info",
+    'engine_sleep_state{sleep_state="awake"}',
+    'engine_sleep_state{sleep_state="discard_all"}',
+    "generation_tokens_total",
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "num_requests_running",
+    "num_requests_waiting",
+    'num_requests_waiting_by_reason{reason="capacity"}',
+    'num_requests_waiting_by_reason{reason="deferred"}',
+    "prefix_cache_hits_total",
+    "prefix_cache_queries_total",
+    'prompt_tokens_by_source_total{source="external_kv_transfer"}',
+    'prompt_tokens_by_source_total{source="local_cache_hit"}',
+    'prompt_tokens_by_source_total{source="local_compute"}',
+    "prompt_tokens_cached_total",
+    "prompt_tokens_total",
+    'request_success_total{finished_reason="error"}',
+    'request_success_total{finished_reason="stop"}',
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_drafts_total",
+)
+OTHER_SERIES = (
+    'http_requests_total{status="2xx", handler="/v1/completions"}',
+    'http_request_duration_seconds_sum{handler="/v1/completions"}',
+    'http_request_duration_seconds_count{handler="/v1/completions"}',
+    "process_cpu_seconds_total",
+    "process_max_fds",
+    "process_open_fds",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+)
+
+
+@pytest.mark.parametrize("series", VLLM_SERIES)
+def test_what_dashboards_for_vllm_ask_for_is_there(prometheus, series):
+    name, _brace, matchers = series.partition("{")
+    labels = ", ".join(filter(None, ['job="trioserve"', 'model_name="tiny"', 'engine="0"', matchers.rstrip("}")]))
+    assert prometheus.values(f"vllm:{name}{{{labels}}}")
+
+
+@pytest.mark.parametrize("series", OTHER_SERIES)
+def test_what_they_ask_of_the_process_and_its_http_server_is_there(prometheus, series):
+    assert prometheus.values(series)

@@ -224,3 +224,9 @@ async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_
             with pytest.raises(Overloaded) as refused:
                 await ask(fake, "b", max_tokens=2)
     assert refused.value.retry_after_seconds == 1.0  # the least that is said
+
+
+async def test_an_engine_is_awake(autojump_clock):
+    async with open_fake_engine() as fake:
+        states = ("awake", "weights_offloaded", "discard_all")
+        assert [count(fake, "engine_sleep_state", state) for state in states] == [1, 0, 0]

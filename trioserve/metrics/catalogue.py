@@ -230,6 +230,14 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
     ),
     Metric(
+        name="engine_sleep_state",
+        kind="gauge",
+        unit="0 or 1",
+        meaning="Whether the engine is awake, which it always is; for dashboards that ask.",
+        labels=(Label("sleep_state", ("awake", "weights_offloaded", "discard_all")),),
+        vllm=True,
+    ),
+    Metric(
         name="cache_config_info",
         kind="gauge",
         unit="1",

@@ -45,6 +45,7 @@ class Metrics:
     request_params_max_tokens: PlainHistogram
     step_tokens: PlainHistogram
     num_requests_waiting_by_reason: Gauge
+    engine_sleep_state: Gauge
     cache_config_info: Gauge
     prompt_tokens_total: Counter
     prompt_tokens_by_source_total: Counter
