@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.proxy.peers.client_events import NotTheSame, NumberedEvents
-from trioserve.proxy.peers.stream_position import PositionKeeper, parse_position
+from trioserve.proxy.peers.stream_position import CHOICES_NUMBERED_MAX, Position, PositionKeeper, parse_position
 
 
 def group(text: str, id: str) -> bytes:
@@ -108,6 +108,15 @@ def test_an_error_is_told_wherever_the_client_is():
 def test_comments_wait_with_the_client():
     known = ids(told(STREAM))[2]
     assert told([b": keep-alive\n\n", *STREAM], known) == told(STREAM, known)
+
+
+def test_a_position_of_as_many_choices_as_have_one_can_be_read():
+    keeper = PositionKeeper()
+    for choice in range(CHOICES_NUMBERED_MAX):
+        keeper.note(b"%d:%s! %s" % (choice, b",".join([b"1"] * 12), b"s" * 32))
+    longest = Position((999_999_999,) * CHOICES_NUMBERED_MAX, (True,) * CHOICES_NUMBERED_MAX, 999_999_999, 0, "s" * 32)
+    for position in (keeper.position, longest):
+        assert parse_position(str(position)) == position
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), max_size=3), st.booleans()), max_size=12))

@@ -312,6 +312,23 @@ async def test_a_position_that_is_none_is_refused():
         assert "Last-Event-ID" in (await response.json())["error"]["message"]
 
 
+async def test_a_stream_of_too_many_choices_has_no_ids_and_a_client_is_told_so():
+    engine = {"max_num_seqs": 160, "block_count": 2000, "step_tokens_max": 2000, "waiting_requests_max": 200}
+    prompts = {"prompt": ["x", "y"], "max_tokens": 1}
+    async with opened(engine=engine, sequences_max=200) as setup:
+        setup.resume()
+        async with setup.ask("one", id="few", n=64, **prompts) as few, setup.ask("one", n=65, **prompts) as many:
+            await few.read()
+            await many.read()
+        assert few.body.count(b"\nid: ") > 128
+        assert b"\nid: " not in many.body
+        assert many.body.endswith(b"data: [DONE]\n\n")
+        async with setup.ask("two", last="", n=65, **prompts) as again:
+            assert await again.head() == 400
+            message = (await again.json())["error"]["message"]
+        assert "130 choices has no ids" in message
+
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 APIS = {
     "completions": ("/v1/completions", {"prompt": "hello", "max_tokens": 100}),

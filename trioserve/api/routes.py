@@ -264,14 +264,12 @@ class App(BaseApp[RequestContext]):
         if wish is None:  # what the client asks for goes before what its router does
             streams = self.router_streams
             wish = streams.wish_of(context)
-        if wish is None:
-            await operation(context)
-            return
 
         async def handle(inner: RequestContext) -> None:
             await self.handle(inner, operation)
 
-        await streams.serve(context, wish, self.new_context, handle)
+        if wish is None or not await streams.serve(context, wish, self.new_context, handle):
+            await operation(context)
 
     def route(self, path: str) -> Route[RequestContext] | None:
         if not self.page.settings.is_shown and is_of_page(path):

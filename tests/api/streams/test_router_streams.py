@@ -214,3 +214,28 @@ async def test_who_wants_only_what_nobody_reads_takes_nothing_over(autojump_cloc
         async with server.client().ask("/v1/kept_streams/n1?unread=1") as second:
             server.engine.resume()
             assert await text_of(second) == TEXT
+
+
+@pytest.mark.parametrize(("names", "kept_count"), [(("n1", "n2", "n3"), 2), (("n1", "n1"), 1)])
+async def test_there_is_room_when_a_body_is_there_whatever_was_when_it_began_to_come(autojump_clock, names, kept_count):
+    """Heads come together, bodies late: no more are kept than may be, and none takes the place of one that is read."""
+    body = b'{"model": "fake", "prompt": "Hi", "stream": true, "max_tokens": 100}'
+    async with opened(paused=False) as server:
+        connections = [server.connect() for _ in names]
+        for connection, name in zip(connections, names, strict=True):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Trioserve-Keep: {name}\r\nConnection: close\r\n"
+            await connection.send_all(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body))
+        await wait_all_tasks_blocked()
+        responses = []
+        server.engine.pause()
+        for connection in connections:
+            await connection.send_all(body)
+            await wait_all_tasks_blocked()
+        assert server.app.router_streams.kept_count == kept_count
+        server.engine.resume()
+        for connection in connections:
+            responses.append(b"".join([part async for part in connection]))
+            await connection.aclose()
+        assert all(response.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for response in responses), responses
+        assert sum(b"x-trioserve-kept: " in response.lower() for response in responses) == kept_count
+        await trio.sleep(6)

@@ -136,14 +136,18 @@ class DetachedStreams:
             )
         return Wish(session, seconds)
 
-    async def serve(self, context: RequestContext, wish: Wish, new_context: NewContext, handle: Handle) -> None:
-        """Answer the request as `handle` does with a context of its own, in a task that may outlive this one. Raises
-        Refusal and Overloaded, and then nothing has begun."""
+    async def serve(self, context: RequestContext, wish: Wish, new_context: NewContext, handle: Handle) -> bool:
+        """Answer the request as `handle` does with a context of its own, in a task that may outlive this one. Returns
+        whether it did; otherwise it is to be answered as one that asked for nothing. Raises Refusal and Overloaded, and
+        then nothing has begun."""
         exchange = context.exchange
         body = await exchange.body()
         if self._nursery is None or self._is_draining:
             raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
-        stream = self._streams[context.owner, wish.stream_id] = self._make(context, wish)
+        stream = self._make(context, wish)
+        if stream is None:
+            return False
+        self._streams[context.owner, wish.stream_id] = stream
         inner = new_context(LoggedExchange(exchange, body, stream))
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
         inner.span = context.span
@@ -170,6 +174,7 @@ class DetachedStreams:
             await exchange.respond(*stream.whole)
         else:
             raise Refusal(ENDED)
+        return True
 
     def drain(self) -> None:
         """Nobody will come to go on reading: what nobody reads is ended, now and from now on."""
@@ -191,8 +196,8 @@ class DetachedStreams:
 
     # --- inside ---
 
-    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream:
-        """A new one, with room for it. Raises Refusal and Overloaded."""
+    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream | None:
+        """A new one, with room for it; None: its wish is left out. Raises Refusal and Overloaded."""
         existing = self._streams.get((context.owner, wish.stream_id))
         if existing is not None:
             if not existing.over.is_set():

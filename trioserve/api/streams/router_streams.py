@@ -56,11 +56,6 @@ class RouterStreams(DetachedStreams):
                 f"X-Trioserve-Keep is {name[:80]!r}: it names a stream, in up to 128 letters, digits and -_.:",
                 param="X-Trioserve-Keep",
             )
-        existing = self._streams.get((context.owner, name))
-        if existing is not None and existing.has_reader:
-            return None  # the same request once more, beside the first: it is served, and the first stays findable
-        if existing is None and not self._has_room():
-            return None
         return Wish(name, self._settings.seconds_max)
 
     def find(self, stream_id: str, owner: str | None) -> DetachedStream:
@@ -76,9 +71,14 @@ class RouterStreams(DetachedStreams):
 
     # --- inside ---
 
-    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream:
+    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream | None:
         existing = self._streams.get((context.owner, wish.stream_id))
-        if existing is not None:
+        if existing is None:
+            if not self._has_room():
+                return None
+        elif existing.has_reader:
+            return None  # the same request once more, beside the first: it is served, and the first stays findable
+        else:
             self._remove(existing)  # nobody reads it, and its router has begun anew
         return self._new_stream(context, wish, is_numbered=False)
 

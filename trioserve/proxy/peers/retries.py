@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import EndpointLost
+from trioserve.contracts.errors import EndpointLost, InvalidRequest
 from trioserve.proxy.forwarded_headers import owner_of, request_headers
 from trioserve.proxy.peers.client_events import NumberedEvents
 from trioserve.proxy.peers.farewells import Farewell, Farewells
 from trioserve.proxy.peers.kept_stream import KEPT_STREAMS_PATH, Found, KeptStream, Stream, stream_name
 from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
-from trioserve.proxy.peers.stream_position import END, LAST_EVENT_ID, Position, parse_position
+from trioserve.proxy.peers.stream_position import CHOICES_NUMBERED_MAX, END, LAST_EVENT_ID, Position, parse_position
 from trioserve.router.shares import rendezvous_score
 
 if TYPE_CHECKING:
@@ -71,11 +71,19 @@ class PeerStreams(NoPeers):
         return self._watch.described()
 
     async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
-        """Raises InvalidRequest for a Last-Event-ID that is none."""
+        """Raises InvalidRequest for a Last-Event-ID that is none, or where there are none."""
         headers = context.exchange.headers
         if headers.get(RESUMABLE_HEADER) is not None:
             return Stream()  # it goes on by itself: a router before this one, for example
         last_seen = headers.get(LAST_EVENT_ID)
+        if choice_count > CHOICES_NUMBERED_MAX:
+            if last_seen is not None:
+                raise InvalidRequest(
+                    f"Last-Event-ID is set, and a stream of {choice_count} choices has no ids, as one with more than "
+                    f"{CHOICES_NUMBERED_MAX} has none: leave it out, and read the stream from its beginning",
+                    param="Last-Event-ID",
+                )
+            return Stream()
         known = None if last_seen is None else parse_position(last_seen)
         if known == END:
             return None

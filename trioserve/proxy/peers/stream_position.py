@@ -20,10 +20,11 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["END", "LAST_EVENT_ID", "Position", "PositionKeeper", "parse_position"]
+__all__ = ["CHOICES_NUMBERED_MAX", "END", "LAST_EVENT_ID", "Position", "PositionKeeper", "parse_position"]
 
 LAST_EVENT_ID = "last-event-id"
-POSITION_CHARACTERS_MAX = 1024
+CHOICES_NUMBERED_MAX = 128  # all of one prompt; every event has the counts of all choices in its id
+POSITION_CHARACTERS_MAX = 2048  # so many choices of nine digits each, a check and a state
 CHOICES_MAX = 128 * 128  # of 128 prompts; an id that names a later one says nothing
 _POSITION = re.compile(r"(\d{1,9}!?(?:\.\d{1,9}!?)*)(?:\+(\d{1,9}))?~([0-9a-f]{8})(?:~([\w-]{1,32}))?", re.ASCII)
 _STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")  # what fits into an id; another one is left out
