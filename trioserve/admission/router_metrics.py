@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trioserve.admission.dispatch import Dispatch
-from trioserve.contracts.endpoint import EndpointId
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["show_router"]
@@ -14,8 +13,6 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
     dispatch.on_wait_over = metrics.queue_wait_seconds.observe
     dispatch.on_paired = metrics.pair_handover_seconds.observe
     seen = dispatch.stats()
-    ejections_seen: dict[EndpointId, int] = {}
-    hangs_seen: dict[EndpointId, int] = {}
     reports_seen = dict(dispatch.load_reports_total)
 
     def show() -> None:
@@ -39,9 +36,10 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         for outcome, total in stats.pairs_total.items():
             metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats
-        gauges = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
-        for gauge in (*gauges, metrics.endpoint_resident_blocks):
-            gauge.clear()  # endpoints that are gone are not shown
+        of_endpoints = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
+        more_of_them = (metrics.endpoint_resident_blocks, metrics.endpoint_ejections_total, metrics.endpoint_hangs_total)
+        for instrument in (*of_endpoints, *more_of_them):
+            instrument.clear()  # endpoints that are gone are not shown: where they come and go there is no end of them
         for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)
@@ -49,11 +47,7 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
             resident = dispatch.policy.resident_count(state.id)
             if resident is not None:
                 metrics.endpoint_resident_blocks.labels(state.id).set(resident)
-            ejections = metrics.endpoint_ejections_total.labels(state.id)
-            ejections.inc(max(0, state.ejections_total - ejections_seen.get(state.id, 0)))
-            ejections_seen[state.id] = state.ejections_total
-            hangs = metrics.endpoint_hangs_total.labels(state.id)
-            hangs.inc(max(0, state.hangs_total - hangs_seen.get(state.id, 0)))
-            hangs_seen[state.id] = state.hangs_total
+            metrics.endpoint_ejections_total.labels(state.id).inc(state.ejections_total)
+            metrics.endpoint_hangs_total.labels(state.id).inc(state.hangs_total)
 
     metrics.on_scrape(show)
