@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from trioserve.commands.log_lines import JsonLines, LineThread, TextLines
+from trioserve.commands.log_lines import JsonLines, LineThread, TextLines, show_dropped_lines
+from trioserve.metrics.registry import Metrics
 from trioserve.testing.memory_server import open_memory_server
 
 PATH = "/v1/completions"
@@ -141,3 +142,24 @@ def test_a_stream_that_nobody_reads_holds_nobody_up():
     handler.close()
     assert "".join(got).count("line\n") == 6
     assert "3 lines of the log were dropped" in "".join(got)
+
+
+def test_lines_that_were_dropped_are_counted_at_every_scrape():
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("no room on the disk")
+
+    metrics = Metrics(None, parts=("frontend",))
+    show_dropped_lines(metrics)
+    handler, root = LineThread(Broken()), logging.getLogger()
+    root.addHandler(handler)
+    try:
+        for _ in range(3):
+            logging.getLogger("trioserve.x").warning("a line")
+        assert metrics.total("log_lines_dropped_total") == 0
+        handler.close()  # it has tried all of them
+        for _ in range(2):
+            metrics.refresh()
+            assert metrics.total("log_lines_dropped_total") == 3
+    finally:
+        root.removeHandler(handler)

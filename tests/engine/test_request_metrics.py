@@ -85,7 +85,9 @@ async def test_each_size_is_counted_once_whether_it_was_asked_for_or_not(autojum
 
 async def test_choices_are_sequences_of_one_request(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        async with fake.generate("prompt", SamplingParams(n=3, max_tokens=9, temperature=1.0, seed=9, stop=STOPS)) as stream:
+        async with fake.generate(
+            "prompt", SamplingParams(n=3, max_tokens=9, temperature=1.0, seed=9, stop=STOPS)
+        ) as stream:
             tokens = [0, 0, 0]
             async for delta in stream:
                 tokens[delta.index] += len(delta.token_ids)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from trioserve.admission.dispatch import Dispatch
+from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["show_router"]
+
+OF_ENDPOINTS = tuple(metric.name for metric in CATALOGUE if any(label.name == "endpoint" for label in metric.labels))
 
 
 def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
@@ -36,10 +39,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         for outcome, total in stats.pairs_total.items():
             metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats
-        of_endpoints = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
-        more_of_them = (metrics.endpoint_resident_blocks, metrics.endpoint_ejections_total, metrics.endpoint_hangs_total)
-        for instrument in (*of_endpoints, *more_of_them):
-            instrument.clear()  # endpoints that are gone are not shown: where they come and go there is no end of them
+        for name in OF_ENDPOINTS:
+            getattr(metrics, name).clear()  # those that are gone are not shown: where they come and go there is no end
         for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)

@@ -47,6 +47,16 @@ async def test_every_line_has_its_response(owner_of, batch_line, autojump_clock)
         await server.assert_all_free()
 
 
+async def test_lines_are_no_http_requests_of_anybody(owner_of, batch_line, autojump_clock):
+    async with open_memory_server() as server:
+        owner = owner_of(server)
+        await owner.ended((await owner.batch(batch_line("a"), batch_line("b")))["id"])
+        page = server.engine.metrics.expose().decode()
+        assert '\nhttp_requests_total{handler="/v1/batches",method="POST",status="2xx"} 1.0\n' in page
+        assert 'trioserve:http_requests_total{model_name="fake",path="/v1/completions",status="200"} 2.0' in page
+        assert 'handler="/v1/completions"' not in page
+
+
 @pytest.mark.parametrize("function", ["usage_of", "asked_line", "custom_id_of"])
 async def test_a_fault_in_a_batch_is_its_own(owner_of, batch_line, autojump_clock, monkeypatch, function):
     def broken(*_arguments, **_options):
