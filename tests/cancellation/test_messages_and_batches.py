@@ -1,5 +1,5 @@
-"""A client of the Messages API leaves, in every way and at every phase; a batch is cancelled at every phase. Blocks are
-counted before and after, and forward passes are held open and let go by the test."""
+"""A client of the Messages API or of Ollama's leaves, in every way and at every phase; a batch is cancelled at every
+phase. Blocks are counted before and after, and forward passes are held open and let go by the test."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def message(*, stream: bool, max_tokens: int = 30) -> dict[str, object]:
     }
 
 
+def ollama_chat(*, stream: bool, max_tokens: int = 30) -> dict[str, object]:
+    options = {"num_predict": max_tokens, "temperature": 0}
+    return {"messages": [{"role": "user", "content": LONG}], "options": options, "stream": stream}
+
+
+SURFACES = {"/v1/messages": message, "/api/chat": ollama_chat}
+
+
 async def step(server) -> None:
     server.engine.steps.release()
     server.engine.steps.hold()
@@ -46,20 +54,22 @@ async def step_into(server, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_message_whose_client_leaves(leaver, stream, phase, http1_client, autojump_clock):
+@pytest.mark.parametrize("path", SURFACES)
+async def test_a_message_whose_client_leaves(leaver, path, stream, phase, http1_client, autojump_clock):
     new_client, way = leaver
+    asked = SURFACES[path]
     options = {**OPTIONS, "max_num_seqs": 1} if phase == "queue" else OPTIONS
     async with open_memory_server(**options) as server:
         core = server.engine.core
         server.engine.steps.hold()
         if phase == "queue":
             before = http1_client(server)
-            await before.ask(message(stream=False), path="/v1/messages")
+            await before.ask(asked(stream=False), path=path)
             await server.engine.steps.entered()
         client = new_client(server)
         tokens_max = 3 if phase == "last step" else 30
         missing = 100 if phase == "body" else 0
-        await client.ask(message(stream=stream, max_tokens=tokens_max), missing_bytes=missing, path="/v1/messages")
+        await client.ask(asked(stream=stream, max_tokens=tokens_max), missing_bytes=missing, path=path)
         await wait_all_tasks_blocked()
         used_by_others = core.stats().blocks_used if phase == "queue" else 0
         if phase in RUNNING:

@@ -90,7 +90,9 @@ def test_calls_of_every_family_survive_the_parser(family: str, server_url: Calla
     run([python, str(HERE / "python" / "canitoolcall_probe.py")], server_url("--family", family))
 
 
-@pytest.mark.parametrize("script", ["openai_chat", "openai_responses", "openai_batches", "anthropic_messages"])
+@pytest.mark.parametrize(
+    "script", ["openai_chat", "openai_responses", "openai_batches", "anthropic_messages", "ollama_chat"]
+)
 def test_a_router_before_two_servers_is_as_good(script: str, router_url: str) -> None:
     python = python_of(script)
     run([python, str(HERE / "python" / f"{script}.py")], router_url)

@@ -43,7 +43,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CONTINUED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+CONTINUED_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"}
+)
 RESUME = "resume"
 END_THINKING = "end_thinking"
 

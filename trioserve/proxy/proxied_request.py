@@ -26,6 +26,7 @@ from trioserve.proxy.disaggregated_body import can_be_disaggregated
 from trioserve.proxy.disaggregated_request import serve_disaggregated
 from trioserve.proxy.forwarded_headers import request_headers
 from trioserve.proxy.kept_request import check_references, endpoint_of_response
+from trioserve.proxy.line_streams import ClientLines, ollama_body, wants_lines
 from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field, sent_body
 from trioserve.proxy.request_clock import RequestClock
 from trioserve.proxy.routed_body import RoutedBody, prefix_of, without_transfer_params
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["forward"]
 
-COMPUTES_NOTHING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"})
+COMPUTES_NOTHING = frozenset(
+    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/api/show"}
+)
 """Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
 
 logger = logging.getLogger(__name__)
@@ -55,20 +58,23 @@ async def forward(context: RouterContext) -> None:
 
 async def _forward(context: RouterContext) -> None:
     said = await context.exchange.body()
-    raw, body = _in_callers_name(context, said, decode_body(said, RoutedBody))
+    path, served = context.exchange.path, context.fleet.models()
+    raw, body = _in_callers_name(context, said, ollama_body(path, said, decode_body(said, RoutedBody), served))
     before: EndpointId | None = None
-    if context.exchange.path.startswith(RESPONSES_PATH):
+    if path.startswith(RESPONSES_PATH):
         check_references(context, raw)
         if body.previous_response_id is not None:
             before = await endpoint_of_response(context, body.previous_response_id)
     deadlines = deadlines_of(body, context.exchange.headers).within(
         context.rules.deadlines, context.rules.deadlines_max
     )
-    check_model(context.access, body.model, context.fleet.models())
+    check_model(context.access, body.model, served)
     model = context.fleet.real_model(body.model)
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():
-        if body.stream:
+        if body.stream and wants_lines(path, context.exchange.headers):
+            context.client_events = ClientLines()  # whoever reads lines cannot say where in a stream it is
+        elif body.stream:
             stream = await context.peers.stream_of(
                 context, said, model, choice_count=max(1, body.n or 1) * body.prompt_count
             )

@@ -12,7 +12,7 @@ import trio
 from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
-from trioserve.api.sse import KEEP_ALIVE
+from trioserve.api.ollama.surface import LINES_TYPE
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import (
     Draining,
@@ -34,6 +34,7 @@ from trioserve.proxy.continued_stream import ContinuedStream
 from trioserve.proxy.foreign_stream import COMPLETIONS_PATH, ForeignStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
+from trioserve.proxy.line_streams import LineSplitter
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -157,7 +158,7 @@ async def lease(context: RouterContext, admission: AdmissionScope, clock: Reques
     while context.exchange.started:
         with trio.move_on_after(KEEP_ALIVE_SECONDS):
             return await _lease(context, admission, clock)
-        await context.exchange.send(KEEP_ALIVE)
+        await context.exchange.send(context.client_events.keep_alive)
     return await _lease(context, admission, clock)
 
 
@@ -249,12 +250,17 @@ async def _relay(
             if context.continuation is not None and admission.has_token:
                 said = await response.whole(ERROR_BYTES_MAX) or b""
                 context.continuation.check_refusal(id, response, error_code(said))
-        if (response.header("content-type") or "").startswith("text/event-stream"):
+        content_type = response.header("content-type") or ""
+        if content_type.startswith("text/event-stream"):
             last = await _relay_events(context, admission, id, response, begin)
             await admission.tell(context.finish(last), is_last=True)
             return
         if admission.has_token:
             raise NotResumed(f'the endpoint "{id}" answered with something else when it was to go on')
+        if content_type.startswith(LINES_TYPE):
+            await _relay_lines(context, admission, response, begin)
+            await admission.tell(context.finish(), is_last=True)
+            return
         whole = await response.whole(WHOLE_BYTES_MAX)
         begin(is_last=True)
         if whole is not None and response.status < 300:
@@ -268,6 +274,22 @@ async def _relay(
     finally:
         request.end()
     await context.finish()
+
+
+async def _relay_lines(
+    context: RouterContext, admission: AdmissionScope, response: RemoteResponse, begin: Callable[[], None]
+) -> None:
+    """Pass on the lines of an endpoint that makes no events of them: they cannot go on elsewhere."""
+    lines = LineSplitter()
+    piece = await response.next_piece()
+    begin()
+    await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
+    while piece is not None:
+        if whole := lines.feed(piece):
+            await admission.tell(context.exchange.send(whole))
+        piece = await response.next_piece()
+    if rest := lines.end():
+        await admission.tell(context.exchange.send(rest))
 
 
 async def _begun(context: RouterContext, admission: AdmissionScope, request: EndpointRequest) -> RemoteResponse:
@@ -284,7 +306,7 @@ async def _begun(context: RouterContext, admission: AdmissionScope, request: End
                 with trio.move_on_after(KEEP_ALIVE_SECONDS):
                     await beginning.is_over.wait()
                     break
-                await admission.tell(context.exchange.send(KEEP_ALIVE))
+                await admission.tell(context.exchange.send(context.client_events.keep_alive))
     return beginning.response()
 
 

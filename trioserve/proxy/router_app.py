@@ -14,6 +14,7 @@ from trioserve.api.app import BaseApp, Route, find_templated
 from trioserve.api.caller import AccessRules, check_is_admin
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.ollama.models import model_card, read_api_version, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.debug import TASKS_PATH, read_tasks
@@ -63,6 +64,11 @@ FORWARDED = (
     *RERANK_PATHS,
     *SCORE_PATHS,
     "/v1/decisions",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
+    "/api/show",
     "/tokenize",
     "/detokenize",
 )
@@ -88,6 +94,18 @@ async def read_model(context: RouterContext) -> None:
     if name not in context.fleet.models():
         raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(context.fleet.models())}')
     await context.respond_json(_card(name))
+
+
+async def list_tags(context: RouterContext) -> None:
+    await context.respond_json({"models": [_ollama_card(name) for name in context.fleet.models()]})
+
+
+async def list_running(context: RouterContext) -> None:
+    await context.respond_json({"models": [running_card(_ollama_card(name)) for name in context.fleet.models()]})
+
+
+def _ollama_card(name: str) -> dict[str, object]:
+    return model_card(name, made_at=STARTED_AT, identity=name)
 
 
 def _card(name: str) -> dict[str, object]:
@@ -242,6 +260,11 @@ ROUTES = {
         Route[RouterContext](path=MESSAGE_BATCHES_PATH, operations={"GET": forward_home, "POST": forward_home}),
         Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
         Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
+        Route[RouterContext](path="/api/tags", operations={"GET": list_tags}),
+        Route[RouterContext](path="/api/ps", operations={"GET": list_running}),
+        Route[RouterContext](
+            path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True
+        ),
         Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
         Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}),
         Route[RouterContext](path="/v1/requests/abort", operations={"POST": abort_requests}),

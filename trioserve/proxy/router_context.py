@@ -169,6 +169,8 @@ class RouterContext(Responder):
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
         """Begin a response that comes from elsewhere, with its headers."""
         self._streaming = is_events
+        if is_events:
+            headers = self.client_events.head(headers)
         if is_events and self.client_events.is_behind:
             self._held_head = status, headers  # it may turn out to be another response
             return
@@ -194,7 +196,7 @@ class RouterContext(Responder):
         if self.client_events.is_behind and not last:
             raise not_the_same("it ends before it comes to where the client is")
         await self._release_head()
-        await super().finish(last)
+        await super().finish(self.client_events.last(last))
 
     async def _release_head(self) -> None:
         held, self._held_head = self._held_head, None

@@ -49,11 +49,11 @@ class Ask:
         error = {"message": "no", "type": "server_error", "param": None, "code": code}
         self.respond({"error": error}, status=status, headers=headers)
 
-    def begin(self, headers: Mapping[str, str] | None = None) -> None:
+    def begin(self, headers: Mapping[str, str] | None = None, *, content_type: str = "text/event-stream") -> None:
         """The head of a stream of events."""
         self._is_begun = True
         fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        fields += "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        fields += f"content-type: {content_type}\r\ntransfer-encoding: chunked\r\n"
         self._say(f"HTTP/1.1 200 OK\r\n{fields}\r\n".encode())
 
     def begin_resumable(self, *, fingerprint: str = "same+exact", **told: object) -> None:

@@ -178,6 +178,7 @@ async def test_a_window_of_no_tokens_is_no_penalty(api: Any) -> None:
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
 async def test_an_option_that_cannot_be_honoured_is_named(api: Any, asked: Any, options: Any, place: str) -> None:
     assert (await check_refused(api, asked, options=options)).startswith(place)
+    assert (await check_refused(api, (asked[0], {}), options=options)).startswith(place)
     assert api.engine.streams == []
 
 

@@ -27,21 +27,21 @@ __all__ = ["chat", "generate"]
 async def chat(context: RequestContext) -> None:
     body = await context.body(OllamaChatBody)
     model = model_asked(context, body.model)
-    if not body.messages:
-        await _say_loaded(context, body, model, chat_piece)
-        return
     request = chat_request(body, context.exchange.headers, context.engine, model)
-    await _answer(context, body, request, model, chat_piece)
+    if body.messages:
+        await _answer(context, body, request, model, chat_piece)
+    else:
+        await _say_loaded(context, body, model, chat_piece)
 
 
 async def generate(context: RequestContext) -> None:
     body = await context.body(OllamaGenerateBody)
     model = model_asked(context, body.model)
-    if not (body.prompt or body.suffix):
-        await _say_loaded(context, body, model, text_piece)
-        return
     request = text_request(body, context.exchange.headers, context.engine, model)
-    await _answer(context, body, request, model, text_piece)
+    if body.prompt or body.suffix:
+        await _answer(context, body, request, model, text_piece)
+    else:
+        await _say_loaded(context, body, model, text_piece)
 
 
 async def _say_loaded(context: RequestContext, body: OllamaAnswerBody, model: str, piece: Piece) -> None:

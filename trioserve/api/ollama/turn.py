@@ -32,11 +32,11 @@ REFUSED = {
 def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: str) -> TurnRequest:
     """model: as it is called here. Raises InvalidRequest, naming the field."""
     request = _request(body, headers, engine)
-    messages = body.messages or []
-    continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
+    messages = body.messages or []  # without any nothing is computed
+    continues = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     return msgspec.structs.replace(
         request,
-        messages=check_messages(chat_messages(messages, engine.families.call_id)),
+        messages=check_messages(chat_messages(messages, engine.families.call_id)) if messages else [],
         tools=checked_tools([{"type": "function", **tool} for tool in body.tools or ()]),
         reasoning=_reasoning(body, engine, model),
         add_generation_prompt=not continues,

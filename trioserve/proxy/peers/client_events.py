@@ -6,8 +6,13 @@ Without peers events go through as they are: that is the `ClientEvents` here. Pu
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
+from trioserve.api.sse import KEEP_ALIVE
 from trioserve.proxy.peers.stream_position import Position, PositionKeeper
+
+if TYPE_CHECKING:
+    from trioserve.http.exchange import HeaderFields
 
 __all__ = ["ClientEvents", "NotTheSame", "NumberedEvents"]
 
@@ -21,8 +26,9 @@ class NotTheSame(Exception):
 
 class ClientEvents:
     """takes_all: they go to the client as they are. is_behind: nothing of what came so far is for the client. error: it
-    came, and said how the response ends."""
+    came, and said how the response ends. keep_alive: says that the connection lives."""
 
+    keep_alive = KEEP_ALIVE
     takes_all = True
     is_behind = False
     shows_ids = False
@@ -31,6 +37,14 @@ class ClientEvents:
     def of(self, events: bytes) -> bytes:
         """Of these events, which are whole, those for the client. Raises NotTheSame."""
         return events
+
+    def last(self, events: bytes) -> bytes:
+        """The same of an error with which the response ends; empty: it ends without one."""
+        return events
+
+    def head(self, headers: HeaderFields) -> HeaderFields:
+        """Of the response: of one that has events, as the client gets them."""
+        return headers
 
 
 class NumberedEvents(ClientEvents):

@@ -1,0 +1,225 @@
+"""Ollama's API through a router: its client gets lines, and they go on at another endpoint where their own stopped."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+import ollama
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.proxy.line_streams import LineSplitter
+from trioserve.proxy.router_context import RoutingRules
+from trioserve.testing.httpx_transport import MemoryTransport
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+LINES = "application/x-ndjson"
+USER = {"role": "user", "content": "Weather in Oslo?"}
+BODY = {"model": "fake", "messages": [USER]}
+LARGE = {"block_count": 512, "context_tokens_max": 2048, "step_tokens_max": 2048}
+
+
+def lines(response: Any) -> list[dict[str, Any]]:
+    assert response.headers["content-type"] == LINES
+    assert response.body.endswith(b"\n")
+    return [json.loads(line) for line in response.body.decode().splitlines()]
+
+
+def said(values: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """All of the text, and the last line without what is told by a clock."""
+    text = "".join(value["message"]["content"] if "message" in value else value["response"] for value in values)
+    last = {name: value for name, value in values[-1].items() if "duration" not in name and name != "created_at"}
+    return text, last
+
+
+async def test_clients_are_served_as_by_a_server(open_setup):
+    async with open_setup(engine={"response": "Hello!", **LARGE}) as setup:
+        client = ollama.AsyncClient(host="http://memory", transport=MemoryTransport(setup.client))
+        async with client._client:
+            assert (await client.chat("fake:latest", [USER])).message.content == "Hello!"
+            pieces = [piece async for piece in await client.chat("fake:latest", [USER], stream=True)]
+            assert "".join(piece.message.content for piece in pieces) == "Hello!"
+            assert (pieces[-1].done_reason, pieces[-1].eval_count) == ("stop", 7)
+            assert (await client.generate("fake", "Hi")).response == "Hello!"
+            assert (await client.generate("fake")).done_reason == "load"
+            assert [model.model for model in (await client.list()).models] == ["fake:latest"]
+            assert [model.model for model in (await client.ps()).models] == ["fake:latest"]
+            assert "completion" in (await client.show("fake:latest")).capabilities
+            assert len((await client.embed("fake", ["a", "b"])).embeddings) == 2
+            with pytest.raises(ollama.ResponseError, match="nobody") as unknown:
+                await client.chat("nobody", [USER])
+            assert unknown.value.status_code == 404
+            with pytest.raises(ollama.ResponseError, match=r"options\.top_p"):
+                await client.chat("fake", [USER], options={"top_p": 2})
+        async with setup.client().ask("/api/show", {"name": "fake:latest"}) as response:
+            assert "capabilities" in await response.json()
+        async with setup.client().ask("/api/version", method="GET") as response:
+            assert set(await response.json()) == {"version"}
+        await setup.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "path, fields",
+    [(CHAT, {"messages": [USER]}), (GENERATE, {"prompt": "hello"}), (GENERATE, {"prompt": "hello", "raw": True})],
+)
+async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, path, fields):
+    options = {"num_predict": 8, "temperature": 1, "seed": 5}
+    body = {"model": "fake", "options": options, **fields}
+    engine = {"paused": True, **LARGE}
+    async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
+        step, undisturbed, is_over = 1, None, False
+        while not is_over:
+            async with setup.client().ask(path, body, headers={"x-request-id": "mine"}) as answer:
+                await wait_all_tasks_blocked()
+                [first] = [id for id, count in setup.leases().items() if count]
+                other = "b" if first == "a" else "a"
+                await setup.servers[first].engine.step(step)
+                await wait_all_tasks_blocked()
+                is_over = not any(setup.leases().values())
+                if not is_over:
+                    await setup.servers[first].hang_up()
+                    setup.servers[other].engine.resume()
+                with trio.fail_after(5):
+                    await answer.read()
+                setup.servers[other].engine.pause()
+            made = said(lines(answer))
+            undisturbed = undisturbed or made
+            assert made == undisturbed, f"cut behind step {step}"
+            assert len({value["created_at"] for value in lines(answer)}) == 1
+            step += 1
+        assert step > 5
+        for id in "ab":
+            setup.servers[id].engine.resume()
+        await setup.assert_all_free()
+
+
+@pytest.mark.parametrize("is_continued", [True, False])
+@pytest.mark.parametrize("way", ["leave", "abort"])
+async def test_a_stream_that_is_ended_gives_everything_back(open_setup, way, is_continued):
+    rules = RoutingRules(continuation_bytes_max=2**20 if is_continued else 0)
+    async with open_setup(engine={"paused": True, **LARGE}, rules=rules) as setup:
+        body = {**BODY, "options": {"num_predict": 100}}
+        async with setup.client().ask(CHAT, body, headers={"x-request-id": "mine"}) as response:
+            await wait_all_tasks_blocked()
+            [first] = [id for id, count in setup.leases().items() if count]
+            await setup.servers[first].engine.step(3)
+            await wait_all_tasks_blocked()
+            assert setup.servers[first].engine.core.stats().blocks_used > 0
+            if way == "abort":
+                await setup.client().post("/v1/requests/abort", {"ids": ["mine"]})
+                for server in setup.servers.values():
+                    server.engine.resume()
+                await response.read()
+                *pieces, last = lines(response)
+                assert pieces
+                assert set(last) == {"error"}
+        for server in setup.servers.values():
+            server.engine.resume()
+        await setup.assert_all_free()
+
+
+async def first_piece(response) -> bytes:
+    async with aclosing(response.pieces()) as pieces:
+        return await anext(pieces)
+
+
+async def the_ask(pair):
+    await wait_all_tasks_blocked()
+    [(id, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+    return id, ask
+
+
+async def test_an_endpoints_events_are_its_clients_lines(open_pair, autojump_clock):
+    async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
+        _, ask = await the_ask(pair)
+        assert ask.headers["x-trioserve-resumable"] == "1"
+        ask.begin_resumable()
+        ask.say('data: {"a":1}\nid: 0:1\n\n')
+        assert await first_piece(response) == b'{"a":1}\n'
+        ask.say(": keep-alive\n\n")
+        ask.hang_up()
+        await trio.sleep(40)  # the client hears of it while another endpoint does not say anything
+        _, again = await the_ask(pair)
+        again.begin_resumable()
+        again.say('data: {"a":2}\nid: 0:2\n\n')
+        again.say('data: {"done":true}\nid: .\n\n')
+        again.end()
+        await response.read()
+        assert lines(response) == [{"a": 1}, {"a": 2}, {"done": True}]
+        assert response.body.count(b" ") >= 3
+        assert "x-trioserve-resume" not in response.headers
+    await pair.assert_all_free()
+
+
+async def test_who_asks_for_events_gets_them(open_pair):
+    asks = {"x-trioserve-resumable": "1"}
+    async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY, headers=asks) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.say('data: {"a":1}\nid: 0:1\n\n')
+        ask.say('data: {"done":true}\nid: .\n\n')
+        ask.end()
+        await response.read()
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.body == b'data: {"a":1}\nid: 0:1\n\ndata: {"done":true}\nid: .\n\n'
+    await pair.assert_all_free()
+
+
+async def test_an_error_of_the_endpoints_is_the_last_line(open_pair):
+    async with open_pair("w1") as pair, pair.client().ask(CHAT, BODY) as response:
+        ask = await pair.ask_of("w1")
+        ask.begin_resumable()
+        ask.say('data: {"a":1}\nid: 0:1\n\n')
+        ask.fail("request_aborted")
+        await response.read()
+        assert lines(response) == [{"a": 1}, {"error": "said so"}]
+    await pair.assert_all_free()
+
+
+async def test_lines_of_a_server_of_another_make_come_as_it_writes_them(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
+        _, lost = await the_ask(pair)
+        lost.begin(content_type=LINES)
+        lost.hang_up()  # before its first line: another one begins
+        _, ask = await the_ask(pair)
+        assert "resume" not in ask.body
+        ask.begin(content_type=LINES)
+        ask.say('{"a":1}\n{"a"')
+        assert await first_piece(response) == b'{"a":1}\n'
+        ask.say(":2}\n")
+        ask.end()
+        await response.read()
+        assert lines(response) == [{"a": 1}, {"a": 2}]
+    await pair.assert_all_free()
+
+
+async def test_an_error_is_no_part_of_a_line_that_broke_off(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin(content_type=LINES)
+        ask.say('{"a":1}\n{"a"')
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        await response.read()
+        first, error = lines(response)
+        assert first == {"a": 1}
+        assert set(error) == {"error"}
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "pieces, expected",
+    [
+        (["a\nb", "c\n"], ["a\n", "bc\n"]),
+        ([" ", "a", "b\n "], [" ", "", "ab\n "]),
+        (["a\n  b\n"], ["a\n  b\n"]),
+        (["\n"], ["\n"]),
+    ],
+)
+def test_only_whole_lines_are_passed_on(pieces, expected):
+    splitter = LineSplitter()
+    assert [splitter.feed(piece.encode()).decode() for piece in pieces] == expected
+    assert splitter.end() == b""
