@@ -96,6 +96,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "asyncio":
+        return importlib.import_module("trioserve.asyncio")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES.get(name, "trioserve.contracts.errors")), name)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import msgspec
 import trio
 
 from trioserve.admission.text_threads import TextThreads
+from trioserve.asyncio.engine import Engine as AsyncioEngine
+from trioserve.asyncio.engine import in_a_thread
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.config import Config, engine_settings, make_config
 from trioserve.connectors.registry import find_connector
@@ -49,6 +52,7 @@ from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.own_run import check_is_in_trio
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -57,8 +61,17 @@ if TYPE_CHECKING:
 
     Runner = ModelRunner | EncoderRunner
 
-__all__ = ["LoadProgress", "LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine"]
+__all__ = [
+    "LoadProgress",
+    "LoadReport",
+    "Loaded",
+    "default_served_name",
+    "open_asyncio_engine",
+    "open_configured_engine",
+    "open_engine",
+]
 
+P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 
@@ -198,8 +211,24 @@ async def open_engine(
         EngineFault: a step or the connector failed, at any time, and it is not opened anew (any more).
     """
     options = locals()  # the parameters, and nothing else yet: each is an option of the same name
+    check_is_in_trio("trioserve.open_engine")
     async with open_configured_engine(make_config(**options)) as engine:
         yield engine
+
+
+def _for_asyncio(
+    opens: Callable[P, AbstractAsyncContextManager[Engine]],
+) -> Callable[P, AbstractAsyncContextManager[AsyncioEngine]]:
+    @functools.wraps(opens)
+    def open_for_asyncio(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[AsyncioEngine]:
+        inspect.signature(opens).bind(*args, **kwargs)  # a TypeError rises here, and not in a thread
+        return in_a_thread(functools.partial(opens, *args, **kwargs))
+
+    return open_for_asyncio
+
+
+open_asyncio_engine = _for_asyncio(open_engine)
+"""trioserve.asyncio.open_engine."""
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ TREE = """
             ResumeMismatch
             UnknownModel
             AlreadyEnded
+        WrongLoop
         StartupError
             ModelLoadError
         Overloaded

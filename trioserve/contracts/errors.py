@@ -25,6 +25,7 @@ __all__ = [
     "StoreFull",
     "TrioserveError",
     "UnknownModel",
+    "WrongLoop",
 ]
 
 
@@ -59,6 +60,11 @@ class UnknownModel(InvalidRequest):
 
 class AlreadyEnded(InvalidRequest):
     """A request stream was used again after its scope was left."""
+
+
+class WrongLoop(TrioserveError, RuntimeError):
+    """Called outside of the loop that it belongs to: in an asyncio task, in another thread or another run, or where no
+    loop runs at all. The message says what to do."""
 
 
 class StartupError(TrioserveError):

@@ -90,6 +90,7 @@ from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.own_run import OwnRun
 
 __all__ = ["Engine", "ModelDescription"]
 
@@ -131,6 +132,7 @@ class Engine:
         when_idle: WhenIdle | None = None,
         guides: GuideFactory | None = None,
     ) -> None:
+        self._own_run = OwnRun()
         self.model = model
         self.role = role
         self.tokenizer = tokenizer
@@ -406,6 +408,7 @@ class Engine:
 
     def drain(self) -> None:
         """Take nothing new; requests that have not begun to run are refused, the others go on."""
+        self._own_run.check("engine.drain")
         self.draining = True
         self._reopened.set()  # who waits for it has not begun to run
         self.dispatch.drain()
@@ -504,7 +507,7 @@ class Engine:
             is_resumable=to_bool("resumable", resumable),
             part_of=part_of,
         )
-        return RequestStream(request, submit=self._submit, leave=self._leave)
+        return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def _seed_of(self, sampling: SamplingParams, resume: Resume | None) -> int:
         """A response that goes on has the seed with which it began."""
@@ -566,7 +569,7 @@ class Engine:
             tenant=text_or_none("tenant", tenant) or owner or "",
             part_of=part_of,
         )
-        return PooledStream(request, submit=self._submit, leave=self._leave)
+        return PooledStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
         """What a chat's response consists of: content, thoughts and calls, as the model's family writes them.
@@ -590,6 +593,7 @@ class Engine:
         request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error: what
         became of each is what is returned. Raises InvalidRequest, and has ended nothing, for arguments of another type.
         """
+        self._own_run.check("engine.abort")
         if isinstance(request_ids, str):  # otherwise each of its letters were an id
             request_ids = (request_ids,)
         request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
@@ -619,6 +623,7 @@ class Engine:
 
         request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error.
         """
+        self._own_run.check("engine.hand_over")
         if isinstance(request_ids, str):
             request_ids = (request_ids,)
         outcomes = {}
@@ -653,6 +658,7 @@ class Engine:
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
         """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
+        self._own_run.check("engine.live_requests")
         sequences = {live.request.id: live for live in self._core.live_requests()}
         requests = [*self._requests, *self._kept_holds]
         requests = [request for request in requests if owner in (None, request.owner)]
@@ -669,10 +675,12 @@ class Engine:
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
+        self._own_run.check("engine.encode")
         return await self._prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        self._own_run.check("engine.decode")
         return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @contextmanager
@@ -697,6 +705,7 @@ class Engine:
         return self._deadline_keeper.set(at, function)
 
     def stats(self) -> EngineStats:
+        """How many sequences run and wait, and what the KV blocks are: a frozen snapshot."""
         return self._core.stats()
 
     def load(self) -> EndpointLoad:

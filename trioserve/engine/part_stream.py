@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from trioserve.contracts.arguments import refuse
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
-from trioserve.engine.request_stream import RequestStream
 from trioserve.text.response_families import PROMPT_END_TOKENS, ResponseFamilies, offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["ChoiceParts", "PartStream"]
+__all__ = ["ChoiceParts", "PartStream", "ReadStream"]
+
+
+class ReadStream(Protocol):
+    """A RequestStream, of whichever loop."""
+
+    def __anext__(self) -> Awaitable[Delta]: ...
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def known(self) -> tuple[Delta, ...]: ...
 
 
 class ChoiceParts(msgspec.Struct, frozen=True):
@@ -37,7 +48,7 @@ class PartStream:
 
     def __init__(
         self,
-        stream: RequestStream,
+        stream: ReadStream,
         families: ResponseFamilies,
         tokenizer: Tokenizer,
         tools: Sequence[Mapping[str, Any]] | None,

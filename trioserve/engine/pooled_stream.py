@@ -12,8 +12,9 @@ from trioserve.contracts.pooling import Pooled
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.pooled_request import PooledRequest
 from trioserve.engine.request_stream import RequestStream
+from trioserve.trio_tools.own_run import OwnRun
 
-__all__ = ["PooledStream"]
+__all__ = ["PooledStream", "error_of"]
 
 
 class PooledStream(RequestStream):
@@ -30,8 +31,9 @@ class PooledStream(RequestStream):
         *,
         submit: Callable[[OpenRequest], Awaitable[None]],
         leave: Callable[[OpenRequest], None],
+        own_run: OwnRun,
     ) -> None:
-        super().__init__(request, submit=submit, leave=leave)
+        super().__init__(request, submit=submit, leave=leave, own_run=own_run)
         self._inputs = request
 
     def __await__(self) -> Generator[Any, Any, tuple[Pooled, ...]]:
@@ -45,7 +47,7 @@ class PooledStream(RequestStream):
         """What each input gave, in the order of the inputs, when all have. Raises RequestFailed, RequestAborted or
         DeadlinePassed for the first one that gave nothing, and EngineFault."""
         async for delta in self:
-            if (error := _error_of(delta)) is not None:
+            if (error := error_of(delta)) is not None:
                 raise error
         return self.pooled
 
@@ -62,7 +64,8 @@ class PooledStream(RequestStream):
         return self._inputs.input_token_counts
 
 
-def _error_of(delta: Delta) -> TrioserveError | None:
+def error_of(delta: Delta) -> TrioserveError | None:
+    """Of an input that gave nothing; None for one that ended well."""
     if delta.finish_reason is FinishReason.DEADLINE:
         return DeadlinePassed(delta.message or "the request's deadline has passed")
     if delta.finish_reason is FinishReason.ABORT:

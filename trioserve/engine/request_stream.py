@@ -14,6 +14,7 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import Resume
 from trioserve.engine.open_request import OpenRequest
+from trioserve.trio_tools.own_run import OwnRun
 
 __all__ = ["RequestStream"]
 
@@ -38,12 +39,15 @@ class RequestStream:
         *,
         submit: Callable[[OpenRequest], Awaitable[None]],
         leave: Callable[[OpenRequest], None],
+        own_run: OwnRun,
     ) -> None:
         self._request = request
+        self._own_run = own_run
         self._submit = submit
         self._leave = leave
 
     async def __aenter__(self) -> Self:
+        self._own_run.check("entering a request")
         self._request.enter()
         try:
             await self._submit(self._request)

@@ -1,0 +1,76 @@
+"""A fake engine in an asyncio program, and what a test does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.asyncio.engine import Engine, in_a_thread
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+
+
+class Fake:
+    """engine: as a program has it. fake: the same one, to be touched in its thread alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.on_trio, FakeEngine)
+        self.engine = engine
+        self.fake = engine.on_trio
+
+    async def step(self, count: int = 1) -> None:
+        await self.engine.thread.run(functools.partial(self.fake.step, count))
+
+    async def settle(self) -> None:
+        """Every task in the engine's thread has done what it can."""
+        await self.engine.thread.run(wait_all_tasks_blocked)
+
+    async def until_queued(self, count: int) -> None:
+        """Returns when so many requests are entered, in the queue or beyond."""
+        await until(lambda: len(self.engine.live_requests()) >= count)
+        await self.settle()
+
+    def assert_all_free(self) -> None:
+        self.engine.thread.call(self.fake.assert_all_free)
+
+    @property
+    def blocks_used(self) -> int:
+        return self.engine.stats().blocks_used
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns when what another thread does has come so far; it tells nobody."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def open_fake(**options: Any) -> AsyncIterator[Fake]:
+    async with in_a_thread(functools.partial(open_fake_engine, **options)) as engine:
+        yield Fake(engine)
+
+
+Program = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[Program], None]]:
+    """Runs an asyncio program, and looks at what it leaves: no task, no thread."""
+    before = set(threading.enumerate())
+
+    def run_program(program: Program) -> None:
+        async def main() -> None:
+            await program()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, left
+
+        asyncio.run(main(), debug=False)
+
+    yield run_program
+    assert set(threading.enumerate()) - before == set()

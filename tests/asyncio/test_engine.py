@@ -1,0 +1,520 @@
+"""The engine of an asyncio program: what it gives, what it raises, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import inspect
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import trioserve
+import trioserve.asyncio
+from trioserve.asyncio.delta_box import DeltaBox
+from trioserve.asyncio.engine import Engine, in_a_thread
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import (
+    AlreadyEnded,
+    ContextTooLong,
+    Draining,
+    EngineFault,
+    InvalidRequest,
+    ModelLoadError,
+    Overloaded,
+)
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.output import Delta
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.engine import Engine as TrioEngine
+from trioserve.engine.pooled_stream import PooledStream as TrioPooledStream
+from trioserve.engine.request_stream import RequestStream as TrioStream
+from trioserve.testing.fake_engine import InjectedFault, open_fake_engine
+from trioserve.text.response_parts import ContentText, ToolCallBegin, ToolCallEnd
+
+from .conftest import open_fake, until
+
+ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+NOT_FOR_PROGRAMS = {
+    *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing"),  # of rooms
+}
+
+
+async def text_of(engine: Engine, prompt: str = "a prompt", sampling: SamplingParams | None = None, **more) -> str:
+    async with engine.generate(prompt, sampling or SamplingParams(max_tokens=20), **more) as stream:
+        return "".join([delta.text async for delta in stream])
+
+
+# --- the same API ---
+
+
+def test_every_method_is_there_with_the_same_parameters():
+    """The public ones of the engine on Trio, but for those by which rooms drive it."""
+    for name, method in inspect.getmembers(TrioEngine, inspect.isfunction):
+        if not name.startswith("_") and name not in NOT_FOR_PROGRAMS:
+            ours = inspect.signature(getattr(Engine, name)).parameters
+            assert list(ours) == list(inspect.signature(method).parameters), name
+            assert getattr(Engine, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (trioserve.asyncio.RequestStream, TrioStream),
+        (trioserve.asyncio.PooledStream, TrioPooledStream),
+    ],
+)
+def test_every_name_of_a_stream_is_there(ours, theirs):
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    assert public <= set(dir(ours))
+
+
+def test_open_engine_takes_what_the_one_on_trio_takes():
+    assert inspect.signature(trioserve.asyncio.open_engine) == inspect.signature(trioserve.open_engine)
+    with pytest.raises(TypeError, match="port"):
+        trioserve.asyncio.open_engine("smollm2", port=80)
+
+
+# --- what it gives ---
+
+
+def test_text_chats_parts_vectors_and_tokens(run):
+    def response(prompt: str) -> str:
+        return '<tool_call>{"name": "look", "arguments": {}}</tool_call>' if "tools" in prompt else "a response"
+
+    async def program() -> None:
+        async with open_fake(response=response, context_tokens_max=400, block_count=200) as fake:
+            engine = fake.engine
+            assert await text_of(engine) == "a response"
+            chat = ChatPrompt(messages=[{"role": "user", "content": "Hello"}])
+            assert await text_of(engine, chat) == "a response"
+            parts = []
+            async with engine.generate("with tools", SamplingParams(max_tokens=80)) as stream:
+                async for found in engine.read_parts(stream, tools=TOOLS):
+                    parts += found.parts
+            assert {type(part) for part in parts} >= {ToolCallBegin, ToolCallEnd}
+            assert not any(isinstance(part, ContentText) for part in parts)
+            vectors = await engine.embed(["one text", "another one"])
+            assert len(vectors) == 2
+            async with engine.embed("a text") as pooled:
+                assert len(await pooled.results()) == len(pooled.pooled) == 1
+                assert pooled.input_token_counts == (6,)
+            assert await engine.decode(await engine.encode("a text")) == "a text"
+            assert engine.model.name == "fake"
+            assert engine.ready
+            assert engine.fault is None
+            assert engine.load().running == 0
+            await engine.wait_until_idle()
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_what_a_stream_knows(run):
+    async def program() -> None:
+        async with open_fake(response="abcdef") as fake:
+            async with fake.engine.generate(
+                "a prompt", SamplingParams(max_tokens=4, seed=7), request_id="mine"
+            ) as stream:
+                assert await stream.wait_until_begun() is None
+                deltas = [delta async for delta in stream]
+                assert stream.id == "mine"
+                assert stream.choice_count == 1
+                assert stream.seed == 7
+                assert stream.prompt_token_count == len(stream.prompt_token_ids) == 8
+                assert stream.completion_token_count == 4
+                assert stream.is_finished
+                assert not stream.is_held
+                await stream.wait_until_released()
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+            with pytest.raises(AlreadyEnded, match="can be read only inside"):
+                await anext(stream)
+            with pytest.raises(AlreadyEnded, match="was entered before"):
+                await stream.__aenter__()
+
+    run(program)
+
+
+def test_several_tasks_read_one_stream_and_each_delta_goes_to_one(run):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake:
+            texts = []
+
+            async def read(stream) -> None:
+                texts.extend([delta.text async for delta in stream])
+
+            async with fake.engine.generate("x", ENDLESS) as stream, asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    group.create_task(read(stream))
+            assert "".join(texts) == "a" * 60
+
+    run(program)
+
+
+def test_a_cancelled_wait_for_a_delta_loses_none(run):
+    async def program() -> None:
+        async with open_fake(paused=True, next_token=lambda ids: 97 + len(ids) % 26) as fake:
+            async with fake.engine.generate("x", SamplingParams(max_tokens=20, ignore_eos=True)) as stream:
+                text = ""
+                for _ in range(20):
+                    waiting = asyncio.ensure_future(anext(stream))
+                    await asyncio.sleep(0)
+                    stepping = asyncio.create_task(fake.step())
+                    await asyncio.sleep(0)
+                    waiting.cancel()
+                    await stepping
+                    await asyncio.wait([waiting])
+                    if not waiting.cancelled():
+                        text += waiting.result().text
+                text += "".join([delta.text async for delta in stream])
+            assert text == "".join(chr(97 + count % 26) for count in range(1, 21))
+
+    run(program)
+
+
+def test_what_was_not_read_is_computed_again_where_a_response_goes_on(run):
+    async def program() -> None:
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+        async with open_fake(paused=True, next_token=lambda ids: 97 + len(ids) % 26) as fake:
+            async with fake.engine.generate("x", sampling) as stream:
+                await fake.until_queued(1)
+                await fake.step(3)
+                text = (await anext(stream)).text
+                await fake.step(4)
+                state = stream.resume_state()  # four more tokens have come, and are not read
+            assert text == "bcd"
+            assert state.token_ids == ((98, 99, 100),)
+            fake.engine.thread.call(fake.fake.resume)
+            text += await text_of(fake.engine, "x", sampling, resume=state)
+            assert text == "bcdefghijklm"
+
+    run(program)
+
+
+def test_a_reader_that_was_read_to_the_end_has_finished(run):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake, fake.engine.generate("x", ENDLESS) as stream:
+            await until(lambda: stream.is_finished)
+            await fake.settle()
+            assert stream.resume_state().finished == (False,)
+            assert [delta.finish_reason async for delta in stream] == [FinishReason.LENGTH]
+            assert stream.resume_state().finished == (True,)
+
+    run(program)
+
+
+# --- a slow reader, and a fast engine ---
+
+
+def test_what_a_slow_reader_has_not_read_is_one_delta_a_choice(run):
+    async def program() -> None:
+        sampling = SamplingParams(max_tokens=60, ignore_eos=True, n=2)
+        async with (
+            open_fake(next_token=lambda _ids: 97, block_count=200) as fake,
+            fake.engine.generate("x", sampling) as stream,
+        ):
+            await until(lambda: stream.is_finished)
+            await fake.settle()
+            deltas = [delta async for delta in stream]
+            assert sorted(delta.index for delta in deltas) == [0, 1]
+            assert {delta.text for delta in deltas} == {"a" * 60}
+
+    run(program)
+
+
+def test_a_reader_of_a_fast_engine_leaves_others_their_turn():
+    async def program() -> None:
+        box, turns = DeltaBox(), []
+        for _ in range(3):
+            box.put(Delta(index=0, text="a", token_ids=(97,)))
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            assert (await box.get()).text == "a"
+        assert len(turns) == 3
+
+    asyncio.run(program())
+
+
+# --- what goes wrong ---
+
+
+def test_errors_are_those_of_the_engine(run):
+    async def program() -> None:
+        async with open_fake(paused=True, max_num_seqs=1, waiting_requests_max=1) as fake:
+            engine = fake.engine
+            with pytest.raises(InvalidRequest, match="prompt is 5") as raised:
+                engine.generate(5)
+            assert raised.value.param == "prompt"
+            with pytest.raises(ContextTooLong):
+                await text_of(engine, "x" * 1000)
+            with pytest.raises(InvalidRequest, match="request_ids holds 5"):
+                engine.abort([5])
+            async with asyncio.TaskGroup() as group:
+                waiting = [group.create_task(text_of(engine)) for _ in range(2)]
+                await fake.until_queued(2)
+                with pytest.raises(Overloaded):
+                    await text_of(engine)
+                for task in waiting:
+                    task.cancel()
+            engine.drain()
+            assert not engine.ready
+            with pytest.raises(Draining):
+                await text_of(engine)
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_a_deadline_ends_a_request_and_says_which(run):
+    async def program() -> None:
+        async with open_fake(paused=True) as fake:
+            deadlines = Deadlines(ttft_timeout=0.001)
+            async with fake.engine.generate("x", ENDLESS, deadlines=deadlines) as stream:
+                deltas = [delta async for delta in stream]
+            assert [delta.finish_reason for delta in deltas] == [FinishReason.DEADLINE]
+            assert deltas[0].stop_reason == "ttft_timeout"
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_an_abort_by_id_ends_the_reader_of_another_task(run):
+    async def program() -> None:
+        async with open_fake(paused=True, next_token=lambda _ids: 97) as fake:
+
+            async def read() -> list[Delta]:
+                async with fake.engine.generate("x", ENDLESS, request_id="mine") as stream:
+                    return [delta async for delta in stream]
+
+            reader = asyncio.create_task(read())
+            await fake.until_queued(1)
+            await fake.step(5)
+            assert [view.id for view in fake.engine.live_requests()] == ["mine"]
+            assert fake.engine.abort("mine") == {"mine": AbortOutcome.ABORTED}
+            assert (await reader)[-1].finish_reason is FinishReason.ABORT
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_a_fault_of_the_engine_reaches_readers_cancels_the_body_and_rises_where_it_was_opened(run):
+    async def program() -> None:
+        seen: list[BaseException] = []
+
+        async def read(engine: Engine) -> None:
+            try:
+                await text_of(engine)
+            except EngineFault as error:
+                seen.append(error)
+
+        async with asyncio.TaskGroup() as group:
+            with pytest.raises(EngineFault, match="a test broke the engine") as raised:
+                async with open_fake(paused=True) as fake:
+                    group.create_task(read(fake.engine))
+                    await fake.until_queued(1)
+                    fake.engine.thread.call(fake.fake.break_next_step)
+                    fake.engine.thread.call(fake.fake.resume)
+                    try:
+                        await asyncio.get_running_loop().create_future()
+                    except asyncio.CancelledError as error:
+                        seen.append(error)
+                        raise
+            assert isinstance(raised.value.__cause__, InjectedFault)
+        assert {type(error) for error in seen} == {EngineFault, asyncio.CancelledError}
+        assert asyncio.current_task().cancelling() == 0
+
+    run(program)
+
+
+def test_a_fault_rises_also_where_the_body_is_another_task_by_then(run):
+    """As in a notebook, where each cell is a task of its own."""
+
+    async def program() -> None:
+        opening = in_a_thread(functools.partial(open_fake_engine, paused=True))
+        engine = await asyncio.create_task(opening.__aenter__())
+        fault = engine.thread.call(lambda: engine.on_trio)
+        engine.thread.call(fault.break_next_step)
+        engine.thread.call(fault.resume)
+        with pytest.raises(EngineFault):
+            await text_of(engine)
+        with pytest.raises(EngineFault):
+            await opening.__aexit__(None, None, None)
+
+    run(program)
+
+
+def test_what_cannot_be_opened_says_so_and_leaves_no_thread(run, tmp_path):
+    async def program() -> None:
+        with pytest.raises(ModelLoadError):
+            async with trioserve.asyncio.open_engine(str(tmp_path / "none.gguf")):
+                pass
+
+    run(program)
+
+
+def test_an_opening_that_is_cancelled_leaves_no_thread(run):
+    async def program() -> None:
+        async def open_it() -> None:
+            async with trioserve.asyncio.open_engine("smollm2", cpu_kernels="native"):
+                pass
+
+        opening = asyncio.create_task(open_it())
+        await until(lambda: any(thread.name == "trioserve-compute" for thread in threading.enumerate()))
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    run(program)
+
+
+def test_an_engine_that_was_closed_takes_nothing(run):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake:
+            before = fake.engine.generate("x")
+        assert fake.engine.stats().blocks_used == 0
+        assert not fake.engine.ready
+        for stream in (before, fake.engine.generate("x")):
+            with pytest.raises(AlreadyEnded, match="the engine was closed"):
+                await stream.__aenter__()
+
+    run(program)
+
+
+def test_requests_end_where_the_engine_is_closed_around_them(run):
+    async def program() -> None:
+        async with asyncio.TaskGroup() as group:
+            async with open_fake(paused=True) as fake:
+                reader = group.create_task(text_of(fake.engine))
+                await fake.until_queued(1)
+            assert fake.engine.stats().blocks_used == 0
+            reader.cancel()
+
+    run(program)
+
+
+# --- loops ---
+
+
+def test_two_engines_in_one_loop(run):
+    async def program() -> None:
+        async with open_fake(response="one") as one, open_fake(response="two") as two:
+            texts = await asyncio.gather(*(text_of(fake.engine) for fake in (one, two, one, two)))
+            assert texts == ["one", "two", "one", "two"]
+            one.assert_all_free()
+            two.assert_all_free()
+
+    run(program)
+
+
+def test_one_engine_from_the_loops_of_two_threads(run):
+    async def program() -> None:
+        async with open_fake(response="one") as fake:
+            in_another = asyncio.to_thread(asyncio.run, text_of(fake.engine))
+            assert await asyncio.gather(in_another, text_of(fake.engine)) == ["one", "one"]
+        # The loop keeps its own threads for such calls until it ends.
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    run(program)
+
+
+def test_under_uvloop(run):
+    uvloop = pytest.importorskip("uvloop")
+
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake:
+            async with asyncio.timeout(30):
+                assert await text_of(fake.engine, sampling=ENDLESS) == "a" * 60
+            async with fake.engine.generate("x", ENDLESS) as stream:
+                async for _ in stream:
+                    break
+            await fake.settle()
+            fake.assert_all_free()
+
+    before = set(threading.enumerate())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(program())
+    assert set(threading.enumerate()) == before
+
+
+def test_a_program_that_ends_with_tasks_still_reading_ends(run):
+    async def program() -> None:
+        async def serve() -> None:
+            async with open_fake(paused=True) as fake:
+                ready.set_result(fake)
+                await text_of(fake.engine)
+
+        ready = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve())
+        fake = await ready
+        await fake.until_queued(1)
+        serving.cancel()  # as asyncio.run does with every task that is left
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    run(program)
+
+
+def test_ctrl_c_ends_the_program_and_leaves_nothing():
+    """asyncio.run turns it into a cancellation of the main task."""
+    fakes = []
+
+    async def program() -> None:
+        async with open_fake(paused=True) as fake:
+            fakes.append(fake)
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+            await text_of(fake.engine)
+
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(program())
+    assert set(threading.enumerate()) == before
+    assert fakes[0].engine.stats().blocks_used == 0
+
+
+def test_a_loop_that_is_given_up_lets_the_engine_go():
+    """Without asyncio.run a Ctrl-C leaves the main task where it stands. It ends when it is thrown away."""
+
+    async def program() -> None:
+        async with open_fake(paused=True) as fake:
+
+            def interrupt() -> None:
+                raise KeyboardInterrupt
+
+            asyncio.get_running_loop().call_soon(interrupt)
+            await text_of(fake.engine)
+
+    before = set(threading.enumerate())
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(program())
+    task._log_destroy_pending = False
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(task)
+    threads = set(threading.enumerate()) - before
+    assert threads
+    loop.close()
+    del task
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_leaving_its_engine_ends():
+    code = """
+import asyncio, functools, sys
+from trioserve.asyncio.engine import in_a_thread
+from trioserve.testing.fake_engine import open_fake_engine
+loop = asyncio.new_event_loop()
+kept = in_a_thread(functools.partial(open_fake_engine, response="abc"))
+engine = loop.run_until_complete(kept.__aenter__())
+print(engine.ready)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,269 @@
+"""A request in an asyncio program, left in each phase in every way there is: all that it held is free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from trioserve.contracts.sampling import SamplingParams
+
+from .conftest import Fake, open_fake, until
+
+PROMPT = "a prompt that takes three steps"  # 31 tokens, 12 in a step
+ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+class Left(Exception):
+    """Why a body ends."""
+
+
+class Request:
+    """leave: told to. patience: what a timeout around it is. has_begun: its first delta was read."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.leave = asyncio.Event()
+        self.has_begun = asyncio.Event()
+        self.patience = asyncio.timeout(None)
+
+    async def read(self, *, slowly: bool = False) -> None:
+        """To its end; or, slowly, the first delta, and no other until it is told to leave."""
+        async with self.patience, self.fake.engine.generate(PROMPT, ENDLESS) as stream:
+            async for _ in stream:
+                self.has_begun.set()
+                if slowly:
+                    await self.leave.wait()
+                if self.leave.is_set():
+                    break
+
+    async def stay(self) -> None:
+        """In the scope, and read nothing."""
+        async with self.patience, self.fake.engine.generate(PROMPT, ENDLESS):
+            self.has_begun.set()
+            await self.leave.wait()
+
+    async def stay_and_raise(self) -> None:
+        async with self.fake.engine.generate(PROMPT, ENDLESS):
+            await self.leave.wait()
+            raise Left
+
+
+# --- the ways: each gets a body to run, and what brings the request into its phase and looks at it there ---
+
+Body = Callable[[Request], Awaitable[None]]
+Reach = Callable[[asyncio.Task[None]], Awaitable[None]]
+
+
+async def cancel(request: Request, body: Body, reach: Reach) -> None:
+    task = asyncio.create_task(body(request))
+    await reach(task)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def time_out(request: Request, body: Body, reach: Reach) -> None:
+    task = asyncio.create_task(body(request))
+    await reach(task)
+    request.patience.reschedule(asyncio.get_running_loop().time())
+    with pytest.raises(TimeoutError):
+        await task
+
+
+async def fail_in_the_group(request: Request, body: Body, reach: Reach) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            await reach(group.create_task(body(request)))
+            raise Left
+    except* Left:
+        pass
+
+
+async def come_to_an_end(request: Request, body: Body, reach: Reach) -> None:
+    task = asyncio.create_task(body(request))
+    await reach(task)
+    request.leave.set()
+    with suppress(Left):
+        await task
+
+
+async def drop_the_engine(request: Request, body: Body, reach: Reach) -> None:
+    """The request's task is cancelled by nobody, but the engine closes."""
+    task = asyncio.create_task(body(request))
+    await reach(task)
+    request.fake.engine.abort_all("a test ends them all")
+    request.leave.set()
+    await task
+
+
+WAYS = [cancel, time_out, fail_in_the_group]
+
+
+# --- the phases ---
+
+
+@asynccontextmanager
+async def a_full_line(fake: Fake):
+    """As many requests as the engine takes in: whoever comes now waits in the queue, inside of entering."""
+    async with asyncio.TaskGroup() as group:
+        requests = [Request(fake) for _ in range(5)]  # one runs, four are prepared
+        for request in requests:
+            group.create_task(request.stay())
+        await fake.until_queued(5)
+        yield
+        for request in requests:
+            request.leave.set()
+
+
+async def check_queue(way, body):
+    async with open_fake(paused=True, max_num_seqs=1) as fake, a_full_line(fake):
+        request = Request(fake)
+        dispatch = fake.fake.dispatch
+
+        async def reach(task: asyncio.Task[None]) -> None:
+            await fake.until_queued(6)
+            assert fake.engine.thread.call(dispatch.core.stats).waiting == 1
+            assert not request.has_begun.is_set()
+
+        await way(request, body, reach)
+        assert len(fake.engine.live_requests()) == 5
+        assert fake.engine.thread.call(dispatch.core.stats).waiting == 0
+    assert fake.blocks_used == 0
+
+
+async def check_steps(way, body, steps: int, *, blocks: int, begins: bool = False):
+    async with open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as fake:
+        request = Request(fake)
+
+        async def reach(task: asyncio.Task[None]) -> None:
+            await fake.until_queued(1)
+            if begins:
+                await fake.step(3)
+                await asyncio.wait(
+                    [task, asyncio.create_task(request.has_begun.wait())], return_when=asyncio.FIRST_COMPLETED
+                )
+                await fake.step(steps - 3)
+            else:
+                await fake.step(steps)
+            assert not task.done()
+            assert fake.blocks_used == blocks
+
+        await way(request, body, reach)
+        await fake.settle()
+        assert fake.blocks_used == 0
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_in_the_queue(run, way, body):
+    run(lambda: check_queue(way, body))
+
+
+@pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_behind_the_queue_and_before_a_step(run, way, body):
+    run(lambda: check_steps(way, body, 0, blocks=0))
+
+
+@pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_in_its_prompt(run, way, body):
+    run(lambda: check_steps(way, body, 2, blocks=6))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_while_it_decodes(run, way):
+    run(lambda: check_steps(way, Request.read, 8, blocks=9, begins=True))
+
+
+async def read_slowly(request: Request) -> None:
+    await request.read(slowly=True)
+
+
+@pytest.mark.parametrize("way", [*WAYS, come_to_an_end, drop_the_engine], ids=lambda way: way.__name__)
+def test_with_a_backlog_that_a_slow_reader_has_not_read(run, way):
+    run(lambda: check_steps(way, read_slowly, 20, blocks=12, begins=True))
+
+
+@pytest.mark.parametrize("body", [Request.stay, Request.stay_and_raise], ids=["returns", "raises"])
+@pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)])
+def test_the_body_ends_by_itself(run, body, steps, blocks):
+    run(lambda: check_steps(come_to_an_end, body, steps, blocks=blocks))
+
+
+def test_breaking_out_of_the_loop(run):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake:
+            async with fake.engine.generate(PROMPT, ENDLESS) as stream:
+                async for _ in stream:
+                    break
+                assert not stream.is_finished or stream.completion_token_count == 60
+            await fake.settle()
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_leaving_during_a_forward_pass_frees_the_blocks_right_after_it(run):
+    async def program() -> None:
+        async with open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as fake:
+            request = Request(fake)
+            task = asyncio.create_task(request.read())
+            await fake.until_queued(1)
+            await fake.step()
+            steps = fake.fake.steps
+            fake.engine.thread.call(steps.hold)
+            fake.engine.thread.call(fake.fake.resume)
+            await fake.engine.thread.run(steps.entered)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task  # it does not wait for the step
+            assert fake.blocks_used > 0, "the forward pass still reads them"
+            fake.engine.thread.call(steps.release)
+            await fake.settle()
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_an_async_generator_that_nobody_reads_on_leaves_its_request(run):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake:
+
+            async def texts():
+                async with fake.engine.generate(PROMPT, ENDLESS) as stream:
+                    async for delta in stream:
+                        yield delta.text
+
+            async for _ in texts():
+                break  # and nobody closes it: asyncio does, in a task of its own
+            await until(lambda: not fake.engine.live_requests())
+            await fake.settle()
+            fake.assert_all_free()
+
+    run(program)
+
+
+def test_leaving_and_entering_in_quick_turn_leaves_nothing(run):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake:
+
+            async def ask(number: int) -> None:
+                for turn in range(10):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.0002 * ((number + turn) % 7)):
+                            async with fake.engine.generate(f"{number} {turn}", ENDLESS) as stream:
+                                async for _ in stream:
+                                    pass
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(8):
+                    group.create_task(ask(number))
+            await fake.settle()
+            fake.assert_all_free()
+
+    run(program)

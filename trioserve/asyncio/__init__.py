@@ -1,0 +1,39 @@
+"""The engine for asyncio programs: the same as on Trio, in a Trio run that has a thread of its own.
+
+The names are loaded when they are first used. docs/embedding.md shows them at work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trioserve.assemble import open_asyncio_engine as open_engine
+    from trioserve.asyncio.disconnect import cancel_on_disconnect
+    from trioserve.asyncio.engine import Engine
+    from trioserve.asyncio.pooled_stream import PooledStream
+    from trioserve.asyncio.request_stream import RequestStream
+
+__all__ = ["Engine", "PooledStream", "RequestStream", "cancel_on_disconnect", "open_engine"]
+
+_HOMES = {
+    "Engine": ("trioserve.asyncio.engine", "Engine"),
+    "PooledStream": ("trioserve.asyncio.pooled_stream", "PooledStream"),
+    "RequestStream": ("trioserve.asyncio.request_stream", "RequestStream"),
+    "cancel_on_disconnect": ("trioserve.asyncio.disconnect", "cancel_on_disconnect"),
+    "open_engine": ("trioserve.assemble", "open_asyncio_engine"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, name_there = _HOMES[name]
+    value = getattr(importlib.import_module(module), name_there)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,65 @@
+"""What the Trio thread has for the reader of one request: never more than one delta of each choice, however slow the
+reader is. Being cancelled while reading loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from trioserve.asyncio.thread_event import Waiters
+from trioserve.contracts.output import Delta
+from trioserve.text.output import merge
+
+__all__ = ["DeltaBox"]
+
+
+class DeltaBox:
+    """put and close in one thread; get and leave in asyncio tasks, of any loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[int, Delta] = {}
+        self._end: BaseException | None = None  # raised behind what is pending
+        self._is_left = False
+        self._waiters = Waiters()
+
+    def put(self, delta: Delta) -> bool:
+        """False: the loop of its reader was closed while it waited, and nobody will read any more."""
+        with self._lock:
+            before = self._pending.get(delta.index)
+            self._pending[delta.index] = delta if before is None else merge(before, delta)
+        return self._waiters.wake()
+
+    def close(self, error: BaseException) -> None:
+        """Nothing comes any more. error: what readers get behind the last delta."""
+        with self._lock:
+            self._end = self._end or error
+        self._waiters.wake()
+
+    def leave(self, error: BaseException) -> None:
+        """The scope is over: readers get the error, and nothing else."""
+        with self._lock:
+            self._end = error
+            self._is_left = True
+        self._waiters.wake()
+
+    async def get(self) -> Delta:
+        """Raises what it was closed with."""
+        waiter = self._waiters.add()
+        if self._has_something():
+            await asyncio.sleep(0)  # where the engine is faster than the reader, others have their turn
+        while True:
+            with self._lock:
+                if self._pending and not self._is_left:
+                    return self._pending.pop(next(iter(self._pending)))
+                if self._end is not None:
+                    raise self._end
+            await waiter
+            waiter = self._waiters.add()
+
+    def unread(self) -> tuple[Delta, ...]:
+        with self._lock:
+            return tuple(self._pending.values())
+
+    def _has_something(self) -> bool:
+        return bool(self._pending) or self._end is not None

@@ -1,0 +1,179 @@
+"""The engine as an asyncio program sees it: every method of the one on Trio, which runs in a thread of its own.
+
+A thread and not a guest of the asyncio loop: steps go on while a callback holds that loop up, a Ctrl-C finds Trio's
+insides never half done, and a loop may have several engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import trio
+
+from trioserve.asyncio.pooled_stream import PooledStream
+from trioserve.asyncio.request_stream import RequestStream
+from trioserve.asyncio.trio_thread import NoteStarted, TrioTask, TrioThread
+from trioserve.contracts.errors import EngineFault
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.engine import Engine as TrioEngine
+from trioserve.engine.model_description import ModelDescription
+from trioserve.engine.part_stream import PartStream
+
+__all__ = ["Engine", "in_a_thread"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def _called(method: Callable[Concatenate[TrioEngine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """The same method, which never waits, called in the engine's thread."""
+
+    @functools.wraps(method)
+    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.call(functools.partial(method, self.on_trio, *args, **kwargs))
+
+    return call
+
+
+def _awaited(
+    method: Callable[Concatenate[TrioEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]:
+    """The same method, run in the engine's thread."""
+
+    @functools.wraps(method)
+    async def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.thread.run(functools.partial(method, self.on_trio, *args, **kwargs))
+
+    return call
+
+
+def _made(
+    method: Callable[Concatenate[TrioEngine, P], T], new: Callable[[TrioThread, T], U]
+) -> Callable[Concatenate[Engine, P], U]:
+    """The same method, which gives something to be entered."""
+
+    @functools.wraps(method)
+    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> U:
+        return new(self.thread, method(self.on_trio, *args, **kwargs))
+
+    return call
+
+
+class Engine:
+    """Made by trioserve.asyncio.open_engine. To be used in asyncio tasks, of one loop or of several.
+
+    Methods that never wait on Trio never wait here either: each has the engine's thread do it, and holds the caller's
+    loop up until it is its turn, some ten microseconds as a rule.
+
+    thread, on_trio: for rooms that bring more than this to asyncio: where the engine runs, and itself, which is to be
+    touched there alone.
+    """
+
+    def __init__(self, thread: TrioThread, engine: TrioEngine) -> None:
+        self.thread = thread
+        self.on_trio = engine
+
+    generate = _made(TrioEngine.generate, RequestStream)
+    embed = _made(TrioEngine.embed, PooledStream)
+    abort = _called(TrioEngine.abort)
+    abort_all = _called(TrioEngine.abort_all)
+    hand_over = _called(TrioEngine.hand_over)
+    end_thoughts = _called(TrioEngine.end_thoughts)
+    live_requests = _called(TrioEngine.live_requests)
+    stats = _called(TrioEngine.stats)
+    load = _called(TrioEngine.load)
+    drain = _called(TrioEngine.drain)
+    wait_until_idle = _awaited(TrioEngine.wait_until_idle)
+    encode = _awaited(TrioEngine.encode)
+    decode = _awaited(TrioEngine.decode)
+
+    def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
+        """What a chat's response consists of: content, thoughts and calls, as the model's family writes them.
+
+        Args:
+            stream: entered, and read by nobody else.
+            tools: those of its prompt; without any, nothing is a call.
+
+        Raises:
+            InvalidRequest: a tool has another shape than OpenAI's.
+        """
+        return PartStream(stream, self.on_trio.families, self.on_trio.tokenizer, tools)
+
+    @property
+    def model(self) -> ModelDescription:
+        """What is served."""
+        return self.on_trio.model
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Of requests that say nothing else."""
+        return self.on_trio.default_sampling
+
+    @property
+    def ready(self) -> bool:
+        """Whether a new request would be taken, a full queue apart."""
+        return self.thread.call(lambda: self.on_trio.ready)
+
+    @property
+    def fault(self) -> EngineFault | None:
+        """What it broke with, for good."""
+        return self.on_trio.fault
+
+
+@asynccontextmanager
+async def in_a_thread(open_engine: Callable[[], AbstractAsyncContextManager[TrioEngine]]) -> AsyncIterator[Engine]:
+    """An engine that is opened in a Trio run of its own. Leaving is what leaving it there is, and leaves no thread.
+
+    Raises what that raises: EngineFault cancels the body before, as on Trio."""
+    async with TrioThread() as thread:
+        opened: list[TrioEngine] = []
+
+        async def keep(note_started: NoteStarted) -> None:
+            async with open_engine() as engine:
+                opened.append(engine)
+                note_started()
+                await trio.sleep_forever()
+
+        task = thread.begin(keep)
+        await task.started.wait(cancel=task.cancel)
+        if opened:
+            with contextlib.suppress(_Broken):
+                async with _cancelled_at_the_end_of(task):
+                    yield Engine(thread, opened[0])
+            task.cancel()
+    task.raise_failure()
+    assert opened, "it ended before it was opened, and nobody knows why"
+
+
+class _Broken(Exception):
+    """The body was cancelled, since the engine is over."""
+
+
+@asynccontextmanager
+async def _cancelled_at_the_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
+    """Raises _Broken when the task has ended before the body, and has cancelled it."""
+
+    is_inside = True
+
+    def cancel_body(_ended: asyncio.Future[None]) -> None:
+        if is_inside:
+            patience.reschedule(asyncio.get_running_loop().time())
+
+    ended = task.ended.future()
+    try:
+        async with asyncio.timeout(None) as patience:
+            ended.add_done_callback(cancel_body)
+            try:
+                yield
+            finally:
+                is_inside = False
+    except TimeoutError:
+        if not patience.expired():
+            raise
+        raise _Broken from None
