@@ -16,6 +16,7 @@ import trio
 
 from trioserve.asyncio.thread_event import ThreadEvent
 from trioserve.contracts.errors import AlreadyEnded
+from trioserve.trio_tools.errors_unwrapped import unwrapped
 
 __all__ = ["NoteStarted", "TrioTask", "TrioThread"]
 
@@ -154,8 +155,8 @@ class TrioTask(Generic[T]):
             with self._scope:
                 try:
                     self._result = outcome.Value(await self._function(self.started.set))
-                except Exception as error:
-                    self._result = outcome.Error(error)
+                except* Exception as group:  # which may hold a cancellation, too, and that goes on
+                    self._result = outcome.Error(unwrapped(group))
         finally:
             self._end()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["errors_unwrapped"]
+__all__ = ["errors_unwrapped", "unwrapped"]
 
 
 @contextmanager
@@ -14,11 +14,16 @@ def errors_unwrapped() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        errors = {id(error): error for error in _leaves(group)}
-        if len(errors) > 1:
+        error = unwrapped(group)
+        if error is group:
             raise
-        (error,) = errors.values()
         raise error from error.__cause__
+
+
+def unwrapped(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that it holds, once or several times; a group with more than one as it is."""
+    errors = {id(error): error for error in _leaves(group)}
+    return group if len(errors) > 1 else next(iter(errors.values()))
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
