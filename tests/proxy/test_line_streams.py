@@ -19,6 +19,8 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
 LINES = "application/x-ndjson"
 USER = {"role": "user", "content": "Weather in Oslo?"}
 BODY = {"model": "fake", "messages": [USER]}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 LARGE = {"block_count": 512, "context_tokens_max": 2048, "step_tokens_max": 2048}
 
 
@@ -28,11 +30,14 @@ def lines(response: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in response.body.decode().splitlines()]
 
 
-def said(values: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """All of the text, and the last line without what is told by a clock."""
-    text = "".join(value["message"]["content"] if "message" in value else value["response"] for value in values)
+def said(values: list[dict[str, Any]]) -> tuple[str, str, list[Any], dict[str, Any]]:
+    """All of the text, the thought and the calls, and the last line without what is told by a clock."""
+    messages = [value.get("message", value) for value in values]
+    text = "".join(message.get("content", message.get("response")) for message in messages)
+    thought = "".join(message.get("thinking", "") for message in messages)
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
     last = {name: value for name, value in values[-1].items() if "duration" not in name and name != "created_at"}
-    return text, last
+    return text, thought, calls, last
 
 
 async def test_clients_are_served_as_by_a_server(open_setup):
@@ -62,13 +67,18 @@ async def test_clients_are_served_as_by_a_server(open_setup):
 
 
 @pytest.mark.parametrize(
-    "path, fields",
-    [(CHAT, {"messages": [USER]}), (GENERATE, {"prompt": "hello"}), (GENERATE, {"prompt": "hello", "raw": True})],
+    "path, response, fields",
+    [
+        (CHAT, None, {"messages": [USER]}),
+        (GENERATE, None, {"prompt": "hello"}),
+        (GENERATE, None, {"prompt": "hello", "raw": True}),
+        (CHAT, f"<think>Hm.</think>Well. {CALL}\n{CALL}", {"messages": [USER], "tools": [TOOL]}),
+    ],
 )
-async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, path, fields):
-    options = {"num_predict": 8, "temperature": 1, "seed": 5}
+async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, path, response, fields):
+    options = {"num_predict": 8 if response is None else 400, "temperature": 1, "seed": 5}
     body = {"model": "fake", "options": options, **fields}
-    engine = {"paused": True, **LARGE}
+    engine = {"paused": True, "response": response, "reasoning_parser": "qwen3", **LARGE}
     async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
         step, undisturbed, is_over = 1, None, False
         while not is_over:
@@ -89,8 +99,9 @@ async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, path,
             undisturbed = undisturbed or made
             assert made == undisturbed, f"cut behind step {step}"
             assert len({value["created_at"] for value in lines(answer)}) == 1
-            step += 1
+            step += 1 if response is None else 17
         assert step > 5
+        assert response is None or [bool(part) for part in undisturbed] == [True] * 4
         for id in "ab":
             setup.servers[id].engine.resume()
         await setup.assert_all_free()
@@ -124,6 +135,37 @@ async def test_a_stream_that_is_ended_gives_everything_back(open_setup, way, is_
 async def first_piece(response) -> bytes:
     async with aclosing(response.pieces()) as pieces:
         return await anext(pieces)
+
+
+@pytest.mark.parametrize("has_peers", [False, True])
+async def test_callers_of_a_router_are_kept_apart(open_setup, has_peers):
+    """By their keys, as on any other path; and a router with peers serves lines as one without."""
+    options = {"api_keys": ("x", "y"), "endpoint_api_key": None, "has_peers": has_peers}
+    async with open_setup("a", engine={"response": "Hello!", **LARGE}, **options) as setup:
+        async with setup.client().ask(CHAT, BODY) as response:
+            assert set(await response.json()) == {"error"}
+            assert response.status == 401
+        cached = []
+        for key in ("x", "y", "x"):
+            headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}
+            before = setup.servers["a"].engine.core.stats().prefix_hit_tokens_total
+            async with setup.client().ask(CHAT, BODY, headers=headers) as response:
+                await response.read()
+                assert said(lines(response))[0] == "Hello!"
+            cached.append(setup.servers["a"].engine.core.stats().prefix_hit_tokens_total > before)
+        assert cached == [False, False, True]
+        await setup.assert_all_free()
+
+
+async def test_a_deadline_of_the_body_ends_a_stream(open_setup, autojump_clock):
+    async with open_setup(engine={"step_seconds": 1.0, **LARGE}) as setup:
+        async with setup.client().ask(CHAT, {**BODY, "timeout": 5.5}) as response:
+            await response.read()
+        *pieces, last = lines(response)
+        assert pieces
+        assert "deadline" in last["error"] or "time" in last["error"]
+        await trio.sleep(5)
+        await setup.assert_all_free()
 
 
 async def the_ask(pair):
