@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
@@ -118,12 +118,15 @@ def brought_library(level: str) -> Path | None:
     return library if library.is_file() else None
 
 
-def prebuild(folder: Path) -> None:
-    """Compile every level into this folder, to be packed into a wheel. Of the system a library then needs libc and libm
-    alone. Raises CannotBuild."""
+def prebuild(folder: Path, levels: Iterable[str] | None = None) -> None:
+    """Compile these levels into this folder, to be packed into a wheel; None: every one. Of the system a library then
+    needs libc and libm alone. Raises CannotBuild."""
+    unknown = set(levels or ()) - set(LEVELS)
+    if unknown:
+        raise CannotBuild(f"there is no level {', '.join(sorted(unknown))}: take some of {', '.join(LEVELS)}")
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
-    for level in LEVELS:
+    for level in LEVELS if levels is None else levels:
         _compile(compiler, (*_flags(level), *PREBUILT_FLAGS), folder / _prebuilt_name(level))
 
 

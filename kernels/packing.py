@@ -1,5 +1,8 @@
-"""How a wheel of this project is made: with the kernels compiled for every level where TRIOSERVE_PREBUILD=1 asks for
-that, and otherwise for any machine, compiled at the first start. Run by setuptools, and by nothing else."""
+"""How a wheel of this project is made: with the kernels compiled where TRIOSERVE_PREBUILD asks for that, and otherwise
+for any machine, compiled at the first start. Run by setuptools, and by nothing else.
+
+TRIOSERVE_PREBUILD=1 takes every level, TRIOSERVE_PREBUILD=avx2,avx512 these.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from setuptools.command.build_py import build_py
 
 __all__ = ["BuildKernels", "KernelsWheel"]
 
-IS_PREBUILT = os.environ.get("TRIOSERVE_PREBUILD") == "1"
+VARIABLE = "TRIOSERVE_PREBUILD"
+ALL_LEVELS = "1"
+WANTED = os.environ.get(VARIABLE, "")
+IS_PREBUILT = WANTED not in ("", "0")
 
 
 class BuildKernels(build_py):  # type: ignore[misc]  # setuptools brings no types
@@ -22,7 +28,8 @@ class BuildKernels(build_py):  # type: ignore[misc]  # setuptools brings no type
     def run(self) -> None:
         super().run()
         if IS_PREBUILT and not self.editable_mode:
-            _build().prebuild(Path(self.build_lib, "trioserve_kernels", "prebuilt"))
+            levels = None if WANTED == ALL_LEVELS else WANTED.split(",")
+            _build().prebuild(Path(self.build_lib, "trioserve_kernels", "prebuilt"), levels)
 
 
 class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # nor here

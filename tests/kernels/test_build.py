@@ -153,6 +153,13 @@ def test_a_library_that_came_with_the_package_needs_no_compiler(
     assert {library.parent for library in libraries} == {folder}
 
 
+def test_a_wheel_may_bring_some_levels(compiler: Path, tmp_path: Path) -> None:
+    build.prebuild(tmp_path / "prebuilt", ["avx512", "avx2"])
+    assert sorted(path.name.split("-")[1] for path in (tmp_path / "prebuilt").iterdir()) == ["avx2", "avx512"]
+    with pytest.raises(CannotBuild, match="there is no level avx3: take some of amx, "):
+        build.prebuild(tmp_path / "prebuilt", ["avx3"])
+
+
 def test_a_library_of_other_sources_is_passed_over(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

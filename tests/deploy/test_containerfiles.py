@@ -1,0 +1,178 @@
+"""What the container files of deploy/ say of this program is so: ports, variables, paths, flags, extras, files."""
+
+from __future__ import annotations
+
+import fnmatch
+import http.server
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from trioserve import cli
+from trioserve.api.openai.descriptions import OPERATIONS
+from trioserve.config import Config, config_from
+from trioserve.model.loading.packaged_model import models_folder
+from trioserve_kernels import build
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "deploy").glob("Containerfile*"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+
+
+HEALTH = "/health"
+
+
+class Containerfile:
+    """The instructions of a file in order, as pairs of a word and what comes after it."""
+
+    def __init__(self, path: Path) -> None:
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines))
+        self.comments = path.read_text()
+        self.instructions = [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+        last = max(index for index, (word, _) in enumerate(self.instructions) if word == "FROM")
+        self.final = self.instructions[last:]
+
+    def all(self, word: str) -> list[str]:
+        return [rest for instruction, rest in self.instructions if instruction == word]
+
+    def last(self, word: str) -> str:
+        """Of the image that comes of it."""
+        return [rest for instruction, rest in self.final if instruction == word][-1]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(pair.split("=", 1) for pair in shlex.split(self.last("ENV")))
+
+    @property
+    def healthcheck(self) -> list[str]:
+        return json.loads(self.last("HEALTHCHECK").partition("CMD")[2])
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.name)
+def file(request: Any) -> Containerfile:
+    return Containerfile(request.param)
+
+
+def test_there_is_one_for_cpus_and_one_for_gpus():
+    assert [path.name for path in FILES] == ["Containerfile", "Containerfile.cuda"]
+
+
+def test_it_starts_the_server_at_the_port_that_it_exposes(file: Containerfile):
+    program, command = json.loads(file.last("ENTRYPOINT")), json.loads(file.last("CMD"))
+    assert program[0] in PROJECT["scripts"]
+    parser, commands = cli._parser()
+    arguments = parser.parse_args([*program[1:], *command])
+    assert arguments.command in commands
+    config = config_from(arguments, file.environment, kind=Config)  # raises for a variable that is nearly one
+    assert (config.host, config.port) == ("0.0.0.0", int(file.last("EXPOSE")))
+
+
+def test_its_variables_are_options(file: Containerfile):
+    names = [name.removeprefix("TRIOSERVE_").lower() for name in file.environment if name.startswith("TRIOSERVE_")]
+    assert names
+    assert set(names) <= set(Config.__struct_fields__)
+
+
+def test_it_runs_as_nobody_and_stops_as_the_server_stops(file: Containerfile):
+    user, _, group = file.last("USER").partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    assert file.last("STOPSIGNAL") == signal.SIGTERM.name
+
+
+def test_all_that_it_writes_is_in_its_volume(file: Containerfile, monkeypatch: pytest.MonkeyPatch):
+    volume = PurePosixPath(file.last("VOLUME"))
+    for name, value in file.environment.items():
+        monkeypatch.setenv(name, value)
+        if name.endswith(("_HOME", "_CACHE_DIR")) and name != "XDG_CACHE_HOME":
+            assert PurePosixPath(value).is_relative_to(volume), name
+    assert models_folder().is_relative_to(volume)
+    assert build._cache_folder().is_relative_to(volume)
+    user = file.last("USER")
+    assert f"chown {user} {volume}" in " ".join(rest for word, rest in file.final if word == "RUN")
+
+
+def test_what_a_wheel_is_made_of_is_copied_and_not_ignored(file: Containerfile):
+    sources = {source for rest in file.all("COPY") if "--from" not in rest for source in rest.split()[:-1]}
+    assert all((ROOT / source).exists() for source in sources)
+    packages = {SETUPTOOLS["package-dir"].get(name, name).split(".")[0] for name in SETUPTOOLS["packages"]}
+    packages = {SETUPTOOLS["package-dir"].get(name, name) for name in packages}
+    assert sources == {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], *packages}
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    for source in sources:
+        matching = [rule for rule in rules if fnmatch.fnmatch(source, rule.removeprefix("!"))]
+        assert matching[-1].startswith("!"), f"{source} is ignored"
+
+
+def test_its_wheel_has_the_kernels_and_the_extras_are_there(file: Containerfile):
+    [variable] = {name for run in file.all("RUN") for name in re.findall(r"(TRIOSERVE_\w+)=1", run)}
+    packing = (ROOT / "kernels" / "packing.py").read_text()
+    assert f'VARIABLE = "{variable}"' in packing
+    assert 'ALL_LEVELS = "1"' in packing
+    lists = [names for run in file.all("RUN") for names in re.findall(r"\[([\w,]+)\]", run)]
+    extras = {name for names in lists for name in names.split(",")}
+    assert extras <= set(PROJECT["optional-dependencies"])
+
+
+def test_its_python_is_new_enough(file: Containerfile):
+    [base] = file.all("ARG")
+    least = tuple(map(int, re.findall(r"\d+", PROJECT["requires-python"])))
+    assert tuple(map(int, re.search(r"python:(\d+)\.(\d+)", base).groups())) >= least
+
+
+@contextmanager
+def answering(status: int) -> Iterator[int]:
+    """A server at a port that it chose, which answers so at /health, and 404 elsewhere."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == HEALTH else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", (200, 503))
+def test_it_is_healthy_where_the_server_says_so(file: Containerfile, status: int):
+    assert ("GET", HEALTH) in OPERATIONS
+    python, *arguments = file.healthcheck
+    assert python == "python3"
+    with answering(status) as port:
+        environment = {**file.environment, "TRIOSERVE_PORT": str(port)}
+        result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
+    assert (result.returncode == 0) == (status == 200)
+
+
+def test_its_commands_in_the_documents_are_those_of_the_file(file: Containerfile):
+    text = (ROOT / "docs" / "operations.md").read_text() + file.comments
+    port, volume = file.last("EXPOSE"), file.last("VOLUME")
+    assert set(re.findall(r"--publish \d+:(\d+)", text)) == {port}
+    assert set(re.findall(r"--volume \w+:(\S+)", text)) == {volume}
+    assert all((ROOT / name).exists() for name in re.findall(r"deploy/[\w.]+\w", text))
+    [grace] = {int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", text)}
+    assert grace >= Config().drain_timeout + SUPERVISOR_SECONDS
