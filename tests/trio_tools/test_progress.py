@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from trioserve.trio_tools.progress import ProgressBar, ProgressLine
+from trioserve.trio_tools.progress import ProgressBar, ProgressLine, with_progress
 
 
 class Terminal(io.StringIO):
@@ -122,3 +122,10 @@ def test_it_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         pass
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"loading it{os.linesep}")
+
+
+def test_a_loop_shows_how_far_it_is() -> None:
+    stream = Terminal()
+    assert list(with_progress("abc", "measuring", unit="rounds", stream=stream)) == ["a", "b", "c"]
+    assert stream.getvalue().startswith("\r\x1b[Kmeasuring ...")
+    assert stream.getvalue().endswith("\r\x1b[K")

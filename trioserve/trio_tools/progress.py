@@ -8,16 +8,18 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self, TextIO, TypeVar
 
-__all__ = ["LOG_SECONDS", "ProgressBar", "ProgressLine"]
+__all__ = ["LOG_SECONDS", "ProgressBar", "ProgressLine", "with_progress"]
 
 LOG_SECONDS = 10.0
 TERMINAL_SECONDS = 0.1
 BAR_CELLS = 20
 MEGABYTE = 1_000_000
+
+T = TypeVar("T")
 
 
 class ProgressLine:
@@ -128,3 +130,11 @@ class ProgressBar(ProgressLine):
     def show_seconds(self, seconds: float) -> None:
         """How long it has taken so far, where nobody knows how much is left."""
         self.show(f"{self._what} ... {seconds:.0f} s")
+
+
+def with_progress(items: Sequence[T], what: str, *, unit: str, stream: TextIO | None = None) -> Iterator[T]:
+    """The items, and how many of them have been taken, for a loop."""
+    with ProgressBar(what, stream, unit=unit) as bar:
+        for number, item in enumerate(items):
+            bar.show_share(number, len(items))
+            yield item

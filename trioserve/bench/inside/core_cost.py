@@ -27,6 +27,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
+from trioserve.trio_tools.progress import with_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,7 +148,7 @@ def queue_costs(running_count: int, queued_counts: Sequence[int], *, rounds: int
     crowds = {queued_count: Crowd(running_count, queued_count) for queued_count in queued_counts}
     samples: dict[tuple[str, int], list[int]] = {}
     with _collector_spared():
-        for round_index in range(rounds + 1):
+        for round_index in with_progress(range(rounds + 1), f"measuring with {running_count} running", unit="rounds"):
             for queued_count, crowd in crowds.items():
                 for what, (repeats, action) in ACTIONS.items():
                     taken = [action(crowd) for _ in range(repeats)]
@@ -166,7 +167,7 @@ def block_costs(held_counts: Sequence[int] = HELD_COUNTS, *, rounds: int = ROUND
     crowds = {held_count: Crowd(1, 2, prompt_blocks=held_count) for held_count in held_counts}
     samples: dict[int, list[int]] = {held_count: [] for held_count in held_counts}
     with _collector_spared():
-        for round_index in range(rounds + 1):
+        for round_index in with_progress(range(rounds + 1), "measuring aborts", unit="rounds"):
             for held_count, crowd in crowds.items():
                 taken = [crowd.abort_running_ns() for _ in range(ABORTS_PER_ROUND)]
                 if round_index > 0:

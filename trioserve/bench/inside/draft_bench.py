@@ -22,6 +22,7 @@ from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.testing.flag_types import at_least_one
+from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["DraftFigure", "add_arguments", "run", "run_draft_bench"]
 
@@ -110,7 +111,8 @@ class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
 async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: int, tokens: int) -> DraftFigure:
     speeds: tuple[list[float], list[float]] = ([], [])
     counts = (0, 0, 0, 0)
-    for number in range(rounds + 1):  # the first one fills the prefix cache
+    # The first one fills the prefix cache.
+    for number in with_progress(range(rounds + 1), f"measuring {workload.name}", unit="rounds"):
         for index, engine in enumerate(engines):
             before = engine.stats()
             speed, count = await _run(engine, workload, tokens)

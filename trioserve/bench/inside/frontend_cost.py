@@ -26,6 +26,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
+from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["FrontendCost", "add_arguments", "event_cost", "request_cost", "run"]
 
@@ -88,7 +89,7 @@ def event_cost(
     def read_alone(token_count: int) -> float:
         return trio.run(_read_without_http, response_count, token_count) / response_count * 1e6
 
-    for _ in range(rounds):
+    for _ in with_progress(range(rounds), "measuring", unit="rounds"):
         alone_short, alone_long = read_alone(short), read_alone(long)
         (short_us, short_events), (long_us, long_events) = served(short), served(long)
         engine_us.append((alone_long - alone_short) / (long - short))
@@ -108,7 +109,7 @@ def event_cost(
 def request_cost(http: int, *, requests: int = SMALL_REQUESTS, rounds: int = ROUNDS) -> FrontendCost:
     """Of one small JSON request, of those that 32 connections send one after another."""
     samples = []
-    for _ in range(rounds):
+    for _ in with_progress(range(rounds), "measuring", unit="rounds"):
         seconds, _events = trio.run(_serve, 32, 1, http, "", requests // 32, 1, 1)
         samples.append(seconds / (requests // 32 * 32) * 1e6)
     return _cost("small request", 32, 1, http, samples)

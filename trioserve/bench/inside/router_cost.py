@@ -27,6 +27,7 @@ from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
+from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["RouterCost", "add_arguments", "router_costs", "run"]
 
@@ -124,7 +125,7 @@ def router_costs(policy: str, endpoint_counts: Sequence[int], *, rounds: int) ->
     gc.collect()
     gc.freeze()
     try:
-        for round_index in range(rounds + 1):
+        for round_index in with_progress(range(rounds + 1), f"measuring {policy}", unit="rounds"):
             for count, fleet in fleets.items():
                 taken = [fleet.request_ns() for _ in range(REQUESTS_PER_ROUND)]
                 if round_index > 0:

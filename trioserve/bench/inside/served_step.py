@@ -29,6 +29,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.model.runner import ModelRunner
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["OpenEngine", "add_arguments", "run", "run_served_step"]
 
@@ -129,7 +130,7 @@ async def _measure(open_engine: OpenEngine, rounds: int) -> None:
             await _read_in_process(engine)  # warms up
             times.take()
             quiet, served, client_seconds = [], [], []
-            for _ in range(rounds):
+            for _ in with_progress(range(rounds), "measuring", unit="rounds"):
                 await _read_in_process(engine)
                 quiet.append(times.take())
                 client_seconds.append(await _read_over_http(port))

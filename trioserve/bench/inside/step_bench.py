@@ -43,6 +43,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
+from trioserve.trio_tools.progress import with_progress
 
 if TYPE_CHECKING:  # this file also runs in older checkouts, which lack it
     from trioserve.model.settings import QuantizationName
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
             times: dict[str, list[float]] = {name: [] for name in contestants}
             for contestant in contestants.values():
                 contestant.fill(case)
-            for _ in range(rounds):
+            for _ in with_progress(range(rounds), f"measuring {case}", unit="rounds"):
                 reading.measure()
                 for name, contestant in contestants.items():
                     times[name] += contestant.times(case)

@@ -26,6 +26,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["GapFigure", "Passes", "add_arguments", "native_passes", "run", "run_step_gap"]
 
@@ -118,7 +119,7 @@ async def _measure(
             keep_what_is_loaded()
             for stream_count in stream_counts:
                 taken: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-                for number in range(rounds + 1):
+                for number in with_progress(range(rounds + 1), f"measuring {stream_count} streams", unit="rounds"):
                     for overlap_steps, engine in ((False, plain), (True, overlapping)):
                         await _read(engine, stream_count, tokens)
                         times = passes.take(stream_count)
