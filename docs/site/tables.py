@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from trioserve.config import Config, RouteConfig, ServerConfig
-from trioserve.metrics.catalogue import CATALOGUE, Metric
+from trioserve.metrics.catalogue import CATALOGUE, Metric, Question
 
 __all__ = ["TABLES", "alert_table", "described", "metric_table", "option_table"]
 
@@ -48,13 +48,16 @@ def option_table(kind: type[ServerConfig]) -> str:
 
 
 def metric_table(part: str) -> str:
-    """The metrics that this part of the program counts."""
+    """The metrics that this part of the program counts, by the question that they answer."""
     rows = []
-    for metric in CATALOGUE:
-        if metric.part == part:
-            names = "<br>".join(f"`{name}`" for name in (metric.full_name, *metric.aliases))
-            rows.append((names, metric.kind, metric.unit, metric.meaning + _labels(metric)))
-    return _table(("name", "kind", "unit", "meaning"), rows)
+    for question in Question:
+        asked = question.value
+        for metric in CATALOGUE:
+            if metric.part == part and metric.question is question:
+                names = "<br>".join(f"`{name}`" for name in (metric.full_name, *metric.aliases))
+                rows.append((asked, names, metric.kind, metric.unit, metric.meaning + _labels(metric)))
+                asked = ""  # said once for all that follow
+    return _table(("question", "name", "kind", "unit", "meaning"), rows)
 
 
 def alert_table() -> str:

@@ -33,7 +33,11 @@ def counted(server: MemoryServer) -> dict[str, float]:
         series, _, value = line.rpartition(" ")
         name, _, labels = series.partition("{")
         if name.startswith("trioserve:") and not name.endswith("_bucket"):
-            words = [label.split('"')[1] for label in labels.split(",")[1:] if '"' in label]
+            words = [
+                label.split('"')[1]
+                for label in labels.split(",")
+                if '"' in label and not label.startswith(("engine=", "model_name="))
+            ]
             found[" ".join([name.removeprefix("trioserve:"), *words])] = float(value)
     return found
 

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from trioserve.config import Config
-from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.catalogue import CATALOGUE, Question
+from trioserve.metrics.registry import Metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
@@ -115,6 +116,33 @@ def test_the_generated_tables_have_every_option_and_every_metric():
         assert f"`{metric.full_name}`" in text, metric.name
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert set(re.findall(r"<!-- generated: ([a-z-]+) -->", pages)) == set(tables.TABLES)
+
+
+@pytest.mark.parametrize("kind", ["server", "router"])
+def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
+    """A pair's pages are a server's and a router's."""
+    model, parts = (None, ("frontend", "router")) if kind == "router" else ("m", ("engine", "frontend", "router"))
+    page = Metrics(model, parts=parts).expose().decode()
+    shown = set(re.findall(r"^# TYPE (\S+)", page, re.MULTILINE))
+    tables = load_tables()
+    names = {
+        "engine": "metrics-of-the-engine",
+        "frontend": "metrics-of-the-front-end",
+        "router": "metrics-of-the-router",
+    }
+    text = "\n".join(tables.TABLES[names[part]]() for part in parts)
+    text += (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## The process's")[2]
+    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("|")]
+    listed = {name for row in rows for cell in row[:2] for name in named(cell)}
+    assert shown == listed
+
+
+def test_every_question_is_answered_by_a_metric_with_a_unit_and_a_meaning():
+    assert {metric.question for metric in CATALOGUE} == set(Question)
+    for metric in CATALOGUE:
+        assert metric.unit, metric.name
+        assert metric.meaning.endswith("."), metric.name
+        assert metric.question.value.endswith("?")
 
 
 def test_a_table_says_what_an_option_means_takes_and_is_without_it():

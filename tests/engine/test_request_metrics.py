@@ -159,6 +159,7 @@ async def test_prompt_tokens_are_counted_by_where_their_kv_came_from(autojump_cl
         assert sources(fake) == (25, 0, 0)
         await ask(fake, "a prompt of some other 30 bytes"[:30], max_tokens=2)
         assert sources(fake) == (25 + 14, 16, 0)
+        assert shown(fake, "request_prefill_kv_computed_tokens_sum") == 25 + 14
 
 
 async def test_prompt_tokens_that_were_loaded_are_counted_apart(autojump_clock):
@@ -208,5 +209,6 @@ async def test_what_is_preempted_or_carried_over_a_fault_is_counted_once(autojum
 
 async def test_every_metric_of_a_request_is_looked_at_here():
     looked_at = {*SIZES, *TIMES, "request_queue_time_seconds", "request_params_max_tokens"}
+    looked_at.add("request_prefill_kv_computed_tokens")
     of_requests = {metric.name for metric in CATALOGUE if metric.kind == "histogram" and "request_" in metric.name}
     assert {name for name in of_requests if not name.startswith("http_")} == looked_at

@@ -63,6 +63,7 @@ class Choice:
         "last_token_at",
         "output",
         "pooled",
+        "prompt_saved_count",
         "request",
         "running_at",
         "sequence_id",
@@ -83,6 +84,7 @@ class Choice:
         self.is_held = False  # it is over, and a connector holds its blocks for another engine
         self.held_since = 0.0
         self.running_at: float | None = None  # when it first was in a step, whether or not it lost its blocks again
+        self.prompt_saved_count = 0  # tokens of its prompt that it had not to compute when it first ran
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
 

@@ -30,6 +30,7 @@ class RequestMetrics:
         """A sequence is in a step for the first time. found, loaded: tokens of its prompt that the prefix cache had,
         and that came from elsewhere."""
         count = choice.request.prompt_token_count_of(choice)
+        choice.prompt_saved_count = found + loaded
         self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
         self._metrics.prompt_tokens_total.inc(count)
         self._metrics.prompt_tokens_cached_total.inc(found + loaded)
@@ -45,7 +46,9 @@ class RequestMetrics:
             metrics.e2e_request_latency_seconds.observe(now - request.entered_at)
             self._note_times(choice, now)
         if choice.running_at is not None:
-            metrics.request_prompt_tokens.observe(request.prompt_token_count_of(choice))
+            prompt_count = request.prompt_token_count_of(choice)
+            metrics.request_prompt_tokens.observe(prompt_count)
+            metrics.request_prefill_kv_computed_tokens.observe(prompt_count - choice.prompt_saved_count)
             if request.generates:
                 metrics.request_generation_tokens.observe(choice.sampled_count)
         if request.generates and request.has_run and not request.core_count and not request.upcoming:

@@ -6,6 +6,7 @@ that dashboards and autoscalers made for vLLM's V1 engine read trioserve unchang
 
 from __future__ import annotations
 
+import enum
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from trioserve.contracts.endpoint import PairOutcome
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.kv_transfer import TransferFault
 
-__all__ = ["ALIAS_PREFIX", "CATALOGUE", "ENGINE_LABEL", "MODEL_LABEL", "PREFIX", "Label", "Metric", "Part"]
+__all__ = ["ALIAS_PREFIX", "CATALOGUE", "ENGINE_LABEL", "MODEL_LABEL", "PREFIX", "Label", "Metric", "Part", "Question"]
 
 PREFIX = "trioserve:"
 ALIAS_PREFIX = "vllm:"
@@ -35,8 +36,35 @@ class Label(msgspec.Struct, frozen=True):
     values: tuple[str, ...] = ()
 
 
+class Question(enum.Enum):
+    """What one looks at a metric for; the documents list them by it."""
+
+    LOAD = "How busy is it?"
+    FEEL = "How does it feel?"
+    STAGES = "Where does the time go?"
+    WAITING = "Who waits, and for what?"
+    SIZES = "What is asked for?"
+    ENDS = "How do requests end?"
+    STOPS = "Does it stop?"
+    LEFT_BEHIND = "Is anything left behind?"
+    HANGS = "Does it hang, or break?"
+    REFUSED = "What is refused?"
+    CLIENTS = "Do clients leave, or read slowly?"
+    CACHE = "Is there room for KV, and does the prefix cache help?"
+    SHORTCUTS = "Do drafts and forms help?"
+    TRANSFERS = "Does KV get from one engine to another?"
+    HOST = "Does KV get to the host's memory, and back?"
+    SURVIVES = "Do streams survive their servers?"
+    ENDPOINTS = "Are the endpoints well?"
+    PEERS = "Do routers see each other?"
+    LASTING = "What outlives its request?"
+    HARDWARE = "What is it bound by?"
+    TOLD = "Is everything told?"
+
+
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One family. name: without prefix, with the unit last, and `_total` for a counter.
+    """One family. name: without prefix, with the unit last, and `_total` for a counter. question: that it answers, or
+    helps to answer.
 
     buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix. others: further
     names, in full, under which it is shown. shown_as: its full name where it has none of ours, since it is there for
@@ -44,6 +72,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    question: Question
     kind: Literal["gauge", "counter", "histogram"]
     unit: str
     meaning: str
@@ -87,6 +116,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- shared with vLLM ---
     Metric(
         name="num_requests_running",
+        question=Question.LOAD,
         kind="gauge",
         unit="sequences",
         meaning="Sequences that the engine computes at this moment.",
@@ -94,6 +124,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="num_requests_waiting",
+        question=Question.LOAD,
         kind="gauge",
         unit="sequences",
         meaning="Sequences that wait for their first or next step.",
@@ -101,6 +132,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="kv_cache_usage_perc",
+        question=Question.CACHE,
         kind="gauge",
         unit="share, 0 to 1",
         meaning="Share of the pool that requests use or connectors hold. Cached blocks that nobody uses are free.",
@@ -108,6 +140,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="time_to_first_token_seconds",
+        question=Question.FEEL,
         kind="histogram",
         unit="seconds",
         meaning="From a request's arrival to its first token.",
@@ -116,6 +149,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="inter_token_latency_seconds",
+        question=Question.FEEL,
         kind="histogram",
         unit="seconds",
         meaning="Between two tokens of one sequence.",
@@ -125,6 +159,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_time_per_output_token_seconds",
+        question=Question.FEEL,
         kind="histogram",
         unit="seconds",
         meaning="Mean time between two tokens, of each sequence that was finished and has at least two.",
@@ -133,6 +168,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="e2e_request_latency_seconds",
+        question=Question.FEEL,
         kind="histogram",
         unit="seconds",
         meaning="From a request's arrival to its last token.",
@@ -141,6 +177,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_queue_time_seconds",
+        question=Question.WAITING,
         kind="histogram",
         unit="seconds",
         meaning="From a request's arrival to its first step.",
@@ -149,6 +186,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_prefill_time_seconds",
+        question=Question.STAGES,
         kind="histogram",
         unit="seconds",
         meaning="From a sequence's first step to its first token, or to its vector or score; of those that were "
@@ -158,6 +196,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_decode_time_seconds",
+        question=Question.STAGES,
         kind="histogram",
         unit="seconds",
         meaning="From a sequence's first token to its last; of those that were finished.",
@@ -166,6 +205,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_inference_time_seconds",
+        question=Question.STAGES,
         kind="histogram",
         unit="seconds",
         meaning="From a sequence's first step to its last token; of those that were finished.",
@@ -174,6 +214,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_prompt_tokens",
+        question=Question.SIZES,
         kind="histogram",
         unit="tokens",
         meaning="Prompt of each sequence that was started, counted when it ends, however that is.",
@@ -181,7 +222,17 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
     ),
     Metric(
+        name="request_prefill_kv_computed_tokens",
+        question=Question.SIZES,
+        kind="histogram",
+        unit="tokens",
+        meaning="The same without what was found in the prefix cache or loaded from elsewhere.",
+        buckets=TOKEN_COUNTS,
+        vllm=True,
+    ),
+    Metric(
         name="request_generation_tokens",
+        question=Question.SIZES,
         kind="histogram",
         unit="tokens",
         meaning="Tokens that were sampled for each sequence that was started, counted when it ends, however that is.",
@@ -190,14 +241,16 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_max_num_generation_tokens",
+        question=Question.SIZES,
         kind="histogram",
         unit="tokens",
-        meaning="The same of each request: of its longest sequence.",
+        meaning="Tokens that were sampled for the longest sequence of each request.",
         buckets=TOKEN_COUNTS,
         vllm=True,
     ),
     Metric(
         name="request_params_n",
+        question=Question.SIZES,
         kind="histogram",
         unit="sequences",
         meaning="How many choices requests asked for (n), counted when they end.",
@@ -206,6 +259,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_params_max_tokens",
+        question=Question.SIZES,
         kind="histogram",
         unit="tokens",
         meaning="How many tokens requests asked for at most (max_tokens), of those that did, counted when they end.",
@@ -214,6 +268,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="step_tokens",
+        question=Question.LOAD,
         kind="histogram",
         unit="tokens",
         meaning="Tokens that a step computed: of prompts, of responses, and drafts.",
@@ -222,6 +277,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="num_requests_waiting_by_reason",
+        question=Question.WAITING,
         kind="gauge",
         unit="sequences",
         meaning="Of those that wait: for room in the batch or in the pool (capacity), or for their tokens, their form "
@@ -231,6 +287,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="engine_sleep_state",
+        question=Question.HANGS,
         kind="gauge",
         unit="0 or 1",
         meaning="Whether the engine is awake, which it always is; for dashboards that ask.",
@@ -239,6 +296,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="cache_config_info",
+        question=Question.CACHE,
         kind="gauge",
         unit="1",
         meaning="The KV cache that the engine was opened with, in labels. num_gpu_blocks counts its blocks, also those "
@@ -253,6 +311,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="prompt_tokens_total",
+        question=Question.LOAD,
         kind="counter",
         unit="tokens",
         meaning="Prompt tokens of requests that were started, those from the prefix cache included.",
@@ -260,6 +319,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="prompt_tokens_by_source_total",
+        question=Question.CACHE,
         kind="counter",
         unit="tokens",
         meaning="The same tokens by where their KV came from: computed here, found in the prefix cache, or loaded from "
@@ -269,6 +329,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="prompt_tokens_cached_total",
+        question=Question.CACHE,
         kind="counter",
         unit="tokens",
         meaning="Of these tokens, those that were not computed here.",
@@ -276,18 +337,21 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="resumed_requests_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="requests",
         meaning="Requests that went on behind a response that began elsewhere, or in an engine that broke.",
     ),
     Metric(
         name="resumed_tokens_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="tokens",
         meaning="Tokens of such responses that were known: computed as a prompt is, and not drawn again.",
     ),
     Metric(
         name="generation_tokens_total",
+        question=Question.LOAD,
         kind="counter",
         unit="tokens",
         meaning="Tokens that were sampled.",
@@ -295,6 +359,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="prefix_cache_queries_total",
+        question=Question.CACHE,
         kind="counter",
         unit="tokens",
         meaning="Prompt tokens that were looked up in the prefix cache.",
@@ -302,6 +367,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="prefix_cache_hits_total",
+        question=Question.CACHE,
         kind="counter",
         unit="tokens",
         meaning="Prompt tokens that were found in the prefix cache.",
@@ -309,6 +375,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="spec_decode_num_drafts_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="drafts",
         meaning="Drafts that were verified: one for each sequence and step that drafted.",
@@ -316,6 +383,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="spec_decode_num_draft_tokens_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="tokens",
         meaning="Tokens of these drafts.",
@@ -323,6 +391,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="spec_decode_num_accepted_tokens_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="tokens",
         meaning="Those of them that were right, each a step saved; one that ends its sequence saves none.",
@@ -330,6 +399,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_success_total",
+        question=Question.ENDS,
         kind="counter",
         unit="sequences",
         meaning="Sequences that ended, by the reason why.",
@@ -338,12 +408,14 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="pooled_inputs_total",
+        question=Question.SIZES,
         kind="counter",
         unit="inputs",
         meaning="Inputs that became vectors, scores or probabilities of labels, instead of being continued.",
     ),
     Metric(
         name="num_preemptions_total",
+        question=Question.CACHE,
         kind="counter",
         unit="preemptions",
         meaning="Times a running sequence lost its blocks to another one and has to be computed again.",
@@ -352,12 +424,14 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- our own ---
     Metric(
         name="forced_tokens_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="tokens",
         meaning="Tokens that the form of a response forced, and that were taken without being sampled.",
     ),
     Metric(
         name="form_preparation_seconds",
+        question=Question.SHORTCUTS,
         kind="histogram",
         unit="seconds",
         meaning="Compiling what a request's tokens are to keep to, waiting for other compiles included; of those that "
@@ -366,18 +440,21 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="forms_compiled_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="forms",
         meaning="Schemas, regexes and grammars that were compiled.",
     ),
     Metric(
         name="form_cache_hits_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="forms",
         meaning="Schemas, regexes and grammars that were found compiled.",
     ),
     Metric(
         name="mask_rows_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="rows",
         meaning="Token masks that were filled: one for each sequence with a form and step, and one for each of its "
@@ -385,12 +462,14 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="mask_seconds_total",
+        question=Question.SHORTCUTS,
         kind="counter",
         unit="seconds",
         meaning="Time spent filling token masks, in a thread beside the forward pass.",
     ),
     Metric(
         name="aborts_total",
+        question=Question.STOPS,
         kind="counter",
         unit="sequences",
         meaning="Sequences that were aborted (client left, abort by id, deadline), by how far they had come.",
@@ -398,6 +477,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="deadlines_passed_total",
+        question=Question.STOPS,
         kind="counter",
         unit="requests",
         meaning="Requests that were ended because one of their deadlines passed, by which.",
@@ -405,6 +485,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="cancel_to_free_seconds",
+        question=Question.STOPS,
         kind="histogram",
         unit="seconds",
         meaning="From an abort to the moment when its KV blocks were free, by how far the request had come.",
@@ -413,6 +494,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="cancel_to_free_steps",
+        question=Question.STOPS,
         kind="histogram",
         unit="steps",
         meaning="Engine steps that ended between an abort and the moment when its KV blocks were free: 0 at once, 1 "
@@ -422,60 +504,70 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="live_requests",
+        question=Question.LOAD,
         kind="gauge",
         unit="requests",
         meaning="Requests that have entered the engine and not left it, from before they are tokenized on.",
     ),
     Metric(
         name="batch_invariant",
+        question=Question.HARDWARE,
         kind="gauge",
         unit="0 or 1",
         meaning="Whether the bits of a response depend on its own tokens and the weights alone (--batch-invariant).",
     ),
     Metric(
         name="step_weight_bytes",
+        question=Question.HARDWARE,
         kind="gauge",
         unit="bytes",
         meaning="What a decode step has to read of the weights, however few tokens it has.",
     ),
     Metric(
         name="token_kv_bytes",
+        question=Question.HARDWARE,
         kind="gauge",
         unit="bytes",
         meaning="What the keys and values of one token take, in all layers.",
     ),
     Metric(
         name="token_flops",
+        question=Question.HARDWARE,
         kind="gauge",
         unit="flops",
         meaning="What the layers' matrix products of one token take.",
     ),
     Metric(
         name="attended_token_flops",
+        question=Question.HARDWARE,
         kind="gauge",
         unit="flops",
         meaning="What attention takes for one token that another one sees, in all layers.",
     ),
     Metric(
         name="engine_restarts_total",
+        question=Question.HANGS,
         kind="counter",
         unit="restarts",
         meaning="Times that the engine was opened anew after a fault, or was to be (--engine-restarts).",
     ),
     Metric(
         name="requests_poisoned_total",
+        question=Question.HANGS,
         kind="counter",
         unit="requests",
         meaning="Requests ended with an error since the engine broke twice in steps that computed them.",
     ),
     Metric(
         name="tasks",
+        question=Question.LEFT_BEHIND,
         kind="gauge",
         unit="tasks",
         meaning="Trio tasks of the whole process, the one that answers this scrape included.",
     ),
     Metric(
         name="step_seconds",
+        question=Question.STAGES,
         kind="histogram",
         unit="seconds",
         meaning="One engine step: schedule, compute, update, deliver.",
@@ -483,18 +575,21 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="step_age_seconds",
+        question=Question.HANGS,
         kind="gauge",
         unit="seconds",
         meaning="Age of the step that is computed at this moment; 0 if none is.",
     ),
     Metric(
         name="step_age_seconds_max",
+        question=Question.HANGS,
         kind="gauge",
         unit="seconds",
         meaning="Age of a step beyond which /ready says 503 and new requests are refused (--step-timeout); +Inf: none.",
     ),
     Metric(
         name="no_progress_seconds",
+        question=Question.HANGS,
         kind="gauge",
         unit="seconds",
         meaning="How long somebody has waited since the last step ended, be it for a step, a connector, or blocks that "
@@ -502,6 +597,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="kv_blocks",
+        question=Question.CACHE,
         kind="gauge",
         unit="blocks",
         meaning="KV blocks by state. Cached ones are used by nobody, and reusable; the states add up to the pool.",
@@ -509,6 +605,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="transfer_faults_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="faults",
         meaning="What went wrong with the KV connector and was survived, by kind.",
@@ -516,228 +613,266 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="kv_transfer_blocks_sent_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="blocks",
         meaning="KV blocks that other engines have read here.",
     ),
     Metric(
         name="kv_transfer_bytes_sent_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="bytes",
         meaning="Bytes of these blocks.",
     ),
     Metric(
         name="kv_transfer_blocks_received_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="blocks",
         meaning="KV blocks that came from other engines.",
     ),
     Metric(
         name="kv_transfer_bytes_received_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="bytes",
         meaning="Bytes of these blocks.",
     ),
     Metric(
         name="kv_transfer_sends_completed_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Requests whose held blocks were read to the end.",
     ),
     Metric(
         name="kv_transfer_sends_failed_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Requests whose held blocks were let go before they were read to the end.",
     ),
     Metric(
         name="kv_transfer_loads_completed_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Requests whose KV came.",
     ),
     Metric(
         name="kv_transfer_load_seconds_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="seconds",
         meaning="What these took from their turn until all of it was there.",
     ),
     Metric(
         name="kv_transfer_loads_failed_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Requests whose KV did not come, or not right.",
     ),
     Metric(
         name="kv_transfer_sends_unwanted_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Of these: their reader left.",
     ),
     Metric(
         name="kv_transfer_sends_aborted_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Of these: they were aborted here.",
     ),
     Metric(
         name="kv_transfer_sends_expired_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Of these: nobody read them in time.",
     ),
     Metric(
         name="kv_transfer_loads_abandoned_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Requests that did not wait for their KV any more.",
     ),
     Metric(
         name="kv_transfer_transfers_resumed_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="transfers",
         meaning="Times a load went on over another connection where it had broken off.",
     ),
     Metric(
         name="kv_transfer_transfers_refused_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="transfers",
         meaning="Times another engine asked for blocks that are not held, or not for it.",
     ),
     Metric(
         name="kv_transfer_peers_refused_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="connections",
         meaning="Connections of engines that could not prove who they are, or have another model or layout.",
     ),
     Metric(
         name="kv_transfer_host_saved_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that were copied into the host's memory as they left the prefix cache.",
     ),
     Metric(
         name="kv_transfer_host_saved_bytes_total",
+        question=Question.HOST,
         kind="counter",
         unit="bytes",
         meaning="Bytes of these blocks.",
     ),
     Metric(
         name="kv_transfer_host_unsaved_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that were not: there was no room, or too much was being copied.",
     ),
     Metric(
         name="kv_transfer_host_loaded_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that came back from the host.",
     ),
     Metric(
         name="kv_transfer_host_loaded_bytes_total",
+        question=Question.HOST,
         kind="counter",
         unit="bytes",
         meaning="Bytes of these blocks.",
     ),
     Metric(
         name="kv_transfer_host_loaded_from_files_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Of these blocks: those that had to be read from a file.",
     ),
     Metric(
         name="kv_transfer_host_written_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that were written to files.",
     ),
     Metric(
         name="kv_transfer_host_unwritten_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that left the host's memory, or could not be written, before they were in a file.",
     ),
     Metric(
         name="kv_transfer_host_evicted_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that made room for others in the host's memory.",
     ),
     Metric(
         name="kv_transfer_host_files_evicted_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Files of blocks that made room for others in the directory.",
     ),
     Metric(
         name="kv_transfer_host_dropped_total",
+        question=Question.HOST,
         kind="counter",
         unit="blocks",
         meaning="Blocks that were damaged, gone, or not what their name said.",
     ),
     Metric(
         name="kv_transfer_host_write_failures_total",
+        question=Question.HOST,
         kind="counter",
         unit="failures",
         meaning="Times the disk did not take a block.",
     ),
     Metric(
         name="kv_transfer_host_read_failures_total",
+        question=Question.HOST,
         kind="counter",
         unit="failures",
         meaning="Times the disk did not give a block back.",
     ),
     Metric(
         name="kv_transfer_host_memory_bytes_used",
+        question=Question.HOST,
         kind="gauge",
         unit="bytes",
         meaning="Host memory that blocks take.",
     ),
     Metric(
         name="kv_transfer_host_directory_bytes_used",
+        question=Question.HOST,
         kind="gauge",
         unit="bytes",
         meaning="Files of blocks in the directory.",
     ),
     Metric(
         name="kv_transfer_heartbeats_sent_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="messages",
         meaning="Signs of life that were sent to engines which hold blocks.",
     ),
     Metric(
         name="kv_transfer_heartbeats_received_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="messages",
         meaning="Signs of life that came for held blocks.",
     ),
     Metric(
         name="kv_transfer_loaded_tokens_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="tokens",
         meaning="Prompt tokens whose KV was loaded instead of computed.",
     ),
     Metric(
         name="kv_transfer_loads_waiting",
+        question=Question.WAITING,
         kind="gauge",
         unit="sequences",
         meaning="Sequences that wait for KV from elsewhere at this moment.",
     ),
     Metric(
         name="kv_transfer_requests_held",
+        question=Question.TRANSFERS,
         kind="gauge",
         unit="sequences",
         meaning="Sequences that are answered and whose blocks are held for another engine.",
     ),
     Metric(
         name="kv_transfer_holds_refused_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="sequences",
         meaning="Sequences that were to be held for another engine and were not: as many blocks were held as may be.",
     ),
     Metric(
         name="requests_rejected_total",
+        question=Question.REFUSED,
         kind="counter",
         unit="requests",
         meaning="Requests that were refused because a bound was reached or the server is leaving.",
@@ -745,6 +880,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="connections_open",
+        question=Question.LOAD,
         kind="gauge",
         unit="connections",
         meaning="Client connections that are open.",
@@ -752,6 +888,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="connections_total",
+        question=Question.LOAD,
         kind="counter",
         unit="connections",
         meaning="Client connections that came.",
@@ -759,6 +896,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="connections_refused_total",
+        question=Question.REFUSED,
         kind="counter",
         unit="connections",
         meaning="Client connections that were ended because a bound was reached, by which one.",
@@ -767,6 +905,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="streams_refused_total",
+        question=Question.REFUSED,
         kind="counter",
         unit="requests",
         meaning="HTTP requests that were turned away before their handler because a bound was reached, by which one.",
@@ -775,6 +914,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="clients_left_total",
+        question=Question.CLIENTS,
         kind="counter",
         unit="requests",
         meaning="HTTP requests that were cancelled because their client left.",
@@ -782,6 +922,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="clients_stalled_total",
+        question=Question.CLIENTS,
         kind="counter",
         unit="requests",
         meaning="HTTP requests that were cancelled because their client took nothing, or too little, for too long.",
@@ -789,6 +930,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="clients_slow",
+        question=Question.CLIENTS,
         kind="gauge",
         unit="requests",
         meaning="HTTP requests whose client is slower than its response, so that bytes wait for it.",
@@ -796,6 +938,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="answer_bytes_held",
+        question=Question.CLIENTS,
         kind="gauge",
         unit="bytes",
         meaning="What waits for clients that are slower than their responses.",
@@ -803,6 +946,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_body_bytes_held",
+        question=Question.LEFT_BEHIND,
         kind="gauge",
         unit="bytes",
         meaning="Bodies of the requests that are under way.",
@@ -810,6 +954,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="request_body_bytes_total",
+        question=Question.SIZES,
         kind="counter",
         unit="bytes",
         meaning="Request bodies that were read.",
@@ -817,6 +962,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="streams_open",
+        question=Question.LOAD,
         kind="gauge",
         unit="requests",
         meaning="HTTP requests whose handler is running: HTTP/2 streams, or HTTP/1.1 requests.",
@@ -824,6 +970,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="http_requests_total",
+        question=Question.ENDS,
         kind="counter",
         unit="requests",
         meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before a response.',
@@ -832,6 +979,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="http_requests_by_handler_total",
+        question=Question.ENDS,
         kind="counter",
         unit="requests",
         meaning="HTTP requests by route, method and class of status; what is not known is none and other, and left is "
@@ -842,6 +990,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="http_request_duration_seconds",
+        question=Question.FEEL,
         kind="histogram",
         unit="seconds",
         meaning="From the head of the same requests to the end of their response, by route and method.",
@@ -852,6 +1001,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="http_request_duration_highr_seconds",
+        question=Question.FEEL,
         kind="histogram",
         unit="seconds",
         meaning="The same of all of them together, in finer buckets.",
@@ -861,6 +1011,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="log_lines_dropped_total",
+        question=Question.TOLD,
         kind="counter",
         unit="lines",
         meaning="Lines of the log that were dropped: too many waited for a terminal, pipe or disk that took none.",
@@ -868,6 +1019,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="trace_spans_total",
+        question=Question.TOLD,
         kind="counter",
         unit="spans",
         meaning="Spans of traces: taken by the collector, not taken by it, or dropped since too many waited for it.",
@@ -876,6 +1028,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="batches_live",
+        question=Question.LASTING,
         kind="gauge",
         unit="batches",
         meaning="Batches that have not ended, those that wait for their turn included.",
@@ -883,6 +1036,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="batch_lines_total",
+        question=Question.LASTING,
         kind="counter",
         unit="lines",
         meaning="Lines of batches that are done, by the file that they went to.",
@@ -892,6 +1046,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- of a router ---
     Metric(
         name="queued_requests",
+        question=Question.WAITING,
         kind="gauge",
         unit="requests",
         meaning="Requests that wait in the queue for an endpoint.",
@@ -900,6 +1055,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="queue_wait_seconds",
+        question=Question.WAITING,
         kind="histogram",
         unit="seconds",
         meaning="From a request's arrival to its lease at an endpoint, or to its refusal in the queue.",
@@ -909,6 +1065,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="admissions_total",
+        question=Question.LOAD,
         kind="counter",
         unit="leases",
         meaning="Leases that were given; a request that is tried again gets another one.",
@@ -917,6 +1074,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="rejections_total",
+        question=Question.REFUSED,
         kind="counter",
         unit="requests",
         meaning="Requests that were refused, by the reason that the client was told.",
@@ -926,6 +1084,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="retries_total",
+        question=Question.ENDPOINTS,
         kind="counter",
         unit="requests",
         meaning="Requests that an endpoint failed before their first token, and that were tried again.",
@@ -934,6 +1093,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="peers",
+        question=Question.PEERS,
         kind="gauge",
         unit="routers",
         meaning="Other routers before the same endpoints.",
@@ -941,6 +1101,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="peers_well",
+        question=Question.PEERS,
         kind="gauge",
         unit="routers",
         meaning="Of these, the ones that answer.",
@@ -948,6 +1109,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="peers_lost_total",
+        question=Question.PEERS,
         kind="counter",
         unit="routers",
         meaning="Times that a router which had answered was found gone.",
@@ -955,6 +1117,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="streams_found_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Retries of clients whose stream ran on at an endpoint, and was gone on with.",
@@ -962,6 +1125,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="streams_recomputed_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Retries of clients whose stream was nowhere any more, and was computed once more.",
@@ -969,6 +1133,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="farewells_dropped_total",
+        question=Question.PEERS,
         kind="counter",
         unit="streams",
         meaning="Streams whose clients had left, and whose endpoints were not told, since too many were to be told.",
@@ -976,6 +1141,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="stream_continuations_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Streams that broke off, and got a lease to go on with; each time counts.",
@@ -983,6 +1149,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="stream_continuations_refused_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Streams that broke off and could have gone on elsewhere, but were not let.",
@@ -991,6 +1158,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="stream_moves_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Streams that got a lease elsewhere, to leave an endpoint that is emptied.",
@@ -998,6 +1166,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="moving_requests",
+        question=Question.SURVIVES,
         kind="gauge",
         unit="requests",
         meaning="Streams at endpoints that are emptied, which run there until there is room elsewhere.",
@@ -1005,6 +1174,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="continuing_requests",
+        question=Question.SURVIVES,
         kind="gauge",
         unit="requests",
         meaning="Streams that broke off, and wait for an endpoint to go on at.",
@@ -1012,6 +1182,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="streams_continued_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Streams that got a token from another endpoint where one had stopped, by what that one did.",
@@ -1020,6 +1191,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="streams_not_resumable_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Streams that broke off and that no other endpoint could have gone on with, by what there was not.",
@@ -1028,6 +1200,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="stream_pause_seconds",
+        question=Question.SURVIVES,
         kind="histogram",
         unit="seconds",
         meaning="From the moment at which a stream's endpoint was given up to the first token from another one.",
@@ -1036,6 +1209,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="continuation_bytes_held",
+        question=Question.LEFT_BEHIND,
         kind="gauge",
         unit="bytes",
         meaning="Kept of the streams that run, so that another endpoint can go on with them.",
@@ -1043,6 +1217,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_load_reports_total",
+        question=Question.ENDPOINTS,
         kind="counter",
         unit="reports",
         meaning="Loads that endpoints have told, by whether they were asked or sent it by themselves.",
@@ -1051,6 +1226,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="pairs_total",
+        question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
         meaning="Requests that were to have their prompt computed at one endpoint and their response made at another, "
@@ -1060,6 +1236,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="pair_handover_seconds",
+        question=Question.TRANSFERS,
         kind="histogram",
         unit="seconds",
         meaning="From the end of the prompt at one endpoint to the first token at another, of such streamed requests.",
@@ -1068,6 +1245,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_leases",
+        question=Question.LOAD,
         kind="gauge",
         unit="sequences",
         meaning="Sequences that hold a lease at the endpoint.",
@@ -1077,6 +1255,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_in_flight",
+        question=Question.LOAD,
         kind="gauge",
         unit="sequences",
         meaning="Sequences that were sent to the endpoint and have not ended.",
@@ -1086,6 +1265,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_healthy",
+        question=Question.ENDPOINTS,
         kind="gauge",
         unit="0 or 1",
         meaning="Whether the endpoint gets requests.",
@@ -1095,6 +1275,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_resident_blocks",
+        question=Question.CACHE,
         kind="gauge",
         unit="blocks",
         meaning="Blocks in the endpoint's prefix cache, as it tells; not shown while that is unknown.",
@@ -1103,6 +1284,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_ejections_total",
+        question=Question.ENDPOINTS,
         kind="counter",
         unit="ejections",
         meaning="Times the endpoint was left out because it failed.",
@@ -1112,6 +1294,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="endpoint_hangs_total",
+        question=Question.ENDPOINTS,
         kind="counter",
         unit="hangs",
         meaning="Times the endpoint was left out because nothing came from it, or its step did not end.",
@@ -1121,66 +1304,77 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- what outlives its request ---
     Metric(
         name="store_bytes_used",
+        question=Question.LASTING,
         kind="gauge",
         unit="bytes",
         meaning="What is stored: responses, files and the like, each with its row.",
     ),
     Metric(
         name="store_objects",
+        question=Question.LASTING,
         kind="gauge",
         unit="objects",
         meaning="How many of them there are.",
     ),
     Metric(
         name="store_evicted_total",
+        question=Question.LASTING,
         kind="counter",
         unit="objects",
         meaning="Objects that made room for others before their time was over.",
     ),
     Metric(
         name="store_refused_total",
+        question=Question.LASTING,
         kind="counter",
         unit="writes",
         meaning="Writes for which there was no room.",
     ),
     Metric(
         name="background_responses",
+        question=Question.LASTING,
         kind="gauge",
         unit="responses",
         meaning="Responses that live in the background at this moment.",
     ),
     Metric(
         name="detached_streams",
+        question=Question.LASTING,
         kind="gauge",
         unit="streams",
         meaning="Streams that go on while nobody reads them.",
     ),
     Metric(
         name="detached_bytes_held",
+        question=Question.LASTING,
         kind="gauge",
         unit="bytes",
         meaning="Events that are kept of streams that may be detached.",
     ),
     Metric(
         name="router_streams",
+        question=Question.SURVIVES,
         kind="gauge",
         unit="streams",
         meaning="Streams that go on while the router that asked for them is gone.",
     ),
     Metric(
         name="router_stream_bytes_held",
+        question=Question.SURVIVES,
         kind="gauge",
         unit="bytes",
         meaning="Events that are kept of streams for whose routers another one may stand in.",
     ),
     Metric(
         name="router_streams_taken_over_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Times that another router, or the same one again, went on reading such a stream.",
     ),
     Metric(
         name="router_streams_expired_total",
+        question=Question.SURVIVES,
         kind="counter",
         unit="streams",
         meaning="Such streams that were ended since nobody went on reading them in time.",

@@ -39,6 +39,7 @@ class Metrics:
     request_decode_time_seconds: PlainHistogram
     request_inference_time_seconds: PlainHistogram
     request_prompt_tokens: PlainHistogram
+    request_prefill_kv_computed_tokens: PlainHistogram
     request_generation_tokens: PlainHistogram
     request_max_num_generation_tokens: PlainHistogram
     request_params_n: PlainHistogram
