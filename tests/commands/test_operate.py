@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
 from trioserve import cli
+from trioserve.api.page.changes import change_between, snapshot_fields
 from trioserve.commands.feed_state import FeedState
 from trioserve.commands.remote import RemoteServer
 from trioserve.commands.top import states, view
+from trioserve.contracts.page import HistoryShown, PageSnapshot, ServerShown
 from trioserve.testing.memory_server import open_memory_server
 
 SNAPSHOT = {
@@ -34,7 +37,7 @@ CHANGE = {
         "r1": {"outcome": "cancelled", "ended_at": 10.5, "freed": {"blocks": 2, "steps": 1, "seconds": 0.009}},
         "r2": {"state": "waiting", "entered_at": 10.9},
     },
-    "history": {"at": 11.0, "points": {"tokens_per_second": 30.0}},
+    "history": {"at": 11.0, "points": {"tokens_per_second": [30.0, 31.0]}},
 }
 
 
@@ -132,9 +135,30 @@ def test_the_feed_is_put_together_from_a_snapshot_and_changes():
     state.take_change(CHANGE)
     assert state.blocks == bytes([0, 0, 0, 0, 0, 1])
     assert state.requests["r1"]["prompt_tokens"] == 7
-    assert state.series == {"tokens_per_second": [1.0, None, 30.0]}
+    assert state.series == {"tokens_per_second": [1.0, None, 30.0, 31.0]}
     state.take_change({"requests": {"r1": None}})
     assert list(state.requests) == ["r2"]
+
+
+@pytest.mark.parametrize("block_count", [4, 6, 9])
+def test_changes_as_a_server_makes_them_are_understood(block_count: int):
+    def snapshot(blocks: bytes, number: int, **fields: Any) -> PageSnapshot:
+        values = tuple(float(point) for point in range(number + 1))
+        history = HistoryShown(interval_seconds=5, at=number * 5.0, number=number, series={"queue": values})
+        server = ServerShown(kind="engine", model="m", version="1", block_count=len(blocks))
+        return PageSnapshot(now=0.0, server=server, blocks=blocks, history=history, **fields)
+
+    first = snapshot(bytes([0, 1, 2, 3, 0, 0]), 3, endpoints={"a": {"health": "healthy"}})
+    second = snapshot(bytes([2] * block_count), 9)
+    change = change_between(first, second)
+    assert change is not None
+    followed, anew = FeedState(), FeedState()
+    followed.take_snapshot(msgspec.json.decode(msgspec.json.encode(snapshot_fields(first))))
+    followed.take_change(msgspec.json.decode(msgspec.json.encode(change)))
+    anew.take_snapshot(msgspec.json.decode(msgspec.json.encode(snapshot_fields(second))))
+    for name in ("blocks", "requests", "endpoints", "series"):
+        assert getattr(followed, name) == getattr(anew, name), name
+    assert followed.fields["server"] == anew.fields["server"]
 
 
 def test_the_view_shows_requests_blocks_and_what_a_cancel_freed(played: Played):

@@ -36,16 +36,19 @@ class FeedState:
     def take_change(self, change: Mapping[str, Any]) -> None:
         for name, value in change.items():
             if name == "blocks":
-                for first, count, state in value:
+                for first, count, state in value or ():
                     self.blocks[first : first + count] = bytes([state]) * count
+                block_count = (change.get("server") or self.fields.get("server") or {}).get("block_count")
+                if block_count is not None:
+                    del self.blocks[block_count:]
             elif name == "requests":
-                _merge(self.requests, value)
+                _merge(self.requests, value or {})
             elif name == "endpoints":
                 _merge(self.endpoints, value or {})
             elif name == "history":
-                for series, point in value.get("points", {}).items():
+                for series, new_points in value["points"].items():
                     points = self.series.setdefault(series, [])
-                    points.append(point)
+                    points.extend(new_points)
                     del points[:-POINTS_MAX]
             else:
                 self.fields[name] = value

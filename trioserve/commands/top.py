@@ -71,10 +71,12 @@ def view(state: FeedState, url: str) -> RenderableType:
     if state.blocks:
         parts += [_blocks(state.blocks), _legend(state.blocks)]
     if state.endpoints:
-        endpoints = Table("endpoint", "health", "leases", "in flight", box=None, header_style="bold")
+        names = ("endpoint", "health", "leases", "in flight", "moved from", "moved to")
+        endpoints = Table(*names, box=None, header_style="bold")
         for id, endpoint in state.endpoints.items():
             leases = f"{endpoint.get('leases', '-')}/{endpoint.get('leases_max', '-')}"
-            endpoints.add_row(Text(id), str(endpoint.get("health", "-")), leases, str(endpoint.get("in_flight", "-")))
+            counts_there = (str(endpoint.get(name, "-")) for name in ("in_flight", "moved_from", "moved_to"))
+            endpoints.add_row(Text(id), str(endpoint.get("health", "-")), leases, *counts_there)
         parts.append(endpoints)
     requests = Table("request", "phase", "age", "prompt", "tokens", "tenant", box=None, header_style="bold")
     now = float(state.fields.get("now") or 0.0)
