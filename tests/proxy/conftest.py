@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
 
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -39,6 +41,30 @@ class Setup:
         await self.router.assert_all_free()
         for server in self.servers.values():
             await server.assert_all_free()
+
+
+@pytest.fixture
+def read_cut() -> Callable[..., Any]:
+    """Reads the response to a request whose endpoint, one of two that are paused, goes behind this step: what it is,
+    and whether it had ended by then."""
+
+    async def read(setup: Setup, path: str, body: object, *, step: int) -> tuple[Any, bool]:
+        async with setup.client().ask(path, body, headers={"x-request-id": "mine"}) as response:
+            await wait_all_tasks_blocked()
+            [first] = [id for id, count in setup.leases().items() if count]
+            [other] = [id for id in setup.servers if id != first]
+            await setup.servers[first].engine.step(step)
+            await wait_all_tasks_blocked()
+            is_over = not any(setup.leases().values())
+            if not is_over:
+                await setup.servers[first].hang_up()
+                setup.servers[other].engine.resume()
+            with trio.fail_after(5):
+                await response.read()
+            setup.servers[other].engine.pause()
+        return response, is_over
+
+    return read
 
 
 @pytest.fixture

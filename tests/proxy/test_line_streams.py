@@ -75,26 +75,14 @@ async def test_clients_are_served_as_by_a_server(open_setup):
         (CHAT, f"<think>Hm.</think>Well. {CALL}\n{CALL}", {"messages": [USER], "tools": [TOOL]}),
     ],
 )
-async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, path, response, fields):
+async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, read_cut, path, response, fields):
     options = {"num_predict": 8 if response is None else 400, "temperature": 1, "seed": 5}
     body = {"model": "fake", "options": options, **fields}
     engine = {"paused": True, "response": response, "reasoning_parser": "qwen3", **LARGE}
     async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
         step, undisturbed, is_over = 1, None, False
         while not is_over:
-            async with setup.client().ask(path, body, headers={"x-request-id": "mine"}) as answer:
-                await wait_all_tasks_blocked()
-                [first] = [id for id, count in setup.leases().items() if count]
-                other = "b" if first == "a" else "a"
-                await setup.servers[first].engine.step(step)
-                await wait_all_tasks_blocked()
-                is_over = not any(setup.leases().values())
-                if not is_over:
-                    await setup.servers[first].hang_up()
-                    setup.servers[other].engine.resume()
-                with trio.fail_after(5):
-                    await answer.read()
-                setup.servers[other].engine.pause()
+            answer, is_over = await read_cut(setup, path, body, step=step)
             made = said(lines(answer))
             undisturbed = undisturbed or made
             assert made == undisturbed, f"cut behind step {step}"

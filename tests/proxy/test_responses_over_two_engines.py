@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-import trio
-from trio.testing import wait_all_tasks_blocked
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -73,10 +71,9 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_response_is_the_same_wherever_its_endpoint_goes(open_setup, name):
+async def test_a_response_is_the_same_wherever_its_endpoint_goes(open_setup, read_cut, name):
     path, response, fields = CASES[name]
     body = {"model": "fake", "seed": 5, **USAGE, **fields}
-    headers = {"x-request-id": "mine"}
     engine = {
         "paused": True,
         "response": response,
@@ -87,19 +84,7 @@ async def test_a_response_is_the_same_wherever_its_endpoint_goes(open_setup, nam
     async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
         step, undisturbed, is_over = 1, None, False  # before a token it would be another story
         while not is_over:
-            async with setup.client().ask(path, body, headers=headers) as answer:
-                await wait_all_tasks_blocked()
-                [first] = [id for id, count in setup.leases().items() if count]
-                other = "b" if first == "a" else "a"
-                await setup.servers[first].engine.step(step)
-                await wait_all_tasks_blocked()
-                is_over = not any(setup.leases().values())
-                if not is_over:
-                    await setup.servers[first].hang_up()
-                    setup.servers[other].engine.resume()
-                with trio.fail_after(5):
-                    await answer.read()
-                setup.servers[other].engine.pause()
+            answer, is_over = await read_cut(setup, path, body, step=step)
             made = said(answer.body)
             assert made.pop("ends") == 1
             undisturbed = undisturbed or made
