@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 
 import pytest
@@ -150,6 +151,41 @@ def test_gauges_are_set_when_scraped() -> None:
     assert value(metrics, "vllm:num_requests_running") == 3
     running = 1
     assert value(metrics, "trioserve:num_requests_running") == 1
+
+
+def test_the_text_is_what_prometheus_client_writes() -> None:
+    """But for what it is shown under: prefixes, aliases, and the labels of model and engine."""
+    metrics = Metrics(None, parts=("frontend", "router"))
+    names = {metric.full_name: metric.name for metric in CATALOGUE if metric.part != "engine"}
+    for awkward in ('a "b"\\c\nd', "", "é{}=,"):
+        metrics.http_requests_total.labels(awkward, "200").inc(1e17)
+        metrics.endpoint_leases.labels(awkward).set(float("inf"))
+        metrics.http_request_duration_seconds.labels("/v1/models", awkward).observe(0.25)
+    for _ in range(2):  # the second one from what was kept of the first
+        metrics.queue_wait_seconds.observe(1 / 3)
+        metrics.rejections_total.labels("queue_full").inc()
+        shown = metrics.expose(part="frontend").decode() + metrics.expose(part="router").decode()
+        expected = generate_latest(metrics.registry).decode().splitlines()
+        ours = []
+        for line in shown.splitlines():
+            start, name, rest = re.fullmatch(
+                r"(# \w+ )?([\w:]+?)((?:_bucket|_sum|_count)?(?:\{.*|[ ].*))", line
+            ).groups()
+            if name in names:
+                ours.append((start or "") + names[name] + rest)
+        assert sorted(ours) == sorted(line for line in expected if "_created" not in line)
+
+
+def test_a_series_that_is_gone_is_not_kept() -> None:
+    metrics = Metrics(None, parts=("router",))
+    for number in range(20):
+        metrics.endpoint_leases.clear()
+        metrics.endpoint_leases.labels(f"pod-{number}").set(number)
+        shown = samples(metrics)
+        found = {
+            dict(labels)["endpoint"]: value for (name, labels), value in shown.items() if "endpoint_leases" in name
+        }
+        assert found == {f"pod-{number}": number}
 
 
 def test_known_label_values_are_there_before_anything_happened() -> None:

@@ -137,6 +137,7 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="share, 0 to 1",
         meaning="Share of the pool that requests use or connectors hold. Cached blocks that nobody uses are free.",
         vllm=True,
+        others=("vllm:gpu_cache_usage_perc",),
     ),
     Metric(
         name="time_to_first_token_seconds",
@@ -364,6 +365,7 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="tokens",
         meaning="Prompt tokens that were looked up in the prefix cache.",
         vllm=True,
+        others=("vllm:gpu_prefix_cache_queries_total",),
     ),
     Metric(
         name="prefix_cache_hits_total",
@@ -372,6 +374,7 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="tokens",
         meaning="Prompt tokens that were found in the prefix cache.",
         vllm=True,
+        others=("vllm:gpu_prefix_cache_hits_total",),
     ),
     Metric(
         name="spec_decode_num_drafts_total",

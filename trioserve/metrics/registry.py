@@ -1,19 +1,18 @@
 """The catalogue as prometheus_client instruments, and the text that scrapers read.
 
-Knows how metrics are shown; when something is counted is the business of whoever counts it.
+Knows under which names and labels metrics are shown; when something is counted is the business of whoever counts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.samples import Sample
 
 from trioserve.metrics.catalogue import CATALOGUE, ENGINE_LABEL, MODEL_LABEL, Metric, Part
 from trioserve.metrics.plain_histogram import PlainHistogram
+from trioserve.metrics.text_format import TextFormat
 
 __all__ = ["Metrics"]
 
@@ -192,6 +191,8 @@ class Metrics:
         self._metrics = tuple(metric for metric in CATALOGUE if metric.part in parts)
         self._names = frozenset(metric.name for metric in self._metrics)
         self._callbacks: list[Callable[[], None]] = []
+        self._pages: dict[Part | None, TextFormat] = {}
+        self._process = ProcessCollector(registry=None)
         for metric in self._metrics:
             setattr(self, metric.name, _instrument(metric, self.registry))
 
@@ -229,57 +230,19 @@ class Metrics:
         exporter uses, on Linux (`process_resident_memory_bytes`, ...). To be sent with `content_type`. part: this
         alone, without the process, to be shown behind others."""
         self.refresh()
-        metrics = [metric for metric in self._metrics if part in (None, metric.part)]
-        return generate_latest(_Shown(self.registry, metrics, self._model_name, with_process=part is None))
-
-
-class _Shown:
-    """A registry's families as scrapers see them. The model's name is added here and not in the instruments, so that
-    whoever counts a token need not say it."""
-
-    def __init__(
-        self, registry: CollectorRegistry, metrics: Iterable[Metric], model_name: str | None, *, with_process: bool
-    ) -> None:
-        self._registry = registry
-        self._metrics = metrics
-        self._model_labels = {} if model_name is None else {MODEL_LABEL: model_name}
-        self._process = ProcessCollector(registry=None) if with_process else None
-
-    def collect(self) -> Iterator[Family]:
-        families = {family.name: family for family in self._registry.collect()}
-        for metric in self._metrics:
-            family = families[_family_name(metric)]
-            labels = self._labels(metric)
-            for name in (metric.full_name, *metric.aliases):
-                yield _renamed(family, name.removesuffix("_total") if metric.kind == "counter" else name, labels)
-        if self._process is not None:
-            yield from self._process.collect()
+        text = self._pages.get(part)
+        if text is None:
+            metrics = [metric for metric in self._metrics if part in (None, metric.part)]
+            text = self._pages[part] = TextFormat(self.registry, metrics, [self._labels(metric) for metric in metrics])
+        return text.write().encode() + (generate_latest(self._process) if part is None else b"")
 
     def _labels(self, metric: Metric) -> dict[str, str]:
+        """On all of its series. They are added here and not in the instruments, so that whoever counts a token need not
+        say them."""
         if metric.shown_as is not None:
             return {}
-        return self._model_labels | ({ENGINE_LABEL: "0"} if metric.part == "engine" else {})
-
-
-def _renamed(family: Family, name: str, labels: dict[str, str]) -> Family:
-    shown = Family(name, family.documentation, family.type)
-    shown.samples = [
-        Sample(
-            name + sample.name.removeprefix(family.name),
-            labels | sample.labels,
-            sample.value,
-            sample.timestamp,
-            sample.exemplar,
-        )
-        for sample in family.samples
-        if not sample.name.endswith("_created")  # the text format has no place for them but as families of their own
-    ]
-    return shown
-
-
-def _family_name(metric: Metric) -> str:
-    """prometheus_client names a counter's family without `_total`, and its sample with it."""
-    return metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+        model = {} if self._model_name is None else {MODEL_LABEL: self._model_name}
+        return model | ({ENGINE_LABEL: "0"} if metric.part == "engine" else {})
 
 
 def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | PlainHistogram:
