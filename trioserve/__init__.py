@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trioserve.asgi import asgi_app
     from trioserve.assemble import open_engine
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.errors import (
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         Overloaded,
         StartupError,
         TrioserveError,
+        WrongLoop,
     )
     from trioserve.contracts.events import AbortOutcome, FinishReason
     from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -66,13 +68,16 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "TrioserveError",
+    "WrongLoop",
     "__version__",
+    "asgi_app",
     "open_engine",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "asgi_app": "trioserve.asgi",
     "open_engine": "trioserve.assemble",
     "ChatPrompt": "trioserve.contracts.prompt",
     "Deadlines": "trioserve.contracts.deadlines",

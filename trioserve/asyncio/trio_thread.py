@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -57,7 +58,7 @@ class TrioThread:
 
     def stop(self) -> None:
         """Cancel everything in it. Never waits."""
-        self._soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
+        self.soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
 
     def join(self, seconds_max: float) -> None:
         self._thread.join(seconds_max)
@@ -72,8 +73,8 @@ class TrioThread:
 
     def begin(self, function: Callable[[NoteStarted], Awaitable[T]]) -> TrioTask[T]:
         """A task in the Trio run. Never waits."""
-        task = TrioTask(function, self._soon)
-        if not self._soon(task.start, self):
+        task = TrioTask(function, self.soon)
+        if not self.soon(task.start, self):
             task.refuse()
         return task
 
@@ -86,11 +87,39 @@ class TrioThread:
             task.cancel()
         return task.result()
 
+    @asynccontextmanager
+    async def entered(self, opens: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+        """Inside of a scope that is entered and left in the Trio run. Raises what entering and leaving it raise."""
+        opened: list[T] = []
+
+        async def keep(note_started: NoteStarted) -> None:
+            async with opens() as value:
+                opened.append(value)
+                note_started()
+                await trio.sleep_forever()
+
+        task = self.begin(keep)
+        try:
+            await task.started.wait(cancel=task.cancel)
+            if not opened:
+                task.result()
+            yield opened[0]
+        except GeneratorExit:  # nothing may be awaited
+            task.cancel()
+            raise
+        except BaseException:
+            task.cancel()
+            await task.ended.wait()
+            raise
+        task.cancel()
+        await task.ended.wait()
+        task.raise_failure()
+
     def spawn(self, function: Callable[[], Awaitable[None]]) -> None:
         """To be called in the Trio run. Raises RuntimeError when it ends."""
         self._nursery.start_soon(function)
 
-    def _soon(self, function: Callable[..., object], *arguments: Any) -> bool:
+    def soon(self, function: Callable[..., object], *arguments: Any) -> bool:
         """Have it called in the Trio run, after what was asked before. False: that is over."""
         try:
             self._token.run_sync_soon(function, *arguments)

@@ -10,24 +10,19 @@ from typing import Protocol
 import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
-from trioserve.api.batches.settings import BatchSettings
-from trioserve.api.page.settings import PageSettings
-from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
-from trioserve.api.streams.settings import DetachSettings
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
+from trioserve.commands.engine_app import engine_app, store_settings
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.profile import check_profile_directory, profiling
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
     NativeFrontEnd,
-    access_rules,
     around_app,
     check_front,
     frontend_limits,
     open_places,
     optional_path,
-    page_settings,
     run_until_signal,
     server_tls,
 )
@@ -42,7 +37,6 @@ from trioserve.http.server import FrontendServer
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
-from trioserve.store.settings import StoreSettings
 from trioserve.store.store import open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import FrontEnd, Service, Worker
@@ -90,25 +84,12 @@ async def serve_configured(
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
         bar = scopes.enter_context(contextlib.closing(LoadingBar(config.model)))
         tracing = await scopes.enter_async_context(open_tracing(config))
-        store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), _store_settings(config)))
+        store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), store_settings(config)))
         with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
         engine = await scopes.enter_async_context(with_engine)
         app: App | RouterApp
-        app = engines_app = App(
-            engine,
-            api_keys=() if routing.has_endpoints else config.api_key,
-            admin_api_key=None if routing.has_endpoints else config.admin_api_key,
-            access=None if routing.has_endpoints else access_rules(config),
-            trust_request_chat_template=config.trust_request_chat_template,
-            tenant_header=config.tenant_header,
-            store=store,
-            background=_background_settings(config),
-            batches=_batch_settings(config),
-            detaching=_detach_settings(config),
-            router_grace=_router_grace(config),
-            page=PageSettings(is_shown=False) if routing.has_endpoints else page_settings(config),
-            tracer=tracing.tracer,
-            logs_requests=config.access_log and not routing.has_endpoints,
+        app = engines_app = engine_app(
+            engine, config, store, tracer=tracing.tracer, is_behind_router=routing.has_endpoints
         )
         engine.tracer = tracing.tracer
         await scopes.enter_async_context(engines_app.running())
@@ -212,34 +193,6 @@ class _HypercornFrontEnd:
             client_certificates=config.ssl_client_certs,
             task_status=task_status,
         )
-
-
-def _store_settings(config: Config) -> StoreSettings:
-    return StoreSettings(
-        bytes_max=config.store_max_bytes, objects_max=config.store_max_objects, seconds_max=config.store_ttl
-    )
-
-
-def _background_settings(config: Config) -> BackgroundSettings:
-    count = config.max_background_responses
-    return BackgroundSettings(
-        responses_max=count, responses_of_one_max=(count + 1) // 2, seconds_max=config.background_timeout
-    )
-
-
-def _batch_settings(config: Config) -> BatchSettings:
-    count = config.max_batches
-    return BatchSettings(batches_max=count, batches_of_one_max=(count + 3) // 4, lines_at_once=config.batch_concurrency)
-
-
-def _router_grace(config: Config) -> DetachSettings:
-    count = config.max_router_streams
-    return DetachSettings(seconds_max=config.router_grace, streams_max=count, streams_of_one_max=count)
-
-
-def _detach_settings(config: Config) -> DetachSettings:
-    count = config.max_detached_streams
-    return DetachSettings(seconds_max=config.detach_timeout_max, streams_max=count, streams_of_one_max=(count + 1) // 2)
 
 
 def _names(config: Config) -> list[str]:

@@ -1,0 +1,198 @@
+"""A handler of FastAPI or Starlette whose client leaves: its work ends, and the blocks of its request are free."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.testclient import TestClient
+
+from trioserve.asyncio import cancel_on_disconnect
+from trioserve.contracts.sampling import SamplingParams
+
+from .conftest import Fake, open_fake, until
+from .hosts import HOSTS, ask, connect
+
+PROMPT = "a prompt that takes three steps"
+ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+class Asked(BaseModel):
+    prompt: str
+
+
+def open_paused() -> AbstractAsyncContextManager[Fake]:
+    return open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97)
+
+
+def app_of(fake: Fake, ends: list[object]) -> FastAPI:
+    app = FastAPI()
+
+    async def text_of(prompt: str) -> str:
+        async with fake.engine.generate(prompt, ENDLESS) as stream:
+            return "".join([delta.text async for delta in stream])
+
+    @app.post("/text")
+    async def text(asked: Asked, request: Request) -> dict[str, str]:
+        try:
+            async with cancel_on_disconnect(request):
+                return {"text": await text_of(asked.prompt)}
+        except BaseException as error:
+            ends.append(error)
+            raise
+
+    @app.post("/careless")
+    async def careless(asked: Asked) -> dict[str, str]:
+        return {"text": await text_of(asked.prompt)}
+
+    @app.post("/body-read-inside")
+    async def body_read_inside(request: Request) -> dict[str, str]:
+        async with cancel_on_disconnect(request):
+            return {"text": await text_of((await request.json())["prompt"])}
+
+    @app.post("/stream")
+    async def stream(asked: Asked) -> StreamingResponse:
+        async def texts():
+            async with fake.engine.generate(asked.prompt, ENDLESS) as stream:
+                async for delta in stream:
+                    yield delta.text
+
+        return StreamingResponse(texts())
+
+    return app
+
+
+@pytest.mark.parametrize("path", ["/text", "/body-read-inside", "/stream"])
+@pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
+def test_a_client_that_leaves_ends_the_handler(run, host, steps, blocks, path, caplog):
+    async def program() -> None:
+        ends: list[object] = []
+        async with open_paused() as fake, host(app_of(fake, ends)) as port:
+            async with connect(port) as client:
+                await client.ask(path, {"prompt": PROMPT})
+                await fake.until_queued(1)
+                await fake.step(steps)
+                assert fake.blocks_used == blocks
+            await until(lambda: not fake.engine.live_requests())
+            await fake.settle()
+            assert fake.blocks_used == 0
+            fake.assert_all_free()
+        if path == "/text":
+            assert [(type(end), end.status_code) for end in ends] == [(HTTPException, 499)]
+
+    caplog.set_level(logging.ERROR)
+    run(program)
+    assert not caplog.records, "nobody has to read of a client that left"
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
+def test_without_it_the_request_goes_on_for_nobody(run, host):
+    """Which is why there is such a thing."""
+
+    async def program() -> None:
+        async with open_paused() as fake, host(app_of(fake, [])) as port:
+            async with connect(port) as client:
+                await client.ask("/careless", {"prompt": PROMPT})
+                await fake.until_queued(1)
+                await fake.step(3)
+            await fake.step(3)
+            assert fake.blocks_used > 0
+            fake.engine.abort_all("the test is over")
+            await until(lambda: not fake.engine.live_requests())
+
+    run(program)
+
+
+@pytest.mark.parametrize("path", ["/text", "/body-read-inside"])
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
+def test_a_client_that_stays_gets_its_response(run, host, path):
+    async def program() -> None:
+        async with open_fake(next_token=lambda _ids: 97) as fake, host(app_of(fake, [])) as port:
+            assert await ask(port, path, {"prompt": PROMPT}) == (200, '{"text":"' + 60 * "a" + '"}')
+
+    run(program)
+
+
+class Client:
+    """What a handler sees of one: a request that has a body, and the time of its leaving."""
+
+    def __init__(self) -> None:
+        self.leaves = asyncio.Event()
+        self.request = Request({"type": "http", "method": "POST", "headers": []}, self.receive)
+        self._messages = [
+            {"type": "http.request", "body": b"two", "more_body": True},
+            {"type": "http.request", "body": b" pieces", "more_body": False},
+        ]
+
+    async def receive(self):
+        if self._messages:
+            return self._messages.pop(0)
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_the_body_of_the_request_is_still_there(run):
+    async def program() -> None:
+        client = Client()
+        async with cancel_on_disconnect(client.request):
+            assert await client.request.body() == b"two pieces"
+
+    run(program)
+
+
+def test_who_is_cancelled_by_somebody_else_is_told_so(run):
+    async def program() -> None:
+        async def handle() -> None:
+            async with cancel_on_disconnect(Client().request):
+                await asyncio.get_running_loop().create_future()
+
+        handling = asyncio.create_task(handle())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        handling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handling
+
+    run(program)
+
+
+def test_errors_and_timeouts_of_the_body_come_out_as_they_are(run):
+    async def program() -> None:
+        for error in (ValueError("mine"), TimeoutError("mine, too")):
+            with pytest.raises(type(error), match="mine"):
+                async with cancel_on_disconnect(Client().request):
+                    raise error
+
+    run(program)
+
+
+def test_a_client_that_leaves_in_a_nested_one_ends_the_outer_body_as_well(run):
+    async def program() -> None:
+        client = Client()
+        client_of_another = Client()
+        with pytest.raises(HTTPException):
+            async with cancel_on_disconnect(client.request), cancel_on_disconnect(client_of_another.request):
+                client.leaves.set()
+                await asyncio.get_running_loop().create_future()
+        assert asyncio.current_task().cancelling() == 0
+
+    run(program)
+
+
+def test_in_the_test_client(run):
+    app = FastAPI()
+
+    @app.post("/")
+    async def handle(request: Request) -> str:
+        async with cancel_on_disconnect(request):
+            return (await request.body()).decode()
+
+    with TestClient(app) as client:
+        assert client.post("/", content="a body").json() == "a body"

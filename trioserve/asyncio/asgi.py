@@ -1,0 +1,108 @@
+"""An ASGI application that runs in an engine's Trio run, for a host that runs asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import outcome
+import trio
+
+from trioserve.asyncio.trio_thread import NoteStarted, TrioThread
+from trioserve.http.asgi.app import AsgiApp
+from trioserve.http.asgi.exchange import Message, Receive, Send
+
+__all__ = ["respond"]
+
+T = TypeVar("T")
+
+
+async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    """Answer one request. Being cancelled, as by a host that stops, ends it like a client that leaves."""
+    host = _Host(thread)
+
+    async def receive_there() -> Message:
+        return await host.call(receive)
+
+    async def send_there(message: Message) -> None:
+        await host.call(lambda: send(message))
+
+    async def work(note_started: NoteStarted) -> None:
+        await app(scope, receive_there, send_there)
+
+    task = thread.begin(work)
+    try:
+        await task.ended.wait(cancel=task.cancel)
+    finally:
+        task.cancel()
+        host.cancel_calls()
+    await host.wait_for_calls()
+    task.result()
+
+
+class _Host:
+    """The asyncio loop of one call of the application, as the Trio run sees it. That never waits for the loop when it
+    is cancelled: whoever called the application waits for what is left in the loop."""
+
+    def __init__(self, thread: TrioThread) -> None:
+        self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_over = False
+
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """The result of a call in the loop, in a task of its own, which being cancelled cancels."""
+        waiting = trio.lowlevel.current_task()
+        is_waiting = True
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            if is_waiting and not self._is_over:
+                task = self._loop.create_task(_as_coroutine(function), context=self._context.copy())
+                tasks.append(task)
+                self._tasks.add(task)
+                task.add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                error = task.exception()
+                result = outcome.Value(task.result()) if error is None else outcome.Error(error)
+                self._thread.soon(hand_back, result)
+
+        def hand_back(result: outcome.Outcome[T]) -> None:
+            if is_waiting:
+                trio.lowlevel.reschedule(waiting, result)
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
+            nonlocal is_waiting
+            is_waiting = False
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(cancel)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self._loop.call_soon_threadsafe(begin)
+        returned: T = await trio.lowlevel.wait_task_rescheduled(leave)
+        return returned
+
+    def cancel_calls(self) -> None:
+        """To be called in the loop, when the application has ended: nothing is begun any more."""
+        self._is_over = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_for_calls(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+async def _as_coroutine(function: Callable[[], Awaitable[T]]) -> T:
+    return await function()
