@@ -147,6 +147,10 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
                 nursery.start_soon(read)
         assert fake.metrics.engine_restarts_total._value.get() == 2
         assert fake.metrics.requests_poisoned_total._value.get() == 1
+        ended = fake.metrics.request_success_total
+        assert (ended.labels("error")._value.get(), ended.labels("length")._value.get()) == (1, 4)
+        for counted in (fake.metrics.request_prompt_tokens, fake.metrics.request_params_n):
+            assert sum(counted.counts()) == 5
         fake.assert_all_free()
     poisoned = readers.pop("poison")
     assert poisoned.end.finish_reason is FinishReason.ERROR

@@ -209,6 +209,14 @@ class Delivery:
             choice.request.note_released()
         return choices
 
+    def note_lost(self, request: OpenRequest) -> None:
+        """What has not ended of a request ends with the core that was given up."""
+        now = trio.current_time()
+        for choice in request.choices:
+            if not choice.is_ended:
+                self._requests.note_end(choice, FinishReason.ERROR, now)
+        self._requests.note_all_ended(request)
+
     # --- called by the step loop ---
 
     def on_plan(self, plan: StepPlan) -> None:
@@ -361,6 +369,8 @@ class Delivery:
             self._core.abort([event.request_id], now=now)
         request.note_cached(choice, event.cached_token_count)
         self._requests.note_end(choice, reason, now)
+        if not request.core_count and not request.upcoming:
+            self._requests.note_all_ended(request)
 
     def _on_hold_end(self, hold: Hold, expired: bool) -> None:
         choice = self._held.pop(hold.request_id, None) if hold.kind is HoldKind.SEND else None

@@ -364,6 +364,7 @@ class Engine:
             f"the engine broke {request.fault_count} times in steps that computed this request, which was ended so "
             f"that the others go on: {fault}"
         )
+        self._delivery.note_lost(request)
         self._delivery.end_with_final_delta(request, FinishReason.ERROR, message, stop_reason=REQUEST_POISONED)
 
     def reopen(self, parts: EngineParts) -> None:

@@ -39,7 +39,7 @@ class RequestMetrics:
         self._loaded.inc(loaded)
 
     def note_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
-        """A sequence that the core had is over, and so is its request if that was the last one."""
+        """A sequence that the core had is over."""
         self._ended[reason].inc()
         request, metrics = choice.request, self._metrics
         if reason in WHOLE:
@@ -51,8 +51,16 @@ class RequestMetrics:
             metrics.request_prefill_kv_computed_tokens.observe(prompt_count - choice.prompt_saved_count)
             if request.generates:
                 metrics.request_generation_tokens.observe(choice.sampled_count)
-        if request.generates and request.has_run and not request.core_count and not request.upcoming:
-            self._note_request(request)
+
+    def note_all_ended(self, request: OpenRequest) -> None:
+        """That was the last of a request's sequences."""
+        metrics, sampling = self._metrics, request.sampling
+        if not request.generates or not request.has_run:
+            return
+        metrics.request_max_num_generation_tokens.observe(max(choice.sampled_count for choice in request.choices))
+        metrics.request_params_n.observe(sampling.n)
+        if sampling.max_tokens is not None:
+            metrics.request_params_max_tokens.observe(sampling.max_tokens)
 
     def _note_times(self, choice: Choice, now: float) -> None:
         metrics, began_at, first_at = self._metrics, choice.running_at, choice.first_token_at
@@ -66,10 +74,3 @@ class RequestMetrics:
         metrics.request_decode_time_seconds.observe(last_at - first_at)
         if choice.sampled_count > 1:
             metrics.request_time_per_output_token_seconds.observe((last_at - first_at) / (choice.sampled_count - 1))
-
-    def _note_request(self, request: OpenRequest) -> None:
-        metrics, sampling = self._metrics, request.sampling
-        metrics.request_max_num_generation_tokens.observe(max(choice.sampled_count for choice in request.choices))
-        metrics.request_params_n.observe(sampling.n)
-        if sampling.max_tokens is not None:
-            metrics.request_params_max_tokens.observe(sampling.max_tokens)
