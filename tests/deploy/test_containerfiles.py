@@ -5,8 +5,10 @@ from __future__ import annotations
 import fnmatch
 import http.server
 import json
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +71,15 @@ def file(request: Any) -> Containerfile:
 
 def test_there_is_one_for_cpus_and_one_for_gpus():
     assert [path.name for path in FILES] == ["Containerfile", "Containerfile.cuda"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_linter_finds_nothing(path: Path):
+    linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if linter is None:
+        pytest.skip("there is no hadolint for this machine")
+    result = subprocess.run([linter, "--no-color", str(path)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_it_starts_the_server_at_the_port_that_it_exposes(file: Containerfile):

@@ -118,7 +118,7 @@ def run_simulate(settings: SimulateSettings) -> int:
     digest = blake2b(digest_size=16)
     history_count, cpu_seconds, started_at = 0, 0.0, time.monotonic()
     with (
-        ProgressBar(f"simulating seeds {first} to {end - 1}", unit="histories") as bar,
+        ProgressBar("simulating", unit="histories") as bar,
         _reports(settings) as reports,
     ):
         for report in reports:
@@ -128,7 +128,7 @@ def run_simulate(settings: SimulateSettings) -> int:
             for one in report.digests:
                 digest.update(one.encode())
             rate = totals["requests"] / cpu_seconds
-            bar.show_share(history_count, end - first, f"{rate:,.0f} requests a second of one core")
+            bar.show_share(history_count, end - first, f"{rate:,.0f} requests/s of one core")
             if report.failure is not None:
                 bar.close()
                 _show_failure(report.failed_seed, report.failure, settings)
