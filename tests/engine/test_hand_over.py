@@ -203,3 +203,70 @@ async def test_over_http_a_stream_ends_with_a_group_that_says_it(autojump_clock)
         server.engine.connector.release_all()
         await wait_all_tasks_blocked()
         server.engine.assert_all_free()
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
+async def test_an_engine_that_leaves_gives_away_what_others_can_go_on_with(autojump_clock, in_step, options):
+    """Twice, as a server does that is its own router: of nobody more is ended or held by the second time."""
+    async with (
+        open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake,
+        fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream,
+        fake.generate("another one", LONG, request_id="s") as other,
+        fake.generate(PROMPT, LONG, request_id="t", resumable=True) as before,
+    ):
+        await trio.sleep(0.045 if in_step else 0.04)
+        given_away(fake, "t")
+        fake.drain()
+        for _ in range(2):
+            fake.abort_all("it leaves", hands_over=True)
+        ends = [(await rest_of(each))[-1] for each in (stream, other, before)]
+        reasons = [end.finish_reason for end in ends]
+        assert reasons == [FinishReason.HANDED_OVER, FinishReason.ABORT, FinishReason.HANDED_OVER]
+        assert ends[1].message == "it leaves"
+        params = [end.kv_transfer.remote_request_id for end in ends if end.kv_transfer is not None]
+        assert sorted(params) == sorted(fake.connector.sends)
+        assert fake.stats().blocks_used == 0
+        held = {block for id in fake.connector.sends for block in fake.core.hold_of(id).blocks}
+        assert fake.stats().blocks_held == len(held) >= 7
+        fake.abort_all("it leaves", hands_over=True)
+        assert not any(send.is_aborted for send in fake.connector.sends.values())
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        assert fake.stats().blocks_held == 0
+    fake.connector.check()
+
+
+async def test_an_engine_that_is_closed_holds_nothing_for_anybody(autojump_clock):
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
+            await trio.sleep(0.04)
+            fake.abort_all("it leaves", hands_over=True)
+            await rest_of(stream)
+        assert fake.stats().blocks_held > 0
+        fake.abort_all("it is over")
+        assert all(send.is_aborted for send in fake.connector.sends.values())
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"connector": ScriptedConnector, "step_seconds_max": 0.5}], ids=["alone", "hung"]
+)
+async def test_what_would_not_be_given_away_in_time_is_ended_as_ever(autojump_clock, options):
+    """Without a connector nothing is gained, and a step that hangs would tell nobody."""
+    async with (
+        open_fake_engine(step_seconds=0.01, **options) as fake,
+        fake.generate(PROMPT, LONG, resumable=True) as stream,
+    ):
+        await trio.sleep(0.04)
+        if options:
+            async with fake.held_step():
+                await trio.sleep(1)
+                fake.abort_all("it leaves", hands_over=True)
+        else:
+            fake.abort_all("it leaves", hands_over=True)
+        last = (await rest_of(stream))[-1]
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.ABORT, "server_stopping")
+    fake.assert_all_free()

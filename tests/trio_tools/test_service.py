@@ -145,6 +145,41 @@ async def test_what_is_held_for_another_engine_is_waited_for_like_a_running_requ
     assert trio.current_time() - begun_at == pytest.approx(1 + 60 + 2, abs=0.01)
 
 
+class HandsOver:
+    """An engine that gives away what it can at the deadline, as a server's does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.drain = engine.drain
+
+    def abort_all(self, message: str) -> None:
+        self.engine.abort_all(message, hands_over=True)
+
+
+@pytest.mark.parametrize(("fetched_after", "seconds"), [(0.5, 1 + 3 + 0.5), (None, 1 + 3 + 2)])
+async def test_what_is_given_away_at_the_deadline_is_held_until_it_was_fetched_or_the_end(
+    autojump_clock, fetched_after, seconds
+):
+    class Reader(ScriptedFrontEnd):
+        async def ask(self, prompt: str) -> None:
+            async with self.engine.generate(prompt, SamplingParams(max_tokens=100), resumable=True) as stream:
+                deltas = [delta async for delta in stream]
+            self.ends[prompt] = deltas[-1].finish_reason
+            assert self.engine.stats().blocks_held > 0
+            if fetched_after is not None:
+                await trio.sleep(fetched_after)
+                fake.connector.release_all()
+
+    async with open_fake_engine(step_seconds=0.1, connector=ScriptedConnector, hold_seconds_max=100) as fake:
+        front_end = Reader(fake, ["one"])
+        settings = StoppingSettings(drain_seconds_max=3, grace_seconds_max=2)
+        service = Service(HandsOver(fake), front_end, settings, wait_for_rest=fake.wait_until_idle)
+        await run_with_orders_at(service, 1)
+        assert trio.current_time() == pytest.approx(seconds, abs=0.2)
+        assert front_end.ends == {"one": FinishReason.HANDED_OVER}
+        assert (fake.stats().blocks_held == 0) == (fetched_after is not None)
+
+
 async def test_nobody_waits_for_what_is_held_by_an_engine_that_broke(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(connector=ScriptedConnector) as fake:

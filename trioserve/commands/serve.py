@@ -160,8 +160,10 @@ class _WithLasting:
         self._app.drain()
 
     def abort_all(self, message: str) -> None:
-        self._worker.abort_all(message)
-        self._engine.abort_all(message)  # behind a router, too: what lives there by itself is no client's of the router
+        if self._worker is not self._engine:
+            self._worker.abort_all(message)
+        # Behind a router, too: what lives there by itself is no client's of the router.
+        self._engine.abort_all(message, hands_over=True)
 
     async def wait_until_idle(self) -> None:
         await self._app.wait_until_idle()

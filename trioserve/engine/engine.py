@@ -420,15 +420,28 @@ class Engine:
                 self._delivery.end(request, FinishReason.ABORT)
                 request.fail(self._admission.refused_draining())
 
-    def abort_all(self, message: str) -> None:
+    def abort_all(self, message: str, *, hands_over: bool = False) -> None:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
-        unless it had one. Where the request may go on elsewhere its stop_reason says why it should."""
+        unless it had one. Where the request may go on elsewhere its stop_reason says why it should.
+
+        hands_over: with a connector, those are given away as by `hand_over`, and so is what was before: it is held
+        until it was fetched or somebody closes the engine."""
+        hands_over = hands_over and self._connector is not None and self.step_watch.overdue() is None
         for request in self._requests:
+            if hands_over and self._gives_away(request):
+                continue
             stop_reason = SERVER_STOPPING if request.is_resumable else None
             self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
             self._delivery.end_holds(request)
         for request in self._kept_holds:
-            self._delivery.end_holds(request)
+            if not (hands_over and request.is_given_away):
+                self._delivery.end_holds(request)
+
+    def _gives_away(self, request: OpenRequest) -> bool:
+        """Whether another engine goes on with it from here on, or does already."""
+        if request.is_given_away:
+            return True
+        return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
 
     async def wait_until_idle(self) -> None:
         """Returns when no request is entered, and nothing is held for another engine. For use after drain()."""
