@@ -11,6 +11,8 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SAYS = {
+    "asyncio_first_response_wins.py": ["first: ", "others: ['running', 'running']", "KV blocks in use: 0"],
+    "fastapi_app.py": ["a story: ", "models: ['smollm2']", "the client has left", "KV blocks in use: 0"],
     "deadline.py": ["KV blocks in use: 0"],
     "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the queue: 0"],
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],

@@ -91,6 +91,19 @@ def _described_engine() -> str:
     return _described(engine, members=ENGINE_MEMBERS) + "\n\n" + _described(stream, members=STREAM_MEMBERS)
 
 
+def _described_asyncio() -> str:
+    from trioserve.asyncio import Engine, PooledStream, RequestStream, cancel_on_disconnect
+
+    streams = _described(RequestStream, members=STREAM_MEMBERS) + "\n\n" + _described(PooledStream)
+    return "\n\n".join([_described(cancel_on_disconnect), _described(Engine), streams])
+
+
+def _described_application() -> str:
+    from trioserve.asgi import AsgiApplication
+
+    return _described(AsgiApplication, members=("engine", "lifespan"))
+
+
 def _described(*values: Any, members: tuple[str, ...] = ()) -> str:
     options = f"\n    options:\n      members: [{', '.join(members)}]" if members else ""
     return "\n\n".join(f"::: {value.__module__}.{value.__qualname__}{options}" for value in values)
@@ -157,5 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "names-of-trioserve": lambda: described("trioserve"),
     "names-of-the-kit": lambda: described("trioserve.testing"),
     "names-of-the-engine": _described_engine,
+    "names-of-asyncio": _described_asyncio,
+    "names-of-the-application": _described_application,
 }
 """By the name with which a page asks for them."""

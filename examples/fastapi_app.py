@@ -1,0 +1,51 @@
+"""A FastAPI application with a handler of its own beside the whole API; a client that leaves gives its KV blocks back.
+
+uvicorn fastapi_app:app, in this folder; or see what happens: python examples/fastapi_app.py
+"""
+
+import asyncio
+import socket
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+
+import trioserve
+import trioserve.asyncio
+
+llm = trioserve.asgi_app("smollm2", max_num_seqs=8)
+app = FastAPI(lifespan=llm.lifespan)  # opens the engine, and closes it
+app.mount("/llm", llm)  # /llm/v1/chat/completions and the others
+
+
+@app.post("/story")
+async def story(words: int, request: Request) -> dict[str, str]:
+    sampling = trioserve.SamplingParams(max_tokens=words, ignore_eos=True)
+    async with (
+        trioserve.asyncio.cancel_on_disconnect(request),
+        llm.engine.generate("Once upon a time,", sampling) as stream,
+    ):
+        return {"text": "".join([delta.text async for delta in stream])}
+
+
+async def main() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=60) as client:
+        answer = await client.post("/story", params={"words": 8})
+        print("a story:", answer.json()["text"])
+        models = await client.get("/llm/v1/models")
+        print("models:", [model["id"] for model in models.json()["data"]])
+        try:
+            await client.post("/story", params={"words": 4000}, timeout=0.5)
+        except httpx.ReadTimeout:
+            print("the client has left")
+        await asyncio.sleep(0.5)  # a step is shorter than that
+        print("KV blocks in use:", llm.engine.stats().blocks_used)
+    server.should_exit = True
+    await serving
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
