@@ -58,7 +58,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
     uds: Annotated[str | None, _about(
-        "path of a Unix domain socket to listen at instead of --host and --port; default: none", "PATH")] = None
+        "path of a Unix domain socket to listen at instead of --host and --port, by the native front end; default: "
+        "none", "PATH")] = None
     root_path: Annotated[str, _about(
         "what stands before the paths of requests where a proxy in front does not take it off, such as /llm; default: "
         "nothing", "PATH",
