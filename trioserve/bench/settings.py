@@ -15,6 +15,7 @@ from trioserve.contracts.errors import StartupError
 __all__ = [
     "BenchSettings",
     "Target",
+    "TargetSettings",
     "check_api_key",
     "check_integer",
     "check_number",
@@ -67,16 +68,38 @@ class Target(msgspec.Struct, frozen=True):
         return cls(scheme, host, port or (443 if scheme == "https" else 80), prefix.rstrip("/"))
 
 
-class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every measurement of a server that runs already has. Raises StartupError, one sentence, when a value is out
+    of range. timeout_seconds: of each request. json_path "-" is standard output."""
+
+    url: str = "http://127.0.0.1:8000"
+    model: str | None = None
+    seed: int = 0
+    timeout_seconds: float = 600.0
+    api_key: str | None = None
+    json_path: str | None = None
+    label: str = ""
+    allow_remote: bool = False
+
+    @property
+    def target(self) -> Target:
+        return Target.from_url(self.url)
+
+    def __post_init__(self) -> None:
+        check_permitted(self.target, self.url, allow_remote=self.allow_remote)
+        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
+        check_api_key(self.api_key)
+        check_writable(self.json_path)
+
+
+class BenchSettings(TargetSettings, frozen=True, kw_only=True):
     """One measurement. Raises StartupError, one sentence, when a value is out of range or two do not go together.
 
     rate_per_second None: closed loop, the next request starts when one of concurrency ends. Otherwise requests arrive
     at random (Poisson) at this rate, however many are in flight. prompt_tokens includes prefix_tokens, the beginning
-    that all prompts share. json_path "-" is standard output.
+    that all prompts share.
     """
 
-    url: str = "http://127.0.0.1:8000"
-    model: str | None = None
     endpoint: Literal["chat", "completions"] = "completions"
     http: Literal[1, 2] = 1
     connections: int = 1
@@ -90,22 +113,12 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     abort_after_tokens: int = 8
     prompt_mode: Literal["auto", "ids", "text"] = "auto"
     vocab_size: int = 32_000
-    seed: int = 0
     temperature: float = 0.0
     ignore_eos: bool = True
     warmup_requests: int = 0
-    timeout_seconds: float = 600.0
-    api_key: str | None = None
-    json_path: str | None = None
-    label: str = ""
-    allow_remote: bool = False
-
-    @property
-    def target(self) -> Target:
-        return Target.from_url(self.url)
 
     def __post_init__(self) -> None:
-        check_permitted(self.target, self.url, allow_remote=self.allow_remote)
+        super().__post_init__()
         check_integer("--connections", self.connections, 1, 1024)
         check_integer("--concurrency", self.concurrency, 1, IN_FLIGHT_MAX)
         check_integer("--requests", self.requests, 1, 10_000_000)
@@ -117,7 +130,6 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("--warmup", self.warmup_requests, 0, 1_000_000)
         check_number("--abort-fraction", self.abort_fraction, 0.0, 1.0)
         check_number("--temperature", self.temperature, 0.0, 100.0)
-        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
         if self.rate_per_second is not None:
             check_number("--rate", self.rate_per_second, 0.0001, 1_000_000.0)
         if self.http == 1 and self.connections != 1:
@@ -132,8 +144,6 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"--abort-after-tokens is {self.abort_after_tokens}, but a response has only {self.output_tokens}: "
                 "it must be below --output-tokens"
             )
-        check_api_key(self.api_key)
-        check_writable(self.json_path)
 
 
 def check_permitted(target: Target, url: str, *, allow_remote: bool) -> None:

@@ -3,21 +3,12 @@ verdict.py."""
 
 from __future__ import annotations
 
-import msgspec
-
-from trioserve.bench.settings import (
-    Target,
-    check_api_key,
-    check_integer,
-    check_number,
-    check_permitted,
-    check_writable,
-)
+from trioserve.bench.settings import TargetSettings, check_integer, check_number
 
 __all__ = ["SoakSettings"]
 
 
-class SoakSettings(msgspec.Struct, frozen=True, kw_only=True):
+class SoakSettings(TargetSettings, frozen=True, kw_only=True):
     """One soak. Raises StartupError, one sentence, when a value is out of range.
 
     requests: those among which clients leave; the control's come on top. concurrency: in flight; it must be above the
@@ -28,8 +19,6 @@ class SoakSettings(msgspec.Struct, frozen=True, kw_only=True):
     hour.
     """
 
-    url: str = "http://127.0.0.1:8000"
-    model: str | None = None
     concurrency: int = 32
     requests: int = 10_000
     prompt_tokens: int = 32
@@ -37,21 +26,12 @@ class SoakSettings(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 24
     abort_fraction: float = 0.5
     vocab_size: int = 32_000
-    seed: int = 0
     temperature: float = 0.0
     warmup_requests: int = 1000
     timeout_seconds: float = 120.0
-    api_key: str | None = None
-    json_path: str | None = None
-    label: str = ""
-    allow_remote: bool = False
-
-    @property
-    def target(self) -> Target:
-        return Target.from_url(self.url)
 
     def __post_init__(self) -> None:
-        check_permitted(self.target, self.url, allow_remote=self.allow_remote)
+        super().__post_init__()
         check_integer("--concurrency", self.concurrency, 1, 65_536)
         check_integer("--requests", self.requests, 2, 10_000_000)
         check_integer("--prompt-tokens", self.prompt_tokens, 1, 1_000_000)
@@ -61,6 +41,3 @@ class SoakSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("--warmup", self.warmup_requests, 0, 1_000_000)
         check_number("--abort-fraction", self.abort_fraction, 0.0, 1.0)
         check_number("--temperature", self.temperature, 0.0, 100.0)
-        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
-        check_api_key(self.api_key)
-        check_writable(self.json_path)

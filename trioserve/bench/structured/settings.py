@@ -4,56 +4,32 @@ from __future__ import annotations
 
 import os
 
-import msgspec
-
-from trioserve.bench.settings import (
-    Target,
-    check_api_key,
-    check_integer,
-    check_number,
-    check_permitted,
-    check_writable,
-)
+from trioserve.bench.settings import TargetSettings, check_integer, check_number
 from trioserve.contracts.errors import StartupError
 
 __all__ = ["StructuredBenchSettings"]
 
 
-class StructuredBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+class StructuredBenchSettings(TargetSettings, frozen=True, kw_only=True):
     """Raises StartupError, one sentence, when a value is out of range.
 
     requests: of each row in each round. output_tokens: of each response, at most. schemas: a file or a folder of JSON
     schemas, each of which is asked for once, instead of the rows.
     """
 
-    url: str = "http://127.0.0.1:8000"
-    model: str | None = None
     schemas: str | None = None
     rounds: int = 5
     concurrency: int = 16
     requests: int = 16
     output_tokens: int = 128
     temperature: float = 0.0
-    seed: int = 0
-    timeout_seconds: float = 600.0
-    api_key: str | None = None
-    json_path: str | None = None
-    label: str = ""
-    allow_remote: bool = False
-
-    @property
-    def target(self) -> Target:
-        return Target.from_url(self.url)
 
     def __post_init__(self) -> None:
-        check_permitted(self.target, self.url, allow_remote=self.allow_remote)
+        super().__post_init__()
         check_integer("--rounds", self.rounds, 1, 1000)
         check_integer("--concurrency", self.concurrency, 1, 4096)
         check_integer("--requests", self.requests, 1, 1_000_000)
         check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)
         check_number("--temperature", self.temperature, 0.0, 2.0)
-        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
-        check_api_key(self.api_key)
-        check_writable(self.json_path)
         if self.schemas is not None and not os.path.exists(self.schemas):
             raise StartupError(f"--schemas {self.schemas} is not there: name a file or a folder of JSON schemas")
