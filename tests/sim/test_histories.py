@@ -310,15 +310,17 @@ def test_a_history_of_several_routers_means_something_whatever_is_missing(missin
 @pytest.mark.parametrize(
     ("run", "step_count", "seed_count", "moments"),
     [
-        (runs_of("core").run_seed, 100, 150, CORE_MOMENTS),
+        (runs_of("core").run_seed, 100, 1000, CORE_MOMENTS),
         (runs_of("stack").run_seed, 12, 200, STACK_MOMENTS),
-        (runs_of("router").run_seed, 150, 200, ROUTER_MOMENTS),
-        (runs_of("routers").run_seed, 100, 60, ROUTERS_MOMENTS),
+        (runs_of("router").run_seed, 150, 300, ROUTER_MOMENTS),
+        (runs_of("routers").run_seed, 100, 300, ROUTERS_MOMENTS),
     ],
     ids=["core", "stack", "router", "routers"],
 )
-def test_the_seeds_reach_every_phase(run, step_count, seed_count, moments):
+def test_the_seeds_hold_and_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()
     for seed in range(seed_count):
-        totals.update(run(seed, step_count).counts)
+        verdict = run(seed, step_count)
+        assert verdict.failure is None, (seed, verdict.failure)
+        totals.update(verdict.counts)
     assert {moment: totals[moment] for moment in moments if totals[moment] < 3} == {}
