@@ -102,12 +102,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
-def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32", sharded: bool = False) -> None:
-    """Save the checkpoint of this kind (see KINDS), its tokenizer and generation settings with transformers."""
+def write_checkpoint(
+    directory: Path, kind: str, *, dtype: str = "float32", sharded: bool = False, layers: int | None = None
+) -> None:
+    """Save the checkpoint of this kind (see KINDS), its tokenizer and generation settings with transformers. layers:
+    so many, instead of the kind's own."""
     import torch
     import transformers
 
     model_type, changes = KINDS[kind]
+    if layers is not None:
+        changes = {**changes, "num_hidden_layers": layers}
     config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(20_260_101)

@@ -103,7 +103,7 @@ def test_a_model_answers_in_a_batch_as_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32, through decodes of fixed shape and steps of any; a prefix hit, chunks, a preemption."""
-    tiny_checkpoints.write_checkpoint(tmp_path, "qwen2-sliding", dtype="float32", sharded=False)
+    tiny_checkpoints.write_checkpoint(tmp_path, "qwen2-sliding", dtype="float32", sharded=False, layers=2)
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: invariant)
     monkeypatch.setattr(layers, "_can_pack", lambda _: False)  # which only a CPU's products know
     runner = step_driver.load_runner(tmp_path, device=device, cpu_kernels="torch", block_count=24, max_num_seqs=4)

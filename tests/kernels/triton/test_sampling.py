@@ -85,7 +85,7 @@ def test_what_has_no_best_token_has_some_of_the_vocabulary(numbers: Callable[...
             assert all(0 <= token < 9_000 for token in ids)
 
 
-@pytest.mark.parametrize("vocab_size, spread", ((VOCAB_SIZE, 1.0), (VOCAB_SIZE, 4.0), (20_011, 1.0), (20_011, 4.0)))
+@pytest.mark.parametrize("vocab_size, spread", ((VOCAB_SIZE, 1.0), (20_011, 4.0)))
 def test_draws_are_those_of_the_reference(vocab_size: int, spread: float, numbers: Callable[..., Tensor]) -> None:
     """Flat and steep distributions, each filter alone and all together, words with and without the sign bit; also of
     more tokens than are read at a time."""

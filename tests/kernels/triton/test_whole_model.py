@@ -23,6 +23,12 @@ from trioserve_kernels.paged import SPLIT_TOKENS
 from trioserve_kernels.triton.norm import rms_norm_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# With which the host waits for a number. Where gradients are off for good, the outer ones are not taken apart.
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+)
 PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 
@@ -83,7 +89,7 @@ class RecordedOperators(TorchDispatchMode):
         monkeypatch.setattr(GridExecutor, "__call__", recorded)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number while it is recorded"
+        assert func not in READS, "the host reads a number while it is recorded"
         output = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, output))
         return output
@@ -173,8 +179,10 @@ class WatchedCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
-        assert func is not aten._local_scalar_dense.default, "the host waits for a number"
+        assert func not in READS, "the host waits for a number"
         assert func is not aten.lift_fresh.default, "a number is sent by itself"
+        if func is aten.to.dtype_layout:  # in which numpy() shows itself, too
+            assert (kwargs or {}).get("device") in (None, args[0].device), "something is sent by itself"
         if func is aten._to_copy.default:
             assert "device" not in (kwargs or {}), "something is sent by itself"
         if func is aten.copy_.default and len(args) == 3:
@@ -199,7 +207,7 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
 ) -> None:
     """Prompts beside decodes, decodes alone, greedy and drawn. A step's result is asked for when the next one has been
     launched, which got its tokens nevertheless."""
-    tiny_checkpoints.write_checkpoint(tmp_path, "llama", dtype="float32", sharded=False)
+    tiny_checkpoints.write_checkpoint(tmp_path, "llama", dtype="float32", sharded=False, layers=1)
     steps = ({"a": 9, "b": 20}, {"a": 1, "b": 11}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1, "c": 5})
 
     def make_driver(kernels: Any, place: str) -> Any:
@@ -267,9 +275,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("kind, enforce_eager", (("qwen3", False), ("qwen2-sliding", True)), ids=("static", "eager"))
+# The layers that differ: one of each.
+@pytest.mark.parametrize(
+    "kind, layers, enforce_eager", (("qwen3", 1, False), ("qwen2-sliding", 2, True)), ids=("static", "eager")
+)
 def test_what_steps_launch_was_compiled_before_the_first_request(
     kind: str,
+    layers: int,
     enforce_eager: bool,
     compiled: set[tuple[Any, ...]],
     tiny_checkpoints: ModuleType,
@@ -280,7 +292,7 @@ def test_what_steps_launch_was_compiled_before_the_first_request(
 ) -> None:
     """Prompts and their pieces, beside decodes of one part and of two; decodes alone; all that sampling can be asked
     for; drafts. In float16, since scores that were changed are float32 whatever the model is."""
-    tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False)
+    tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False, layers=layers)
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: triton)
     runner = step_driver.load_runner(
         tmp_path,
