@@ -53,7 +53,7 @@ disagg: setup
 test: setup lint pytest
 
 check: lint
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m "not slow" --quiet $(FAST_TESTS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" --quiet $(FAST_TESTS)
 
 clients: setup
 	$(BIN)/python tests/clients/build_environments.py build/clients
@@ -81,7 +81,7 @@ lint: setup
 	$(BIN)/mypy trioserve kernels
 
 pytest: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:
 	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

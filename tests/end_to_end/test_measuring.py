@@ -55,14 +55,16 @@ def test_rounding_costs_little(native):
 
 
 @pytest.mark.slow
-def test_whole_steps_are_timed_beside_their_bound(native):
-    said = lines_of(*BENCH_INSIDE, "step", "--rounds", "1", "--steps", "decode", "--quantization", "none", "file")
+def test_whole_steps_are_timed_beside_their_bound(native, tmp_path):
+    lines_of("trioserve", "random-checkpoint", "tiny", str(tmp_path / "tiny"))
+    steps = ("--model", str(tmp_path / "tiny"), "--rounds", "1", "--steps", "decode")
+    said = lines_of(*BENCH_INSIDE, "step", *steps, "--quantization", "none", "int8")
     assert [line.split(":")[0].split() for line in said[1:]] == [
         ["decode", str(rows), "x", "256"] for rows in (1, 16, 64)
     ]
     for line in said[1:]:
         assert re.search(
-            r"native none [\d.]+ / [\d.]+, native file [\d.]+ / [\d.]+ +bound [\d.]+, [\d.]+ \(read", line
+            r"native none [\d.]+ / [\d.]+, native int8 [\d.]+ / [\d.]+ +bound [\d.]+, [\d.]+ \(read", line
         ), line
 
 

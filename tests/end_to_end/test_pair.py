@@ -287,8 +287,8 @@ def test_a_decode_server_that_is_killed_is_replaced_by_the_prefill_server(start_
     """S07"""
     pair = patient_pair(start_server)
     expected = pair.ask().text()
-    whole = pair.ask(max_tokens=1000).text()
-    told = pair.ask(max_tokens=1000)
+    whole = pair.ask(max_tokens=200).text()
+    told = pair.ask(max_tokens=200)
     wait_until(lambda: len(told.events) > 3)
     pair.decode.process.send_signal(signal.SIGKILL)
     assert told.text() == whole
@@ -340,7 +340,7 @@ def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
 def test_parted_servers_cost_the_deadline_and_no_response(start_server, partition):
     """S03: the load never ends, the request computes its prompt, and the hold ends by itself."""
     pair = Pair(start_server, hold_seconds=2.0, partition=partition)
-    bystander = Asker(pair.decode.url, "A long story:", 200)
+    bystander = Asker(pair.decode.url, "A long story:", 80)
     assert pair.ask().text() == Asker(pair.prefill.url, LONG, 16).text()
     assert pair.transfers() == 0
     wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)

@@ -19,7 +19,7 @@ from trioserve.contracts.stats import EngineStats
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.testing.invariants import check_idle
 
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 48
 LOGPROB_TOLERANCE = 1e-3
 KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4
 
@@ -70,10 +70,20 @@ class Reference:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32
         ).eval()
+        self._continued: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[list[int], list[float]]] = {}
+
+    def continued(self, prompt_token_ids: tuple[int, ...], response: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        """The most likely token at each place of the response, and its log probability. Computed once: a response
+        should be the same in all tests."""
+        key = prompt_token_ids, response
+        if key not in self._continued:
+            self._continued[key] = self._continuation(*key)
+        return self._continued[key]
 
     @torch.inference_mode()
-    def continued(self, prompt_token_ids: tuple[int, ...], response: tuple[int, ...]) -> tuple[list[int], list[float]]:
-        """The most likely token at each place of the response, and its log probability."""
+    def _continuation(
+        self, prompt_token_ids: tuple[int, ...], response: tuple[int, ...]
+    ) -> tuple[list[int], list[float]]:
         logits = self.model(torch.tensor([prompt_token_ids + response])).logits[0, len(prompt_token_ids) - 1 : -1]
         best = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return best.indices.tolist(), best.values.tolist()
