@@ -7,8 +7,8 @@ Of requests that have left, and of those that are cancelled, something is kept o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import msgspec
 import trio
@@ -36,6 +36,7 @@ from trioserve.engine.step_times import StepTimes
 from trioserve.metrics.history import History
 from trioserve.metrics.quantiles import HistogramWindow
 from trioserve.metrics.registry import Metrics
+from trioserve.trio_tools.watchers import Watchers
 
 __all__ = ["EngineLook", "LiveFeed"]
 
@@ -123,7 +124,7 @@ class LiveFeed:
         self._step_times = step_times
         self._look = look
         self._started_at = started_at
-        self._watcher_count = 0
+        self._watchers = Watchers(self._forget_all)
         self._watched: dict[OpenRequest, _Watched] = {}
         self._keys: set[str] = set()  # in use
         self._ended: OrderedDict[str, tuple[str | None, RequestShown]] = OrderedDict()  # whose, and what is shown
@@ -140,22 +141,15 @@ class LiveFeed:
         self._connector = connector
         self._cancels.clear()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Somebody looks now and then."""
-        self._watcher_count += 1
-        try:
-            yield
-        finally:
-            self._watcher_count -= 1
-            if not self._watcher_count:
-                self._forget_all()
+        return self._watchers.watching()
 
     # --- told by the engine ---
 
     def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
         """It ends by another hand than its own; these are its sequences that the core has, still with their blocks."""
-        if not self._watcher_count or request.is_finished:
+        if not self._watchers or request.is_finished:
             return
         key = self._of(request).key
         self._outcomes.setdefault(key, OUTCOMES[reason])
@@ -185,7 +179,7 @@ class LiveFeed:
 
     def note_left(self, request: OpenRequest) -> None:
         """It is entered no longer, and nothing of it is held."""
-        if not self._watcher_count:
+        if not self._watchers:
             return
         watched = self._of(request)
         shown = self._shown(request, watched, [], now=trio.current_time(), is_left=True)

@@ -5,8 +5,7 @@ As engine/live_feed: it is looked at when somebody asks, and nothing is kept whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import msgspec
 import trio
@@ -21,6 +20,7 @@ from trioserve.metrics.history import History
 from trioserve.metrics.quantiles import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.fleet import Fleet
+from trioserve.trio_tools.watchers import Watchers
 
 __all__ = ["RouterFeed"]
 
@@ -39,24 +39,20 @@ class RouterFeed:
         self._dispatch.on_drain = self.leaving.set
         self._metrics = metrics
         self._started_at: float | None = None
-        self._watcher_count = 0
+        self._watchers = Watchers(self._forget)
         self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # at the last look, and still there
         self._ended: dict[str, tuple[str | None, RequestShown]] = {}
         self._health: dict[str, tuple[str, float | None]] = {}  # since when, if that has been seen
         self._gauges_at = 0.0
         self._history: History | None = None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Somebody looks now and then."""
-        self._watcher_count += 1
-        try:
-            yield
-        finally:
-            self._watcher_count -= 1
-            if not self._watcher_count:
-                for kept in (self._seen, self._ended, self._health):
-                    kept.clear()
+        return self._watchers.watching()
+
+    def _forget(self) -> None:
+        for kept in (self._seen, self._ended, self._health):
+            kept.clear()
 
     async def keep_history(self, interval_seconds: float) -> None:
         """A point every so many seconds, until cancelled."""
