@@ -224,6 +224,11 @@ def _for_asyncio(
         inspect.signature(opens).bind(*args, **kwargs)  # a TypeError rises here, and not in a thread
         return in_a_thread(functools.partial(opens, *args, **kwargs))
 
+    open_for_asyncio.__doc__ = f"""An engine for an asyncio program: what is said here of one for Trio goes for it, too.
+
+    It runs in a thread of its own, and gives a trioserve.asyncio.Engine.
+
+    {opens.__doc__}"""
     return open_for_asyncio
 
 

@@ -36,9 +36,13 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
     task = thread.begin(work)
     try:
         await task.ended.wait(cancel=task.cancel)
-    finally:
+    except BaseException as error:
         task.cancel()
         host.cancel_calls()
+        if not isinstance(error, GeneratorExit):  # where nothing may be awaited
+            await host.wait_for_calls()
+        raise
+    host.cancel_calls()
     await host.wait_for_calls()
     task.result()
 

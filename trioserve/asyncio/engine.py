@@ -68,8 +68,8 @@ def _made(
 class Engine:
     """Made by trioserve.asyncio.open_engine. To be used in asyncio tasks, of one loop or of several.
 
-    Methods that never wait on Trio never wait here either: each has the engine's thread do it, and holds the caller's
-    loop up until it is its turn, some ten microseconds as a rule.
+    Methods that never wait on Trio are plain calls here, too. The engine's thread does what they ask, and the caller's
+    loop is held up until it is their turn, which is soon: nothing blocks that thread.
 
     thread, on_trio: for rooms that bring more than this to asyncio: where the engine runs, and itself, which is to be
     touched there alone.
@@ -158,7 +158,6 @@ class _Broken(Exception):
 @asynccontextmanager
 async def _cancelled_at_the_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
     """Raises _Broken when the task has ended before the body, and has cancelled it."""
-
     is_inside = True
 
     def cancel_body(_ended: asyncio.Future[None]) -> None:
