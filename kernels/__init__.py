@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trioserve_kernels.paged import DecodeWork
+    from trioserve_kernels.reference import Activation
 
 __all__ = ["Kernels", "KernelsName", "pick_kernels"]
 
@@ -50,7 +51,7 @@ class Kernels(Protocol):
 
     def rotary_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor: ...
 
     def store_kv_(self, slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> None: ...
 
@@ -62,9 +63,13 @@ class Kernels(Protocol):
 
     def gather_context(self, pages: Tensor, block_table: Tensor) -> Tensor: ...
 
-    def paged_attention_decode(self, queries: Tensor, pages: Tensor, block_table: Tensor, mask: Tensor) -> Tensor: ...
+    def paged_attention_decode(
+        self, queries: Tensor, pages: Tensor, block_table: Tensor, mask: Tensor, score_cap: float | None = None
+    ) -> Tensor: ...
 
-    def attention_prompt(self, queries: Tensor, keys_values: Tensor, mask: Tensor | None) -> Tensor: ...
+    def attention_prompt(
+        self, queries: Tensor, keys_values: Tensor, mask: Tensor | None, score_cap: float | None = None
+    ) -> Tensor: ...
 
     def paged_decode_(
         self,
@@ -76,6 +81,7 @@ class Kernels(Protocol):
         window: int | None,
         parts: int,
         work: DecodeWork,
+        score_cap: float | None = None,
     ) -> None: ...
 
     def paged_chunks_(
@@ -88,6 +94,7 @@ class Kernels(Protocol):
         row_starts: Tensor,
         tiles: Tensor,
         window: int | None,
+        score_cap: float | None = None,
     ) -> None: ...
 
     def choose_tokens(

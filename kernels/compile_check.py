@@ -83,7 +83,7 @@ def _rows(kernels: Any, dtype: torch.dtype) -> None:
     kernels.add_rms_norm_(hidden, hidden.clone(), hidden[0], 1e-5)
     kernels.add_rms_norm_(hidden, None, hidden[0], 1e-5)
     kernels.rms_norm(hidden.view(5, 32, 128)[:, :9], None, 1e-5)
-    kernels.silu_and_mul(hidden)
+    kernels.activate_and_mul(hidden)
 
 
 def _sampling(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:

@@ -93,7 +93,7 @@ def checks() -> Iterator[tuple[str, float]]:
     wanted = reference.rms_norm(added.double(), weight.double(), 1e-5)
     yield "add_rms_norm_", error(kernels.add_rms_norm_(hidden, product, weight, 1e-5), wanted)
     yield "  its residual", error(hidden, added.double())
-    yield "silu_and_mul", error(kernels.silu_and_mul(hidden), reference.silu_and_mul(hidden.double()))
+    yield "activate_and_mul", error(kernels.activate_and_mul(hidden), reference.activate_and_mul(hidden.double()))
     for head_dim, heads, kv_heads in CHECKED_HEADS:
         shape = f"head_dim {head_dim}, heads {heads}/{kv_heads}"
         qkv = numbers(20, (heads + 2 * kv_heads) * head_dim)
@@ -141,7 +141,7 @@ def timed(model: str) -> Iterator[Timed]:
         yield Timed(
             f"add_rms_norm_, {rows} rows", partial(norm_launch, rows, hidden_size), 2 * hidden_size * (4 * rows + 1)
         )
-        yield Timed(f"silu_and_mul, {rows} rows", partial(activation_launch, rows, middle), 2 * 3 * middle * rows)
+        yield Timed(f"activate_and_mul, {rows} rows", partial(activation_launch, rows, middle), 2 * 3 * middle * rows)
         yield Timed(
             f"rotary_and_store_kv_, {rows} rows",
             partial(rotary_launch, rows, heads, kv_heads, head_dim),
@@ -185,7 +185,7 @@ def norm_launch(rows: int, hidden_size: int) -> Callable[[], object]:
 def activation_launch(rows: int, middle: int) -> Callable[[], object]:
     from trioserve_kernels import triton as kernels
 
-    return partial(kernels.silu_and_mul, numbers(rows, 2 * middle))
+    return partial(kernels.activate_and_mul, numbers(rows, 2 * middle))
 
 
 def rotary_launch(rows: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[], object]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 
 __all__ = [
+    "ACTIVATIONS",
     "BLOCK_FORMATS",
     "BLOCK_OUTPUTS",
     "DTYPES",
@@ -28,6 +29,7 @@ __all__ = [
     "FLAW_NOTHING_LEFT",
     "FLAW_NOT_FINITE",
     "NO_FLAW",
+    "NORM_KINDS",
     "Engine",
     "LayerStruct",
     "Library",
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 DTYPES = {"float32": 0, "bfloat16": 1}
+NORM_KINDS = {"rms": 0, "layer": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 FINISHED, ABANDONED = 0, 1
 BLOCK_OUTPUTS = 16  # of a block of a packed weight
@@ -114,8 +118,10 @@ class LayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
-        *((name, _pointer) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
-        *((name, _int) for name in ("pairs_together", "window")),
+        *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
+        *((name, _pointer) for name in ("query_norm", "key_norm")),
+        *((name, _int) for name in ("pairs_together", "window", "rotary", "norms_rows", "activation", "is_parallel")),
+        *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
     )
 
 
@@ -125,10 +131,9 @@ class ModelStruct(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
         *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
-        *((name, _int) for name in ("page_tokens", "batch_invariant")),
-        ("norm_eps", _float),
-        ("rotary_magnitude", _float),
-        *((name, _pointer) for name in ("frequencies", "layers", "embedding")),
+        *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count")),
+        *((name, _float) for name in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap")),
+        *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
         ("head", MatrixStruct),
         ("norm", _pointer),
     )

@@ -12,16 +12,21 @@ minus infinity and add an exact 0, provided that what lies there is finite; see 
 from __future__ import annotations
 
 import enum
+import functools
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as _rms_norm
-from torch.nn.functional import scaled_dot_product_attention, silu
 
 from trioserve_kernels.paged import DecodeWork
 
 __all__ = [
+    "ACTIVATIONS",
+    "Activation",
     "DRAW_TILES",
     "FUSED",
     "NAME",
@@ -42,7 +47,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
-    "silu_and_mul",
+    "activate_and_mul",
     "store_kv_",
 ]
 
@@ -50,6 +55,12 @@ NAME = "torch"
 FUSED = False
 WALKS = False
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+}
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 DRAW_TILES = 512
@@ -97,10 +108,10 @@ def rotary_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     heads.mul_(cos).addcmul_(swapped, sin)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 * I] to [T, I]: silu of the first half times the second half (SwiGLU, arXiv 2002.05202)."""
+def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """[T, 2 * I] to [T, I]: the activation of the first half times the second half (GLU variants, arXiv 2002.05202)."""
     gate, up = gate_up.chunk(2, -1)
-    return silu(gate).mul_(up)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> None:
@@ -166,8 +177,11 @@ def gather_context(pages: Tensor, block_table: Tensor) -> Tensor:
     return pages.index_select(0, block_table).flatten(0, 1)
 
 
-def paged_attention_decode(queries: Tensor, pages: Tensor, block_table: Tensor, mask: Tensor) -> Tensor:
-    """One query per sequence over its pages: softmax(q k / sqrt(D) + mask) v.
+def paged_attention_decode(
+    queries: Tensor, pages: Tensor, block_table: Tensor, mask: Tensor, score_cap: float | None = None
+) -> Tensor:
+    """One query per sequence over its pages: softmax(q k / sqrt(D) + mask) v. score_cap: c bounds q k / sqrt(D) to
+    c * tanh(q k / sqrt(D) / c); so in all that attends.
 
     queries: [n, H * D] (head-major), block_table: int64 [n, width], rows padded with any page that the sequence owns;
     mask: [n, 1, 1, width * P], as from decode_mask. Returns [n, H * D]. Scores and sums are in float32.
@@ -178,10 +192,12 @@ def paged_attention_decode(queries: Tensor, pages: Tensor, block_table: Tensor, 
     grouped = queries.view(count, kv_heads, -1, head_dim)
     context = pages.index_select(0, block_table.view(-1)).view(count, width * page_tokens, 2, kv_heads, head_dim)
     keys, values = context.permute(2, 0, 3, 1, 4).unbind(0)
-    return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(count, -1)
+    return _attention(grouped, keys, values, mask, score_cap).reshape(count, -1)
 
 
-def attention_prompt(queries: Tensor, keys_values: Tensor, mask: Tensor | None) -> Tensor:
+def attention_prompt(
+    queries: Tensor, keys_values: Tensor, mask: Tensor | None, score_cap: float | None = None
+) -> Tensor:
     """Consecutive tokens of one prompt over the keys and values up to the last of them.
 
     queries: [n, H * D] (head-major). keys_values: [context, 2, K, D]. mask: [n, context] as from prompt_mask; None when
@@ -191,8 +207,20 @@ def attention_prompt(queries: Tensor, keys_values: Tensor, mask: Tensor | None) 
     grouped = queries.view(queries.shape[0], kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     # Key/value heads stand in the place of the batch, and their group is a dimension of stride 0: nothing is repeated.
     keys, values = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1).unbind(0)
-    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+    attended = _attention(grouped, keys, values, mask, score_cap)
     return attended.permute(2, 0, 1, 3).reshape(queries.shape[0], -1)
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, score_cap: float | None) -> Tensor:
+    """mask: None is plain causal."""
+    if score_cap is None:
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(1.0 / (math.sqrt(queries.shape[-1]) * score_cap))
+    scores = scores.tanh_().mul_(score_cap)
+    if mask is None:
+        count, context = scores.shape[-2:]
+        mask = prompt_mask(context - count, count, context, None, scores.dtype, scores.device)
+    return (scores.add_(mask).softmax(-1) @ values.float()).to(queries.dtype)
 
 
 def paged_decode_(
@@ -204,6 +232,7 @@ def paged_decode_(
     window: int | None,
     parts: int,
     work: DecodeWork,
+    score_cap: float | None = None,
 ) -> None:
     """One query per sequence over its pages: row i sees the last `window` of its contexts[i] tokens. A row with a
     context of 0 stands for nobody, and its result is 0.
@@ -214,7 +243,7 @@ def paged_decode_(
     back; work is not used.
     """
     starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
-    _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window)
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window, score_cap)
 
 
 def paged_chunks_(
@@ -226,6 +255,7 @@ def paged_chunks_(
     row_starts: Tensor,
     tiles: Tensor,
     window: int | None,
+    score_cap: float | None = None,
 ) -> None:
     """Chunks of consecutive tokens over their pages: rows row_starts[i] .. row_starts[i + 1] - 1 are the last ones of
     the contexts[i] tokens of chunk i, and each sees the last `window` tokens up to itself.
@@ -234,7 +264,7 @@ def paged_chunks_(
     [m + 1]. tiles: int32 [t, 2], contiguous: of each chunk's every chunk_tile_tokens-th row, the chunk and the row's
     number in it. Here in a loop as above; tiles are not used.
     """
-    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window)
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window, score_cap)
 
 
 def _attend_one_by_one(
@@ -245,6 +275,7 @@ def _attend_one_by_one(
     contexts: Tensor,
     row_starts: Tensor,
     window: int | None,
+    score_cap: float | None,
 ) -> None:
     page_tokens = pages.shape[1]
     starts = row_starts.tolist()
@@ -255,7 +286,7 @@ def _attend_one_by_one(
         blocks = table[: -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks)[:context]
         mask = prompt_mask(context - (end - start), end - start, context, window, queries.dtype, queries.device)
-        attended[start:end] = attention_prompt(queries[start:end], seen, mask)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap)
 
 
 def choose_tokens(

@@ -4,6 +4,7 @@ what is computed so where there is no Triton."""
 from __future__ import annotations
 
 from trioserve_kernels.reference import (
+    activate_and_mul,
     add_rms_norm_,
     attention_prompt,
     choose_tokens,
@@ -16,7 +17,6 @@ from trioserve_kernels.reference import (
     rms_norm,
     rotary_,
     rotary_and_store_kv_,
-    silu_and_mul,
     store_kv_,
 )
 
@@ -36,7 +36,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
-    "silu_and_mul",
+    "activate_and_mul",
     "store_kv_",
 ]
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from trioserve_kernels import reference
 from trioserve_kernels.paged import DecodeWork
@@ -53,7 +52,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
-    "silu_and_mul",
+    "activate_and_mul",
     "store_kv_",
 ]
 
@@ -129,9 +128,9 @@ def rotary_and_store_kv_(
     store_kv_(slots_of_layer, qkv[:, qkv.shape[1] - keys_values :], slots)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def activate_and_mul(gate_up: Tensor, activation: reference.Activation = "silu") -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return _in_flat_pieces(silu, gate).mul_(up)
+    return _in_flat_pieces(reference.ACTIVATIONS[activation], gate).mul_(up)
 
 
 def paged_decode_(
@@ -143,11 +142,13 @@ def paged_decode_(
     window: int | None,
     parts: int,
     work: DecodeWork,
+    score_cap: float | None = None,
 ) -> None:
     for row, context in enumerate(contexts.tolist()):
         attended[row] = 0
         if context:
-            _attend_(attended[row : row + 1], queries[row : row + 1], pages, block_tables[row], context, window)
+            rows = slice(row, row + 1)
+            _attend_(attended[rows], queries[rows], pages, block_tables[row], context, window, score_cap)
 
 
 def paged_chunks_(
@@ -159,14 +160,21 @@ def paged_chunks_(
     row_starts: Tensor,
     tiles: Tensor,
     window: int | None,
+    score_cap: float | None = None,
 ) -> None:
     starts = row_starts.tolist()
     for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
-        _attend_(attended[start:end], queries[start:end], pages, table, context, window)
+        _attend_(attended[start:end], queries[start:end], pages, table, context, window, score_cap)
 
 
 def _attend_(
-    attended: Tensor, queries: Tensor, pages: Tensor, block_table: Tensor, context: int, window: int | None
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    context: int,
+    window: int | None,
+    score_cap: float | None = None,
 ) -> None:
     """The last len(queries) of the context's tokens over its pages."""
     count = queries.shape[0]
@@ -190,6 +198,8 @@ def _attend_(
             if window is not None:
                 hidden |= place[None, :] <= positions[:, None] - window
             tile = torch.bmm(shared, keys[number].transpose(1, 2)).mul_(1.0 / math.sqrt(head_dim))
+            if score_cap is not None:
+                tile = _in_flat_pieces(torch.tanh, tile.mul_(1.0 / score_cap)).mul_(score_cap)
             tile.view(kv_heads, ROW_TILE, group, -1).masked_fill_(hidden[None, :, None], float("-inf"))
             scores.append(tile)
         # A maximum is exact in any order, so the weights need no second look.

@@ -574,7 +574,7 @@ def _fingerprint(
 
 
 def _family(checkpoint: Checkpoint | EncoderDirectory) -> str:
-    return checkpoint.config.family if isinstance(checkpoint, EncoderDirectory) else checkpoint.config.architecture
+    return checkpoint.config.family
 
 
 def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PooledModel:

@@ -14,6 +14,7 @@ namespace trioserve {
 
 struct AttentionShape {
     int heads, kv_heads, head_dim, page_tokens;
+    float score_cap = 0;  // see ScoreCap
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
     int64_t token_stride() const { return int64_t(2) * kv_heads * head_dim; }
@@ -337,8 +338,11 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
             block++;
         }
     }
+    const ScoreCap cap(shape.score_cap, first_lane(scale));
     alignas(64) SpanOfWeights<T> weights[HEADS];
     for (int head = 0; head < HEADS; head++) {
+        for (int block = span.first_block(); cap.is_there() && block < span.end_block(); block++)
+            store(scores[head] + block * LANES, cap.of(load(scores[head] + block * LANES)));
         for (int token = span.first_block() * LANES; token < span.begin; token++) scores[head][token] = -INFINITE;
         for (int token = span.end; token < span.end_block() * LANES; token++) scores[head][token] = -INFINITE;
         Lanes largest = set(-INFINITE);

@@ -135,15 +135,17 @@ inline void score_blocks(const float* queries, const TileSpan& span, int64_t str
 }
 
 // One unit's scores become weights: one softmax over all spans so far.
-inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, int64_t dim, bool is_first,
-                         float* weights, float* best, float* totals, float* sums, Fetch& fetch) {
+inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, int64_t dim, float score_cap,
+                         bool is_first, float* weights, float* best, float* totals, float* sums, Fetch& fetch) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
     const float scale = 1.0f / std::sqrt(float(dim));
+    const ScoreCap cap(score_cap, scale);
     const __m512i places = exchanged_places();
     Lanes columns[BLOCKS][4];  // of each head; tokens in exchanged places
     for (int block = 0; block < BLOCKS; block++) {
         for (int row = 0; row < 4; row++) columns[block][row] = load(scores + block * NARROW_TILE + row * LANES);
         transpose_quarters(columns[block]);
+        for (int head = 0; cap.is_there() && head < 4; head++) columns[block][head] = cap.of(columns[block][head]);
         const int begin = int(span.seen.begin) - block * LANES, end = int(span.seen.end) - block * LANES;
         if (begin <= 0 && end >= LANES) continue;
         const __mmask16 is_seen = _mm512_cmpge_epi32_mask(places, _mm512_set1_epi32(begin)) &
@@ -261,7 +263,7 @@ inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const 
                 score(0, next, next_scores);
             }
             float* sums = scratch.sums + unit * tiles * FLAT_TILE;
-            weigh_blocks(scores, span, head_count(unit), dim, is_first, scratch.weights,
+            weigh_blocks(scores, span, head_count(unit), dim, shape.score_cap, is_first, scratch.weights,
                          scratch.best + unit * TILE_HEADS, scratch.totals + unit * TILE_HEADS * LANES, sums, fetch);
             finish_writes();
             const int64_t value = (unit / in_group + shape.kv_heads) * dim;

@@ -217,6 +217,9 @@ public:
         : shape_(shape), scratch_(scratch), row_(row), from_(from), met_(met),
           end_(std::min(rounded_up(present, 4), met.end)), scores_(scores), weights_(weights), grow_(grow),
           scale_(set(1.0f / std::sqrt(float(shape.head_dim)))), weighing_(scale_, load(scratch.best + row)), at_(met.from) {
+        const ScoreCap cap(shape.score_cap, first_lane(scale_));
+        for (int64_t token = met.from; cap.is_there() && token < end_; token++)
+            store(scores_ + token * STRIP, cap.of(load(scores_ + token * STRIP)));
         const bool all_see_all = first_of_all() <= met.from && last_of_all() + 1 >= end_;
         if (!all_see_all || scratch.best[row] == NOTHING_SEEN || Weighing<T>::NEEDS_BEST) find_best();
     }

@@ -23,6 +23,22 @@ constexpr float LOG2_E = 1.44269504f;
 constexpr float NOTHING_SEEN = -1e30f;  // as the largest score; no infinity: two of them have no difference
 constexpr float GROWTH_MAX = 5.0f;      // of a score, before what was added up is scaled anew
 
+// What scores have to be, so that the scale that follows makes cap * tanh(score * scale / cap) of them.
+class ScoreCap {
+public:
+    // cap: 0 leaves scores as they are.
+    ScoreCap(float cap, float scale) : is_there_(cap > 0), factor_(set(2 * scale / cap)), cap_(set(cap / scale)) {}
+    bool is_there() const { return is_there_; }
+    Lanes of(Lanes score) const {
+        const Lanes power = exp(mul(score, factor_));
+        return mul(cap_, sub(set(1.0f), div(set(2.0f), add(set(1.0f), power))));  // a NaN stays one
+    }
+
+private:
+    bool is_there_;
+    Lanes factor_, cap_;
+};
+
 // Weights are 2 ** ((score * scale - best) * LOG2_E), as exactly as they are kept: in T.
 template <class T>
 class Weighing {

@@ -19,24 +19,55 @@ namespace {
 constexpr int64_t OWN_NORM_ROWS_MAX = 4;
 constexpr int64_t ROWS_OF_PIECE = 4;
 
-// to(n): where numbers n .. n + 15 go.
+struct Norm {
+    int32_t kind;
+    float eps;
+};
+
+// to(n): where numbers n .. n + 15 go. weight: null copies.
 template <class To>
-void norm_row(const float* from, const float* weight, int64_t size, float eps, const To& to) {
-    Lanes squares = zero();
+void norm_row(const float* from, const float* weight, int64_t size, const Norm& norm, const To& to) {
+    if (weight == nullptr) {
+        for (int64_t n = 0; n < size; n += LANES) store(to(n), load(from + n));
+        return;
+    }
+    Lanes mean = zero(), squares = zero();
+    if (norm.kind == LAYER_NORM) {
+        for (int64_t n = 0; n < size; n += LANES) mean = add(mean, load(from + n));
+        mean = set(sum_of(mean) / float(size));
+    }
     for (int64_t n = 0; n < size; n += LANES) {
-        const Lanes part = load(from + n);
+        const Lanes part = sub(load(from + n), mean);
         squares = fma(part, part, squares);
     }
-    const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
-    for (int64_t n = 0; n < size; n += LANES) store(to(n), mul(mul(load(from + n), share), load(weight + n)));
+    const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + norm.eps));
+    for (int64_t n = 0; n < size; n += LANES)
+        store(to(n), mul(mul(sub(load(from + n), mean), share), load(weight + n)));
 }
 
-// As exactly as T holds it.
+// gate / (1 + e ** -slope), as exactly as T holds it: silu, if the slope is the gate.
 template <class T>
-inline Lanes silu(Lanes gate) {
-    if constexpr (sizeof(T) == sizeof(float)) return div(gate, add(set(1.0f), exp(sub(zero(), gate))));
-    const Lanes power = min(set(126.0f), mul(gate, set(-1.44269504f)));  // in this order a NaN stays one
+inline Lanes gated(Lanes gate, Lanes slope) {
+    if constexpr (sizeof(T) == sizeof(float)) return div(gate, add(set(1.0f), exp(sub(zero(), slope))));
+    const Lanes power = min(set(126.0f), mul(slope, set(-1.44269504f)));  // in this order a NaN stays one
     return div_roughly(gate, add(set(1.0f), power_of_two_roughly(power)));
+}
+
+template <class T>
+inline Lanes activate(int32_t activation, Lanes gate) {
+    if (activation == SILU) return gated<T>(gate, gate);
+    const Lanes cube = mul(mul(gate, gate), gate);
+    return gated<T>(gate, mul(set(1.59576912f), fma(cube, set(0.044715f), gate)));
+}
+
+bool has_output_norms(const Model& model) {
+    for (int32_t index = 0; index < model.layer_count; index++)
+        if (model.layers[index].attention_output_norm != nullptr) return true;
+    return false;
+}
+
+AttentionShape shape_of(const Model& model, float score_cap = 0) {
+    return {model.head_count, model.kv_head_count, model.head_dim, model.page_tokens, score_cap};
 }
 
 // The parts of one row's context: where the first one's sums lie, in parts; which part of the context that is; how many they
@@ -111,12 +142,14 @@ private:
     template <class T>
     void embed(int thread, const Model& model, const Step& step, float* hidden);
     template <class T>
-    Rows<const T> norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
-                            T* shared);
+    Rows<const T> norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight,
+                            const Norm& norm, T* shared);
+    void add_normed(int thread, float* product, int64_t rows, int64_t size, const float* weight, const Norm& norm,
+                    float scale, float* hidden);
     template <class T>
     T* query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const;
     template <class T>
-    void turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries, T* pages);
+    void turn_and_store(const Model& model, const Layer& layer, float* qkv, int64_t row, T* queries, T* pages);
     template <class T>
     void turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t first_row, int count,
                         int64_t first_block, int blocks, T* queries, T* pages);
@@ -143,7 +176,7 @@ private:
     std::atomic<bool> is_abandoned_{false};
     bool is_invariant_ = false;
     bool packs_decodes_ = false;  // where a decode's own way to add up is not that of a prompt, and has to be
-    Buffer hidden_, normed_, quantized_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
+    Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
 };
 
 // Rows that the products may read beyond the last one.
@@ -159,7 +192,7 @@ void Engine::plan_rows(const Model& model, const Step& step) {
                            step.tables + step.table_firsts[index]});
         chunk_of_row_.insert(chunk_of_row_.end(), step.chunk_counts[index], index);
     }
-    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const AttentionShape shape = shape_of(model);
     slot_of_row_.resize(rows_);
     for (const Chunk& chunk : chunks_)
         for (int64_t token = 0; token < chunk.count; token++)
@@ -383,6 +416,7 @@ void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Mat
 template <class T>
 void Engine::embed(int thread, const Model& model, const Step& step, float* hidden) {
     const int64_t size = model.hidden_size, half = model.head_dim / 2;
+    const Lanes scale = set(model.embedding_scale);
     float* angles = angles_.of<float>(0);
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         const int64_t token = step.token_ids[row];
@@ -399,23 +433,29 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
             for (int64_t n = 0; n < size; n++)
                 to[n] = to_float(from[n / DEPTH * DEPTH * LANES + token % LANES * DEPTH + n % DEPTH]);
         }
+        if (model.embedding_scale != 1.0f)
+            for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(load(to + n), scale));
         const Chunk& chunk = chunks_[chunk_of_row_[row]];
         const float position = float(chunk.start + row - chunk.first_row);
-        float* cosines = angles + row * 2 * half;
-        for (int64_t pair = 0; pair < half; pair++) {
-            // Those of float32 are off by as much as a C library pleases, those of float64 by nothing that rounding leaves.
-            const double angle = position * model.frequencies[pair];
-            cosines[pair] = float(std::cos(angle)) * model.rotary_magnitude;
-            cosines[half + pair] = float(std::sin(angle)) * model.rotary_magnitude;
+        for (int64_t rotary = 0; rotary < model.rotary_count; rotary++) {
+            float* cosines = angles + (rotary * rows_ + row) * 2 * half;
+            for (int64_t pair = 0; pair < half; pair++) {
+                // Those of float32 are off by as much as a C library pleases, those of float64 by nothing that rounding
+                // leaves.
+                const double angle = position * model.frequencies[rotary * half + pair];
+                const float magnitude = model.magnitudes[rotary * half + pair];
+                cosines[pair] = float(std::cos(angle)) * magnitude;
+                cosines[half + pair] = float(std::sin(angle)) * magnitude;
+            }
         }
     }
 }
 
 template <class T>
-Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
-                                T* shared) {
+Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight,
+                                const Norm& kind, T* shared) {
     const auto norm = [=](int64_t row, const Rows<T>& to) {
-        norm_row(hidden + row * size, weight, size, eps, [=](int64_t n) { return to.at(row, n); });
+        norm_row(hidden + row * size, weight, size, kind, [=](int64_t n) { return to.at(row, n); });
         to.pad(row, size);
     };
     if (rows <= OWN_NORM_ROWS_MAX) {
@@ -432,6 +472,17 @@ Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, i
     return normed;
 }
 
+// hidden += scale * the norm of product, which is changed.
+void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, const float* weight, const Norm& norm,
+                        float scale, float* hidden) {
+    for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) {
+        float *from = product + row * size, *to = hidden + row * size;
+        norm_row(from, weight, size, norm, [=](int64_t n) { return from + n; });
+        for (int64_t n = 0; n < size; n += LANES) store(to + n, fma(load(from + n), set(scale), load(to + n)));
+    }
+    team.meet();
+}
+
 template <class T>
 T* Engine::query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const {
     const int64_t group = shape.group();
@@ -439,28 +490,37 @@ T* Engine::query_at(const AttentionShape& shape, int64_t row, int64_t head, T* q
 }
 
 template <class T>
-void Engine::turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries,
+void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, int64_t row, T* queries,
                             T* pages) {
-    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const AttentionShape shape = shape_of(model);
     const int64_t dim = shape.head_dim, half = dim / 2;
-    const float* cosines = angles_.of<float>(0) + row * dim;
+    const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + row) * dim;
     const float* sines = cosines + half;
+    const Norm kind{model.norm_kind, model.norm_eps};
     T* slot = pages + slot_of_row_[row];
-    const float* from = qkv + row * (shape.heads + 2 * shape.kv_heads) * dim;
+    float* from = qkv + row * (shape.heads + 2 * shape.kv_heads) * dim;
     constexpr int64_t DIM_MAX = 512;
     alignas(64) float normed[DIM_MAX];
     alignas(64) float turned[DIM_MAX];
+    if (layer.norms_rows) {
+        const int64_t queries_size = shape.heads * dim;
+        norm_row(from, layer.query_norm, queries_size, kind, [&](int64_t n) { return from + n; });
+        norm_row(from + queries_size, layer.key_norm, shape.kv_heads * dim, kind,
+                 [&](int64_t n) { return from + queries_size + n; });
+    }
     for (int head = 0; head < shape.heads + shape.kv_heads; head++, from += dim) {
         const bool is_query = head < shape.heads;
         const float* norm = is_query ? layer.query_norm : layer.key_norm;
         const float* values = from;
-        if (norm != nullptr) {
-            norm_row(from, norm, dim, model.norm_eps, [&](int64_t d) { return normed + d; });
+        if (norm != nullptr && !layer.norms_rows) {
+            norm_row(from, norm, dim, kind, [&](int64_t d) { return normed + d; });
             values = normed;
         }
+        const float factor = is_query ? layer.query_factor : 1.0f;
         for (int64_t pair = 0; pair < half; pair++) {
-            turned[pair] = values[pair] * cosines[pair] - values[half + pair] * sines[pair];
-            turned[half + pair] = values[half + pair] * cosines[pair] + values[pair] * sines[pair];
+            const float cosine = cosines[pair] * factor, sine = sines[pair] * factor;
+            turned[pair] = values[pair] * cosine - values[half + pair] * sine;
+            turned[half + pair] = values[half + pair] * cosine + values[pair] * sine;
         }
         T* to = is_query ? query_at(shape, row, head, queries) : slot + (head - shape.heads) * dim;
         for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(turned + d));
@@ -473,7 +533,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
 template <class T>
 void Engine::turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t first_row, int count,
                             int64_t first_block, int blocks, T* queries, T* pages) {
-    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const AttentionShape shape = shape_of(model);
     const int64_t dim = shape.head_dim, half = dim / 2, first = first_block * LANES, head = first / dim;
     const auto sum_of_block = [&](int row, int block) {
         const Lanes sum = load(sums + row * PANEL + block * LANES);
@@ -487,12 +547,14 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
         return;
     }
     const int64_t pair = first % dim / 2;
-    const float* cosines = angles_.of<float>(0) + first_row * dim + pair;
+    const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + first_row) * dim + pair;
     const bool is_query = head < shape.heads;
+    const Lanes factor = set(is_query ? layer.query_factor : 1.0f);
     T* query = is_query ? query_at(shape, first_row, head, queries) + pair : nullptr;
     const int64_t query_step = shape.group() * shape.query_stride();
     for (int row = 0; row < count; row++, cosines += dim) {
-        const Lanes a = sum_of_block(row, 0), b = sum_of_block(row, 1), cosine = load(cosines), sine = load(cosines + half);
+        const Lanes a = sum_of_block(row, 0), b = sum_of_block(row, 1);
+        const Lanes cosine = mul(load(cosines), factor), sine = mul(load(cosines + half), factor);
         T* to = is_query ? query + row * query_step : pages + slots[row] + (head - shape.heads) * dim + pair;
         store(to, sub(mul(a, cosine), mul(b, sine)));
         store(to + half, fma(b, cosine, mul(a, sine)));
@@ -565,12 +627,19 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
     std::fill(best_ids, best_ids + rows, std::numeric_limits<int32_t>::max());
     std::fill(doubts, doubts + rows * LANES, 0.0f);
     const int64_t vocab = model.vocab_size;
+    const bool changes_logits = model.logit_scale != 1.0f || model.logit_cap > 0;
+    // The cap of a score, whose scale is 1 then.
+    const ScoreCap cap(model.logit_cap, 1.0f);
     product(thread, normed, rows, model.head, nullptr,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 const int64_t first_id = first_block * LANES;
                 const int ids = int(std::min<int64_t>(blocks * LANES, vocab - first_id));
                 for (int row = 0; row < count; row++) {
                     float* values = sums + row * PANEL;
+                    for (int block = 0; changes_logits && block < blocks; block++) {
+                        const Lanes scaled = mul(load(values + block * LANES), set(model.logit_scale));
+                        store(values + block * LANES, cap.is_there() ? cap.of(scaled) : scaled);
+                    }
                     float* logits = logits_of_row_[first_row + row];
                     if (logits != nullptr) std::memcpy(logits + first_id, values, sizeof(float) * ids);
                     float* doubt = doubts + (first_row + row) * LANES;
@@ -657,7 +726,7 @@ template <class T>
 bool Engine::compute(const Model& model, const Step& step) {
     plan_rows(model, step);
     is_abandoned_ = false;
-    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const AttentionShape shape = shape_of(model);
     const int64_t rows = rows_, hidden_size = model.hidden_size, middle = model.intermediate_size;
     const int64_t query_size = int64_t(shape.heads) * shape.head_dim;
     const int64_t qkv_size = query_size + int64_t(2) * shape.kv_heads * shape.head_dim;
@@ -673,7 +742,9 @@ bool Engine::compute(const Model& model, const Step& step) {
         activated.pad(row, middle);
     }
     quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle})));
-    angles_.of<float>(rows * shape.head_dim);
+    angles_.of<float>(model.rotary_count * rows * shape.head_dim);
+    float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
+    const Norm norm{model.norm_kind, model.norm_eps};
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
     int64_t kept_count = 0;
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
@@ -690,16 +761,21 @@ bool Engine::compute(const Model& model, const Step& step) {
         configure_tiles();
         embed<T>(thread, model, step, hidden);
         team.meet();
-        const auto add_to_hidden = [&](const float* bias) {
+        // sums: to the hidden states, or, with a norm behind them, to `outputs`.
+        const auto add_to_hidden = [&](const float* bias, const float* output_norm, float scale) {
             return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 for (int row = 0; row < count; row++) {
                     for (int block = 0; block < blocks; block++) {
                         const int64_t n = (first_block + block) * LANES;
-                        float* to = hidden + (first_row + row) * hidden_size + n;
-                        _mm_prefetch(to + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
                         Lanes value = load(sums + row * PANEL + block * LANES);
                         if (bias != nullptr) value = add(value, load(bias + n));
-                        store(to, add(load(to), value));
+                        if (output_norm != nullptr) {
+                            store(outputs + (first_row + row) * hidden_size + n, value);
+                            continue;
+                        }
+                        float* to = hidden + (first_row + row) * hidden_size + n;
+                        _mm_prefetch(to + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
+                        store(to, fma(value, set(scale), load(to)));
                     }
                 }
             };
@@ -709,7 +785,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             T* pages = static_cast<T*>(step.pages[index]);
             if (thread == 0 && step.waited_for != nullptr)
                 is_abandoned_ = __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
-            Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
+            Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
             if (layer.pairs_together) {
                 product(thread, x, rows, layer.qkv, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -733,13 +809,16 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             team.meet();
             if (is_abandoned_) return;
-            attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended,
+            attend<T>(thread, shape_of(model, layer.score_cap), plans_.at(layer.window), layer.window, queries, pages, attended,
                       first_read<T>(thread, layer.output, rows));
             team.meet();
             product<T>(thread, attended, rows, layer.output, first_read<T>(thread, layer.gate_up, rows),
-                       add_to_hidden(layer.output_bias));
+                       add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale));
             team.meet();
-            x = norm_rows(thread, hidden, rows, hidden_size, layer.post_norm, model.norm_eps, normed);
+            if (layer.attention_output_norm != nullptr)
+                add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
+                           hidden);
+            if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             product(thread, x, rows, layer.gate_up, first_read<T>(thread, layer.down, rows),
                     [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
                         const int64_t n = first_block / 2 * LANES;
@@ -749,7 +828,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                                 gate = add(gate, load(layer.gate_up_bias + first_block * LANES));
                                 up = add(up, load(layer.gate_up_bias + first_block * LANES + LANES));
                             }
-                            store(activated.at(first_row + row, n), mul(silu<T>(gate), up));
+                            store(activated.at(first_row + row, n), mul(activate<T>(layer.activation, gate), up));
                         }
                     });
             team.meet();
@@ -758,8 +837,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                 next = first_read<T>(thread, model.layers[index + 1].qkv, rows);
             else if (sampled > 0)
                 next = first_read<T>(thread, model.head, sampled);
-            product<T>(thread, activated, rows, layer.down, next, add_to_hidden(layer.down_bias));
+            product<T>(thread, activated, rows, layer.down, next,
+                       add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale));
             team.meet();
+            if (layer.mlp_output_norm != nullptr)
+                add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden);
         }
         if (sampled == 0) return;
         if (thread == 0)
@@ -767,7 +849,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 std::memcpy(sampled_hidden + index * hidden_size, hidden + step.sampled_rows[index] * hidden_size,
                             sizeof(float) * hidden_size);
         team.meet();
-        const Rows<const T> x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, model.norm_eps, normed);
+        const Rows<const T> x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, norm, normed);
         choose(thread, model, x, sampled);
         team.meet();
         for (int64_t row; (row = team.take()) < sampled && can_sample(step, row);) {
@@ -804,8 +886,8 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
     quantized_.of<int8_t>(quantized_rows_bytes(rows, model.hidden_size));
     team.run([&](int thread) {
         configure_tiles();
-        choose(thread, model, norm_rows(thread, hidden, rows, model.hidden_size, model.norm, model.norm_eps, normed),
-               rows);
+        const Norm norm{model.norm_kind, model.norm_eps};
+        choose(thread, model, norm_rows(thread, hidden, rows, model.hidden_size, model.norm, norm, normed), rows);
         team.meet();
         float* weights = own_[thread].weights.of<float>(0);
         for (int64_t row; (row = team.take()) < rows;) {
@@ -830,7 +912,7 @@ void Engine::compute_sampling(const Step& step, int64_t vocab, const float* logi
 template <class T>
 void Engine::compute_attention(const Model& model, const Step& step, const T* queries, T* attended) {
     plan_rows(model, step);
-    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const AttentionShape shape = shape_of(model);
     const int64_t dim = shape.head_dim, group = shape.group(), size = shape.heads * dim;
     const int64_t window = model.layers[0].window;
     T* ordered = queries_.of<T>((rows_ * shape.heads + 32) * shape.query_stride());
@@ -843,7 +925,7 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
                         queries + row * size + head * dim, sizeof(T) * dim);
     team.run([&](int thread) {
         configure_tiles();
-        attend<T>(thread, shape, plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
+        attend<T>(thread, shape_of(model, model.layers[0].score_cap), plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
     });
     for (int64_t row = 0; row < rows_; row++)
         for (int64_t n = 0; n < size; n += LANES) std::memcpy(attended + row * size + n, found.at(row, n), sizeof(T) * LANES);

@@ -1,4 +1,4 @@
-// One forward pass of a Llama-family model over the paged KV cache, and what it needs to know. The structs are those of
+// One forward pass of a decoder-only model over the paged KV cache, and what it needs to know. The structs are those of
 // native.py, field by field.
 #pragma once
 
@@ -10,6 +10,8 @@
 namespace trioserve {
 
 enum DtypeName : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
 
 // Some of a matrix's outputs, 16 to a block. format: a WeightFormat of quantized.h; DENSE is the model's dtype.
 struct WeightPart {
@@ -25,20 +27,24 @@ struct Matrix {
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
 // outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
-// everything.
+// everything. rotary: which of the model's. norms_rows: query_norm and key_norm have a number for each of a row's, and norm
+// all heads together. is_parallel: the MLP reads what attention reads. query_factor: of queries. score_cap: 0 is none.
+// residual_scale: of what is added to the hidden states.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
-    const float *input_norm, *post_norm, *query_norm, *key_norm;
-    int32_t pairs_together, window;
+    const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm;
+    int32_t pairs_together, window, rotary, norms_rows, activation, is_parallel;
+    float query_factor, score_cap, residual_scale;
 };
 
 // batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
-    int32_t page_tokens, batch_invariant;
-    float norm_eps, rotary_magnitude;
-    const float* frequencies;  // [D / 2], radians a token
+    int32_t page_tokens, batch_invariant, norm_kind, rotary_count;
+    float norm_eps, embedding_scale, logit_scale, logit_cap;  // a cap of 0 is none
+    const float* frequencies;  // [rotaries][D / 2], radians a token
+    const float* magnitudes;   // the same, of cosine and sine
     const Layer* layers;
     const void* embedding;  // [vocab, hidden]; null: the head has the same numbers
     Matrix head;

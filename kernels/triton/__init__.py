@@ -16,7 +16,7 @@ from trioserve_kernels.reference import (
     rotary_,
     store_kv_,
 )
-from trioserve_kernels.triton.activation import silu_and_mul
+from trioserve_kernels.triton.activation import activate_and_mul
 from trioserve_kernels.triton.attention_chunks import paged_chunks_
 from trioserve_kernels.triton.attention_decode import paged_decode_
 from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
@@ -39,7 +39,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
-    "silu_and_mul",
+    "activate_and_mul",
     "store_kv_",
 ]
 

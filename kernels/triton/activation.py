@@ -1,4 +1,4 @@
-"""SiLU of the gate times the up projection. Bound by memory."""
+"""The activation of the gate times the up projection. Bound by memory."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["silu_and_mul", "silu_mul_kernel"]
+from trioserve_kernels.reference import Activation
+
+__all__ = ["activate_and_mul", "activate_mul_kernel"]
 
 COLUMN_BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(product, gate_up, columns, gate_up_stride, COLUMN_BLOCK: tl.constexpr):
+def activate_mul_kernel(
+    product, gate_up, columns, gate_up_stride, ACTIVATION: tl.constexpr, COLUMN_BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     inside = column < columns
     gate = tl.load(gate_up + row * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_stride + columns + column, mask=inside, other=0.0).to(tl.float32)
-    silu = gate / (1.0 + tl.exp(-gate))
-    tl.store(product + row * columns + column, (silu * up).to(product.dtype.element_ty), mask=inside)
+    if ACTIVATION == "gelu":
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # x (1 + tanh(y)) / 2 is x / (1 + exp(-2 y)).
+        active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        active = gate / (1.0 + tl.exp(-gate))
+    tl.store(product + row * columns + column, (active * up).to(product.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     product = gate_up.new_empty(rows, columns)
     if rows:
-        silu_mul_kernel[(rows, triton.cdiv(columns, COLUMN_BLOCK))](
-            product, gate_up, columns, gate_up.stride(0), COLUMN_BLOCK=COLUMN_BLOCK
+        activate_mul_kernel[(rows, triton.cdiv(columns, COLUMN_BLOCK))](
+            product, gate_up, columns, gate_up.stride(0), ACTIVATION=activation, COLUMN_BLOCK=COLUMN_BLOCK
         )
     return product

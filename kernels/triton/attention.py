@@ -8,13 +8,14 @@ read, so whatever lies in a page behind its last token is harmless.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2_E", "attend_tile", "pipeline_stages", "shared_bytes_max", "token_block"]
+__all__ = ["attend_tile", "pipeline_stages", "score_numbers", "shared_bytes_max", "token_block"]
 
 LOG2_E = 1.4426950408889634
 TILE_BYTES_MAX = 16 * 1024  # keys or values of a tile; two of each are in flight, and small GPUs have 99 KiB
@@ -56,15 +57,17 @@ def attend_tile(
     seen,
     kv_head,
     score_scale,
+    score_cap,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
 ):
     """One tile of tokens into the running softmax of query [M, DIM_BLOCK].
 
     page_stride: from one entry of the block table to the next. position, in_context: [N], the tile's tokens and which
-    of them may be read. seen: [M, N] or [1, N].
+    of them may be read. seen: [M, N] or [1, N]. score_scale, score_cap: see score_numbers.
     Returns the new maximum, total [M] and attended [M, DIM_BLOCK], all float32.
     """
     dim = tl.arange(0, DIM_BLOCK)
@@ -74,6 +77,9 @@ def attend_tile(
     value = key + KV_HEADS * HEAD_DIM
     keys = tl.load(key[None, :] + dim[:, None], mask=in_context[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
     scores = tl.dot(query, keys, input_precision="tf32x3") * score_scale
+    if IS_CAPPED:
+        scores = tl.where(scores > 126.0, 126.0, scores)  # a NaN stays one
+        scores = score_cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, 1))
     # A row that has seen nothing yet keeps minus infinity; 0 in its place keeps the differences numbers.
@@ -83,6 +89,14 @@ def attend_tile(
     values = tl.load(value[:, None] + dim[None, :], mask=in_context[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     attended = attended * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
     return higher, total * shrunk + tl.sum(weights, 1), attended
+
+
+def score_numbers(head_dim: int, score_cap: float | None) -> tuple[float, float]:
+    """What a product of query and key is multiplied by, to be in units of log 2. Where scores are capped, what comes of
+    this is a, and then they are the second number times 1 - 2 / (1 + 2 ** a), which is a tanh."""
+    if score_cap is None:
+        return LOG2_E / math.sqrt(head_dim), 0.0
+    return 2 * LOG2_E / (math.sqrt(head_dim) * score_cap), score_cap * LOG2_E
 
 
 def token_block(dim_block: int, number_bytes: int) -> int:

@@ -6,14 +6,12 @@ by the host.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import chunk_tile_tokens
-from trioserve_kernels.triton.attention import LOG2_E, attend_tile, pipeline_stages, token_block
+from trioserve_kernels.triton.attention import attend_tile, pipeline_stages, score_numbers, token_block
 
 __all__ = ["chunks_kernel", "paged_chunks_"]
 
@@ -31,6 +29,7 @@ def chunks_kernel(
     tiles,
     window,
     score_scale,
+    score_cap,
     attended_stride,
     query_stride,
     table_stride,
@@ -43,6 +42,7 @@ def chunks_kernel(
     ROW_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
 ):
     """Program (tile, key/value head)."""
     kv_head = tl.program_id(1)
@@ -82,10 +82,12 @@ def chunks_kernel(
             (behind >= 0) & (behind < window),
             kv_head,
             score_scale,
+            score_cap,
             KV_HEADS,
             HEAD_DIM,
             PAGE_TOKENS,
             DIM_BLOCK,
+            IS_CAPPED,
         )
     # Rows past the chunk's end may have seen nothing, and a chunk without a context stands for nobody: its row is 0.
     result = result / tl.where(total > 0, total, 1.0)[:, None]
@@ -101,6 +103,7 @@ def paged_chunks_(
     row_starts: Tensor,
     tiles: Tensor,
     window: int | None,
+    score_cap: float | None = None,
 ) -> None:
     _, page_tokens, _, kv_heads, head_dim = pages.shape
     group = queries.shape[1] // head_dim // kv_heads
@@ -118,7 +121,7 @@ def paged_chunks_(
         row_starts,
         tiles,
         NO_WINDOW if window is None else window,
-        LOG2_E / math.sqrt(head_dim),
+        *score_numbers(head_dim, score_cap),
         attended.stride(0),
         queries.stride(0),
         block_tables.stride(0),
@@ -131,6 +134,7 @@ def paged_chunks_(
         ROW_BLOCK=max(16, triton.next_power_of_2(tile_tokens * group)),
         DIM_BLOCK=dim_block,
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
+        IS_CAPPED=score_cap is not None,
         # float32 and long heads need the registers of more warps; float32 fills them without any pipeline, and would
         # spill more of them with one.
         num_warps=4 if dim_block * pages.dtype.itemsize <= 256 else 8,

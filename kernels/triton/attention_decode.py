@@ -8,14 +8,12 @@ that may come, so that a captured launch is good for every step of as many rows.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
-from trioserve_kernels.triton.attention import LOG2_E, attend_tile, pipeline_stages, token_block
+from trioserve_kernels.triton.attention import attend_tile, pipeline_stages, score_numbers, token_block
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
 
@@ -40,6 +38,7 @@ def decode_split_kernel(
     scales,
     window,
     score_scale,
+    score_cap,
     attended_stride,
     query_stride,
     table_stride,
@@ -55,6 +54,7 @@ def decode_split_kernel(
     DIM_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     ONE_PART: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
 ):
     """Program (row, key/value head, n): every n-th of the row's parts, counted from the one where its window begins.
     ONE_PART: nothing to join, so the result is written at once."""
@@ -99,10 +99,12 @@ def decode_split_kernel(
                 visible[None, :],
                 kv_head,
                 score_scale,
+                score_cap,
                 KV_HEADS,
                 HEAD_DIM,
                 PAGE_TOKENS,
                 DIM_BLOCK,
+                IS_CAPPED,
             )
         if ONE_PART:
             result = result / tl.where(total > 0, total, 1.0)[:, None]
@@ -169,6 +171,7 @@ def paged_decode_(
     window: int | None,
     parts: int,
     work: DecodeWork,
+    score_cap: float | None = None,
 ) -> None:
     count = queries.shape[0]
     _, page_tokens, _, kv_heads, head_dim = pages.shape
@@ -189,7 +192,7 @@ def paged_decode_(
         work.sums,
         work.scales,
         visible,
-        LOG2_E / math.sqrt(head_dim),
+        *score_numbers(head_dim, score_cap),
         attended.stride(0),
         queries.stride(0),
         block_tables.stride(0),
@@ -204,6 +207,7 @@ def paged_decode_(
         GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
         DIM_BLOCK=dim_block,
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
+        IS_CAPPED=score_cap is not None,
         ONE_PART=parts == 1,
         num_warps=4,
         num_stages=pipeline_stages(pages.device),

@@ -16,6 +16,7 @@ from trioserve_kernels.reference import Product
 from trioserve_kernels.triton import (
     FUSED,
     WALKS,
+    activate_and_mul,
     add_rms_norm_,
     attention_prompt,
     choose_tokens,
@@ -26,7 +27,6 @@ from trioserve_kernels.triton import (
     rms_norm,
     rotary_,
     rotary_and_store_kv_,
-    silu_and_mul,
     store_kv_,
 )
 from trioserve_kernels.triton.product import product as _product
@@ -47,7 +47,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
-    "silu_and_mul",
+    "activate_and_mul",
     "store_kv_",
 ]
 
@@ -67,10 +67,11 @@ def paged_decode_(
     window: int | None,
     parts: int,
     work: DecodeWork,
+    score_cap: float | None = None,
 ) -> None:
     """Chunks of one token each. parts and work are not used."""
     count = queries.shape[0]
     row_starts = torch.arange(count + 1, dtype=torch.int32, device=queries.device)
     # An int64 is a chunk's number and a 0 behind it: its one tile begins at its first row.
     tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
-    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window)
+    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap)

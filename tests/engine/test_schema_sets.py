@@ -17,7 +17,7 @@ from trioserve.bench.structured.judge import Judge, Verdict
 from trioserve.bench.structured.schema_set import NamedSchema, read_schemas
 from trioserve.engine.engine import Engine
 from trioserve.model.loading.default_model import find_default_model
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig
 from trioserve.model.random_checkpoint import write_config, write_weights
 from trioserve.testing import assert_all_free
 from trioserve.text.token_pieces import byte_alphabet
@@ -50,24 +50,18 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     end_token = backend.token_to_id("<|end|>")
+    rotary = RotaryConfig(theta=10_000.0, rotated_dims=16)
+    layer = LayerConfig(
+        attention=AttentionConfig(head_count=2, kv_head_count=1, head_dim=16, rotary=rotary),
+        mlp=MlpConfig(intermediate_size=64),
+    )
     config = ModelConfig(
-        architecture="llama",
+        family="llama",
         vocab_size=-(-(end_token + 1) // 32) * 32 + 7,  # more than there are tokens, and no whole words of a mask
         hidden_size=32,
-        intermediate_size=64,
-        layer_count=2,
-        head_count=2,
-        kv_head_count=1,
-        head_dim=16,
+        layers=(layer, layer),
         context_tokens_max=2048,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        sliding_windows=(None, None),
-        qk_norm=False,
-        attention_bias=False,
-        attention_output_bias=False,
-        mlp_bias=False,
+        norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_ids=(end_token,),

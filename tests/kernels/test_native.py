@@ -114,7 +114,12 @@ def test_two_matrices_in_turn_blocks(engine: Engine) -> None:
 
 
 def expected_attention(
-    queries: Tensor, pages: Tensor, tables: list[list[int]], chunks: list[tuple[int, int]], window: int | None
+    queries: Tensor,
+    pages: Tensor,
+    tables: list[list[int]],
+    chunks: list[tuple[int, int]],
+    window: int | None,
+    score_cap: float | None = None,
 ) -> Tensor:
     """Each row alone, over what it sees, in float64."""
     rows = []
@@ -126,6 +131,8 @@ def expected_attention(
             seen = context[first : position + 1]
             query = queries[len(rows)].double().view(kv_heads, -1, dim)
             scores = torch.einsum("kgd,tkd->kgt", query, seen[:, 0]) / math.sqrt(dim)
+            if score_cap is not None:
+                scores = score_cap * torch.tanh(scores / score_cap)
             rows.append(torch.einsum("kgt,tkd->kgd", scores.softmax(-1), seen[:, 1]).flatten())
     return torch.stack(rows)
 
@@ -138,6 +145,7 @@ def attention_of(
     chunks: list[tuple[int, int]],
     *,
     window: int | None = None,
+    score_cap: float | None = None,
 ) -> Tensor:
     page_tokens, _, kv_heads, head_dim = pages.shape[1:]
 
@@ -147,7 +155,7 @@ def attention_of(
     starts, counts = array([start for start, _ in chunks]), array([count for _, count in chunks])
     firsts = array([sum(map(len, tables[:index])) for index in range(len(tables))])
     blocks = array([block for table in tables for block in table])
-    layer = LayerStruct(window=window or 0)
+    layer = LayerStruct(window=window or 0, score_cap=score_cap or 0.0)
     model = ModelStruct(
         dtype=DTYPES[name_of(queries.dtype)],
         layer_count=1,
@@ -182,6 +190,7 @@ def check_attention(
     window: int | None = None,
     shared: dict[int, tuple[int, int]] | None = None,
     spread: float = 1.0,
+    score_cap: float | None = None,
 ) -> None:
     """chunks: (start, count) of each sequence. shared: of some sequences, which earlier one has the same first blocks,
     and how many. spread: of the scores, about. Every slot that no row sees holds NaN."""
@@ -200,8 +209,8 @@ def check_attention(
     pages[~seen] = float("nan")
     row_count = sum(count for _, count in chunks)
     queries = (random(row_count, heads * head_dim, seed=8) * spread).to(dtype)
-    attended = attention_of(engine, queries, pages, tables, chunks, window=window)
-    expected = expected_attention(queries, pages, tables, chunks, window)
+    attended = attention_of(engine, queries, pages, tables, chunks, window=window, score_cap=score_cap)
+    expected = expected_attention(queries, pages, tables, chunks, window, score_cap)
     assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
 
 
@@ -247,6 +256,25 @@ def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: i
     """Several pieces, and spans that bring much larger scores than those before."""
     chunks = [(0, 300), (203, 120), (5, 7)]
     check_attention(engine, dtype, chunks=chunks, heads=9, kv_heads=3, window=window, spread=spread)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("head_dim", (48, 64, 256))
+@pytest.mark.parametrize("score_cap", (0.5, 50.0))
+def test_attention_with_capped_scores(engine: Engine, dtype: torch.dtype, head_dim: int, score_cap: float) -> None:
+    """Decodes alone and on shared blocks, short chunks, and prompts of several spans."""
+    chunks = [(0, 1), (90, 1), (300, 1), (310, 1), (30, 3), (0, 130), (77, 50)]
+    check_attention(
+        engine,
+        dtype,
+        chunks=chunks,
+        head_dim=head_dim,
+        window=None,
+        shared={3: (2, 18)},
+        spread=8.0,
+        score_cap=score_cap,
+    )
+    check_attention(engine, dtype, chunks=chunks, head_dim=head_dim, window=40, spread=8.0, score_cap=score_cap)
 
 
 @pytest.mark.slow

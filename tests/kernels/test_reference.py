@@ -87,10 +87,44 @@ def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, device: str) ->
 
 @DTYPES
 @DEVICES
-def test_silu_and_mul(dtype: torch.dtype, device: str) -> None:
+def test_activate_and_mul(dtype: torch.dtype, device: str) -> None:
     x = values(4, 20, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, -1)
-    check_close(reference.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+    check_close(reference.activate_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))
+def test_other_activations(activation: reference.Activation) -> None:
+    gate, up = values(4, 20).chunk(2, -1)
+    x = gate.double()
+    exact = x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    if activation == "gelu_tanh":
+        exact = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    check_close(reference.activate_and_mul(torch.cat((gate, up), -1), activation), exact * up, torch.float32)
+
+
+@pytest.mark.parametrize("score_cap", (0.5, 30.0))
+def test_capped_scores_of_prompts_and_decodes(score_cap: float) -> None:
+    """Both by the formula, over the same context; and a cap far above all scores changes nothing."""
+    pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
+    context = pages.flatten(0, 1)
+    queries = values(2, HEADS * HEAD_DIM, seed=1) * 5
+    wanted = []
+    for row in range(2):
+        keys = context[: len(context) - 1 + row, 0].repeat_interleave(HEADS // KV_HEADS, 1).double()
+        found = context[: len(context) - 1 + row, 1].repeat_interleave(HEADS // KV_HEADS, 1).double()
+        scores = torch.einsum("hd,thd->ht", queries[row].view(HEADS, HEAD_DIM).double(), keys) / math.sqrt(HEAD_DIM)
+        weights = (score_cap * torch.tanh(scores / score_cap)).softmax(-1)
+        wanted.append(torch.einsum("ht,thd->hd", weights, found).flatten())
+    mask = reference.prompt_mask(len(context) - 2, 2, len(context), None, torch.float32, torch.device("cpu"))
+    got = reference.attention_prompt(queries, context, mask, score_cap)
+    check_close(got, torch.stack(wanted), torch.float32)
+    first, last = torch.zeros(1, dtype=torch.int64), torch.full((1,), len(context))
+    whole = reference.decode_mask(first, last, len(context), torch.float32)
+    decoded = reference.paged_attention_decode(queries[1:], pages, torch.arange(3)[None], whole, score_cap)
+    check_close(decoded, torch.stack(wanted[1:]), torch.float32)
+    plain = reference.attention_prompt(queries, context, mask)
+    torch.testing.assert_close(reference.attention_prompt(queries, context, mask, 1e4), plain, atol=1e-4, rtol=0)
 
 
 def test_store_and_clear_touch_their_slots_only() -> None:

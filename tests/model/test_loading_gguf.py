@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 import struct
 import time
 import tracemalloc
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +19,15 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.gguf import STORAGE_TYPES, read_gguf
+from trioserve.model.model_config import ModelConfig, RopeScaling, RotaryConfig
 
 STRING, ARRAY, UINT32, FLOAT32, BOOL = 8, 9, 4, 6, 7
+
+
+def scaling_of(config: ModelConfig) -> RopeScaling:
+    assert config.heads.rotary is not None
+    assert config.heads.rotary.scaling is not None
+    return config.heads.rotary.scaling
 
 
 def as_lists(value: object) -> object:
@@ -65,9 +74,18 @@ def test_default_model_opens_in_a_fraction_of_a_second(default_model: Path) -> N
     seconds = time.process_time() - start
     assert seconds < 1.0  # 0.1 on an idle core; the gguf package needs two seconds
     config = checkpoint.config
-    assert (config.architecture, config.vocab_size, config.hidden_size, config.layer_count) == ("llama", 49152, 576, 30)
-    assert (config.head_count, config.kv_head_count, config.head_dim, config.tie_word_embeddings) == (9, 3, 64, True)
-    assert (config.eos_token_ids, config.context_tokens_max, config.rope_theta) == ((2,), 8192, 100_000.0)
+    assert (config.family, config.vocab_size, config.hidden_size, config.layer_count) == ("llama", 49152, 576, 30)
+    assert (config.heads.head_count, config.heads.kv_head_count, config.heads.head_dim, config.tie_word_embeddings) == (
+        9,
+        3,
+        64,
+        True,
+    )
+    assert (config.eos_token_ids, config.context_tokens_max, config.heads.rotary) == (
+        (2,),
+        8192,
+        RotaryConfig(theta=100_000.0, rotated_dims=64),
+    )
     assert config.dtype_name == "bfloat16"
     assert checkpoint.gguf_metadata is not None
     assert checkpoint.gguf_metadata["tokenizer.ggml.pre"] == "smollm"
@@ -100,22 +118,24 @@ def test_tensors_of_all_families_are_those_of_the_directory_they_were_made_from(
 def test_config_of_all_families_is_that_of_the_directory_they_were_made_from(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
 ) -> None:
-    lost = {"architecture", "sliding_windows", "rope_scaling", "eos_token_ids", "rms_norm_eps"}
+    lost = {"family", "layers", "eos_token_ids", "norm_eps"}
     for kind in tiny_checkpoints.KINDS:
         expected = open_checkpoint(tiny_checkpoint(kind)).config
         given = open_checkpoint(tiny_gguf(kind)).config
         for field in set(given.__struct_fields__) - lost:
             assert getattr(given, field) == getattr(expected, field), (kind, field)
-        assert given.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+        assert given.norm_eps == pytest.approx(expected.norm_eps)
+        for ours, theirs in zip(given.layers, expected.layers, strict=True):
+            rotary = ours.attention.rotary if kind in ("llama3-rope", "llama-linear-rope") else theirs.attention.rotary
+            attention = msgspec.structs.replace(theirs.attention, window=None, rotary=rotary)
+            assert ours == msgspec.structs.replace(theirs, attention=attention), kind
         assert set(given.eos_token_ids) == set(expected.eos_token_ids)
-        if kind not in ("llama3-rope", "llama-linear-rope"):
-            assert given.rope_scaling == expected.rope_scaling
 
 
 def test_linear_rope_scaling(tiny_gguf: Callable[..., Path]) -> None:
     config = open_checkpoint(tiny_gguf("llama-linear-rope")).config
-    assert config.rope_scaling is not None
-    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("linear", 2.0)
+    assert scaling_of(config).factor == 2.0
+    assert scaling_of(config).kind == "linear"
 
 
 def test_llama3_scaling_comes_as_factors_that_give_the_frequencies_of_transformers(
@@ -124,11 +144,12 @@ def test_llama3_scaling_comes_as_factors_that_give_the_frequencies_of_transforme
     import transformers
 
     config = open_checkpoint(tiny_gguf("llama3-rope")).config
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.kind == "llama3"
-    assert config.rope_scaling.frequency_factors is not None
-    pairs = torch.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = config.rope_theta**-pairs / torch.tensor(config.rope_scaling.frequency_factors)
+    assert config.heads.rotary is not None
+    assert scaling_of(config).kind == "llama3"
+    factors = scaling_of(config).frequency_factors
+    assert factors is not None
+    pairs = torch.arange(0, config.heads.head_dim, 2) / config.heads.head_dim
+    frequencies = config.heads.rotary.theta**-pairs / torch.tensor(factors)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama3-rope"))
     torch.testing.assert_close(frequencies, model.model.rotary_emb.inv_freq)
 
@@ -347,7 +368,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"general.architecture": "gemma"}, "architecture is gemma; supported are llama, qwen2, qwen3"),
+        ({"general.architecture": "mamba"}, "architecture is mamba; supported are llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.embedding_length": None}, "lacks llama.embedding_length"),
         ({"llama.embedding_length": "64"}, "must be a whole number"),
@@ -360,7 +381,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
         ({"llama.attention.head_count_kv": [2, 4]}, "differs from layer to layer"),
         ({"llama.feed_forward_length": None}, "intermediate_size is 0"),
         ({"llama.attention.value_length": 8}, "16 dimensions and its values 8"),
-        ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
+        ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 dimensions of each head"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'; supported are none"),
         ({"llama.rope.scaling.type": "linear"}, "lacks llama.rope.scaling.factor"),
         ({"tokenizer.ggml.tokens": ["a"] * 321}, "321 tokens, but the embedding only 320 rows"),
@@ -379,12 +400,12 @@ def test_metadata_that_cannot_be_served_is_refused_by_name(
 @pytest.mark.parametrize(
     "changes, field, expected",
     [
-        ({"llama.attention.head_count_kv": [2, 2]}, "kv_head_count", 2),
-        ({"llama.attention.key_length": None, "llama.attention.value_length": None}, "head_dim", 16),
-        ({"llama.attention.sliding_window": 8}, "sliding_windows", (8, 8)),
+        ({"llama.attention.head_count_kv": [2, 2]}, "heads.kv_head_count", 2),
+        ({"llama.attention.key_length": None, "llama.attention.value_length": None}, "heads.head_dim", 16),
+        ({"llama.attention.sliding_window": 8}, "windows", (8,)),
         ({"tokenizer.ggml.eom_token_id": 0}, "eos_token_ids", (2, 4, 0)),
         ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eot_token_id": None}, "eos_token_ids", ()),
-        ({"llama.rope.freq_base": None}, "rope_theta", 10_000.0),
+        ({"llama.rope.freq_base": None}, "heads.rotary.theta", 10_000.0),
         ({"llama.rope.scale_linear": 2.0}, "context_tokens_max", 1024),
     ],
 )
@@ -392,15 +413,14 @@ def test_other_spellings_of_the_metadata(
     tiny_gguf: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], field: str, expected: object
 ) -> None:
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
-    assert getattr(open_checkpoint(path).config, field) == expected
+    assert operator.attrgetter(field)(open_checkpoint(path).config) == expected
 
 
 def test_yarn_factors_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"attn_factor": 0.5, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
     keys = {f"qwen2.rope.scaling.{name}": value for name, value in changes.items()}
     path = rewrite(tiny_gguf("qwen2-yarn"), tmp_path / "changed.gguf", {**keys, "general.architecture": "qwen2"})
-    scaling = open_checkpoint(path).config.rope_scaling
-    assert scaling is not None
+    scaling = scaling_of(open_checkpoint(path).config)
     assert (scaling.kind, scaling.factor, scaling.original_context_tokens) == ("yarn", 4.0, 128)
     assert (scaling.beta_fast, scaling.beta_slow) == (16.0, 2.0)
     assert scaling.attention_factor == pytest.approx(0.5 * (0.1 * np.log(4.0) + 1.0))

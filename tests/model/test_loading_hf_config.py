@@ -12,7 +12,7 @@ import pytest
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
-from trioserve.model.model_config import ModelConfig, RopeScaling
+from trioserve.model.model_config import ModelConfig, RopeScaling, RotaryConfig
 
 # As transformers 4 wrote it.
 LLAMA: dict[str, Any] = {
@@ -42,6 +42,15 @@ LLAMA: dict[str, Any] = {
 }
 
 
+def rotary(config: ModelConfig) -> RotaryConfig:
+    assert config.heads.rotary is not None
+    return config.heads.rotary
+
+
+def windows(config: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(layer.attention.window for layer in config.layers)
+
+
 def read(changes: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     config = {name: value for name, value in {**LLAMA, **changes}.items() if value != "absent"}
     return model_config_from(config, generation or {}, dtype_name="bfloat16")
@@ -49,15 +58,22 @@ def read(changes: dict[str, Any], generation: dict[str, Any] | None = None) -> M
 
 def test_llama_config_of_transformers_4() -> None:
     config = read({})
-    assert (config.architecture, config.head_dim, config.kv_head_count, config.layer_count) == ("llama", 128, 8, 32)
-    assert config.rope_theta == 500000.0
-    assert config.rope_scaling == RopeScaling(
+    assert (config.family, config.heads.head_dim, config.heads.kv_head_count, config.layer_count) == (
+        "llama",
+        128,
+        8,
+        32,
+    )
+    assert rotary(config).theta == 500000.0
+    assert rotary(config).scaling == RopeScaling(
         kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=8192
     )
     assert config.context_tokens_max == 131072
     assert config.eos_token_ids == (128001, 128008, 128009)
-    assert config.sliding_windows == (None,) * 32
-    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
+    assert windows(config) == (None,) * 32
+    attention = config.heads
+    assert (attention.has_bias, attention.has_output_bias, config.layers[0].mlp.has_bias) == (False,) * 3
+    assert attention.qk_norm == "none"
 
 
 def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
@@ -66,61 +82,65 @@ def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
 
 
 def test_old_spelling_of_the_scaling_type() -> None:
-    assert read({"rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling == RopeScaling(
+    assert rotary(read({"rope_scaling": {"type": "linear", "factor": 2}})).scaling == RopeScaling(
         kind="linear", factor=2.0, original_context_tokens=131072
     )
 
 
 def test_default_rope_is_no_scaling() -> None:
-    assert read({"rope_scaling": {"rope_type": "default"}}).rope_scaling is None
-    assert read({"rope_scaling": None, "rope_theta": "absent"}).rope_theta == 10_000.0
+    assert rotary(read({"rope_scaling": {"rope_type": "default"}})).scaling is None
+    assert rotary(read({"rope_scaling": None, "rope_theta": "absent"})).theta == 10_000.0
 
 
 def test_yarn_with_its_defaults_and_with_everything_said() -> None:
     original = {"original_max_position_embeddings": 32768}
     config = read({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0, **original}})
     assert config.context_tokens_max == 131072
-    assert config.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_context_tokens=32768)
+    assert rotary(config).scaling == RopeScaling(kind="yarn", factor=4.0, original_context_tokens=32768)
     said = {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}
-    scaling = read({"rope_scaling": {"type": "yarn", "factor": 4.0, **original, **said}}).rope_scaling
+    scaling = rotary(read({"rope_scaling": {"type": "yarn", "factor": 4.0, **original, **said}})).scaling
     assert scaling == RopeScaling(
         kind="yarn", factor=4.0, original_context_tokens=32768, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5
     )
 
 
 def test_yarn_scale_of_values_and_of_all_dimensions_become_one_attention_factor() -> None:
-    scaling = read({"rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 0.5, "mscale_all_dim": 1.0}}).rope_scaling
+    yarn = {"type": "yarn", "factor": 8.0, "mscale": 0.5, "mscale_all_dim": 1.0}
+    scaling = rotary(read({"rope_scaling": yarn})).scaling
     assert scaling is not None
     assert scaling.attention_factor == pytest.approx((0.05 * math.log(8) + 1) / (0.1 * math.log(8) + 1))
 
 
 def test_biases_by_family() -> None:
-    llama = read({"attention_bias": True, "mlp_bias": True})
-    assert (llama.attention_bias, llama.attention_output_bias, llama.mlp_bias) == (True, True, True)
-    qwen2 = read({"architectures": ["Qwen2ForCausalLM"]})
-    assert (qwen2.attention_bias, qwen2.attention_output_bias, qwen2.mlp_bias) == (True, False, False)
-    qwen3 = read({"architectures": ["Qwen3ForCausalLM"], "attention_bias": False})
-    assert (qwen3.attention_bias, qwen3.attention_output_bias, qwen3.qk_norm) == (False, False, True)
+    def biases(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
+        layer = read(changes).layers[0]
+        return layer.attention.has_bias, layer.attention.has_output_bias, layer.mlp.has_bias
+
+    assert biases({"attention_bias": True, "mlp_bias": True}) == (True, True, True)
+    assert biases({"architectures": ["Qwen2ForCausalLM"]}) == (True, False, False)
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False}
+    assert biases(qwen3) == (False, False, False)
+    assert read(qwen3).heads.qk_norm == "head"
 
 
 def test_head_dim_said_left_out_and_null() -> None:
-    assert read({"head_dim": 64}).head_dim == 64
-    assert read({"head_dim": None}).head_dim == 128
-    assert read({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024}).head_dim == 128
+    assert read({"head_dim": 64}).heads.head_dim == 64
+    assert read({"head_dim": None}).heads.head_dim == 128
+    assert read({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024}).heads.head_dim == 128
 
 
 def test_every_layer_of_a_mistral_slides_unless_the_window_is_null() -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read({**mistral, "sliding_window": 4096}).sliding_windows == (4096,) * 32
-    assert read({**mistral, "sliding_window": None}).sliding_windows == (None,) * 32
+    assert windows(read({**mistral, "sliding_window": 4096})) == (4096,) * 32
+    assert windows(read({**mistral, "sliding_window": None})) == (None,) * 32
 
 
 def test_a_qwen_slides_only_when_told_and_only_above_the_first_layers() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "max_window_layers": 30}
-    assert read({**qwen, "use_sliding_window": False}).sliding_windows == (None,) * 32
-    assert read({**qwen, "use_sliding_window": True}).sliding_windows == (None,) * 30 + (4096,) * 2
+    assert windows(read({**qwen, "use_sliding_window": False})) == (None,) * 32
+    assert windows(read({**qwen, "use_sliding_window": True})) == (None,) * 30 + (4096,) * 2
     types = ["sliding_attention"] + ["full_attention"] * 31
-    assert read({**qwen, "use_sliding_window": True, "layer_types": types}).sliding_windows == (4096,) + (None,) * 31
+    assert windows(read({**qwen, "use_sliding_window": True, "layer_types": types})) == (4096,) + (None,) * 31
 
 
 def test_end_tokens_of_both_files_count_once_each() -> None:
@@ -132,8 +152,8 @@ def test_end_tokens_of_both_files_count_once_each() -> None:
     "changes, said",
     [
         (
-            {"architectures": ["GemmaForCausalLM"]},
-            "architecture is GemmaForCausalLM; supported are LlamaForCausalLM, M",
+            {"architectures": ["MambaForCausalLM"]},
+            "architecture is MambaForCausalLM; supported are LlamaForCausalLM, M",
         ),
         ({"architectures": None, "model_type": "gpt2"}, "architecture is gpt2; supported are"),
         ({"architectures": None, "model_type": None}, "not named in config.json"),
@@ -207,17 +227,18 @@ def test_configs_of_all_families_as_transformers_saves_them(
     for kind, (architecture, _) in tiny_checkpoints.KINDS.items():
         theirs = transformers.AutoConfig.from_pretrained(tiny_checkpoint(kind))
         ours = open_checkpoint(tiny_checkpoint(kind)).config
-        assert ours.architecture == architecture
-        assert ours.head_dim == getattr(theirs, "head_dim", None) or 16
+        assert ours.family == architecture
+        assert ours.heads.head_dim == getattr(theirs, "head_dim", None) or 16
         assert ours.layer_count == theirs.num_hidden_layers
         assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-        assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == theirs.rope_parameters["rope_type"]
+        scaling = rotary(ours).scaling
+        assert rotary(ours).theta == theirs.rope_parameters["rope_theta"]
+        assert (scaling.kind if scaling else "default") == theirs.rope_parameters["rope_type"]
         assert ours.eos_token_ids == (2, 4)
         assert ours.bos_token_id == 1
-    assert open_checkpoint(tiny_checkpoint("mistral")).config.sliding_windows == (8, 8)
-    assert open_checkpoint(tiny_checkpoint("qwen2-sliding")).config.sliding_windows == (None, 8, 8)
-    assert open_checkpoint(tiny_checkpoint("qwen2")).config.sliding_windows == (None, None)
+    assert windows(open_checkpoint(tiny_checkpoint("mistral")).config) == (8, 8)
+    assert windows(open_checkpoint(tiny_checkpoint("qwen2-sliding")).config) == (None, 8, 8)
+    assert windows(open_checkpoint(tiny_checkpoint("qwen2")).config) == (None, None)
 
 
 def test_sampling_defaults_and_tokenizer_come_with_the_checkpoint(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -6,27 +6,24 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.model_config import ModelConfig, RopeScaling
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RopeScaling, RotaryConfig
 
-GOOD: dict[str, Any] = {
-    "architecture": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "layer_count": 2,
+ATTENTION: dict[str, Any] = {
     "head_count": 4,
     "kv_head_count": 2,
     "head_dim": 16,
+    "rotary": RotaryConfig(theta=10_000.0, rotated_dims=16),
+}
+LAYER: dict[str, Any] = {"attention": AttentionConfig(**ATTENTION), "mlp": MlpConfig(intermediate_size=96)}
+WINDOWED = LayerConfig(**{**LAYER, "attention": AttentionConfig(**ATTENTION, window=8)})
+GOOD: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "layers": (LayerConfig(**LAYER), WINDOWED, WINDOWED),
     "context_tokens_max": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "rope_scaling": None,
+    "norm_eps": 1e-5,
     "tie_word_embeddings": False,
-    "attention_bias": False,
-    "attention_output_bias": False,
-    "mlp_bias": False,
-    "qk_norm": False,
-    "sliding_windows": (None, 8),
     "bos_token_id": 1,
     "eos_token_ids": (2, 4),
     "dtype_name": "float32",
@@ -34,39 +31,75 @@ GOOD: dict[str, Any] = {
 
 
 def test_dimensions_that_belong_together_are_accepted() -> None:
-    assert ModelConfig(**GOOD).sliding_windows == (None, 8)
+    config = ModelConfig(**GOOD)
+    assert (config.layer_count, config.windows, config.rotaries) == (3, (None, 8), (ATTENTION["rotary"],))
 
 
 @pytest.mark.parametrize(
     "name, value, said",
     [
-        ("architecture", "gemma", "supported are llama, mistral, qwen2, qwen3"),
         ("vocab_size", 0, "vocab_size is 0, allowed is 1 to"),
         ("hidden_size", -64, "hidden_size is -64"),
-        ("intermediate_size", 2**60, "intermediate_size"),
-        ("layer_count", 10**9, "layer_count is 1000000000, allowed is 1 to 1024"),
-        ("head_count", 0, "head_count is 0"),
-        ("kv_head_count", 3, "each key/value head must serve the same number of heads"),
-        ("head_dim", 15, "head_dim is 15, but rotary positions need an even one"),
+        ("layers", (WINDOWED,) * 1025, "layer_count is 1025, allowed is 1 to 1024"),
+        ("layers", (), "layer_count is 0"),
         ("context_tokens_max", 2**40, "context_tokens_max"),
-        ("rms_norm_eps", 0.0, "rms_norm_eps is 0.0"),
-        ("rms_norm_eps", math.nan, "rms_norm_eps is nan"),
-        ("rope_theta", math.inf, "rope_theta is inf"),
-        ("sliding_windows", (None,), "given for 1 layers, the model has 2"),
-        ("sliding_windows", (None, 0), "sliding_window is 0"),
+        ("norm_eps", 0.0, "epsilon is 0.0"),
+        ("norm_eps", math.nan, "epsilon is nan"),
+        ("embedding_scale", 0.0, "embeddings' scale is 0.0"),
+        ("logit_scale", math.inf, "logits' scale is inf"),
+        ("logit_cap", -30.0, "final_logit_softcapping is -30.0"),
         ("bos_token_id", 320, "special token id is 320, but the vocabulary has 320 tokens"),
         ("eos_token_ids", (2, -1), "special token id is -1"),
         ("dtype_name", "int8", "stores int8"),
+    ],
+)
+def test_models_that_cannot_be_are_refused_by_name(name: str, value: object, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        ModelConfig(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("head_count", 0, "head_count is 0"),
+        ("kv_head_count", 3, "each key/value head must serve the same number of heads"),
+        ("head_dim", 15, "head_dim is 15, but rotary positions need an even one"),
+        ("head_dim", 8, "16 dimensions of each head are rotated, but a head has 8"),
+        ("window", 0, "sliding_window is 0"),
+        ("scale", 0.0, "scale is 0.0"),
+        ("score_cap", -1.0, "attn_logit_softcapping is -1.0"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_by_name(name: str, value: object, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        AttentionConfig(**{**ATTENTION, name: value})
+
+
+def test_heads_that_differ_from_layer_to_layer_are_refused() -> None:
+    other = LayerConfig(**{**LAYER, "attention": AttentionConfig(**{**ATTENTION, "kv_head_count": 4})})
+    with pytest.raises(ModelLoadError, match="differs from layer to layer"):
+        ModelConfig(**{**GOOD, "layers": (WINDOWED, other)})
+
+
+def test_an_mlp_without_numbers_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="intermediate_size is 0"):
+        MlpConfig(intermediate_size=0)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"theta": math.inf}, "rope_theta is inf"),
+        ({"rotated_dims": 7}, "7 dimensions of each head are rotated, but pairs"),
         (
-            "rope_scaling",
-            RopeScaling(kind="llama3", factor=8.0, frequency_factors=(1.0,) * 7),
-            "7 rope frequency factors, but head_dim 16 needs 8",
+            {"scaling": RopeScaling(kind="llama3", factor=8.0, frequency_factors=(1.0,) * 7)},
+            "7 rope frequency factors, but 16 rotated dimensions need 8",
         ),
     ],
 )
-def test_dimensions_that_cannot_be_are_refused_by_name(name: str, value: object, said: str) -> None:
+def test_positions_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
-        ModelConfig(**{**GOOD, name: value})
+        RotaryConfig(**{"theta": 10_000.0, "rotated_dims": 16, **changes})
 
 
 @pytest.mark.parametrize(

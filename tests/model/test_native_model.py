@@ -396,9 +396,16 @@ def test_what_the_kernels_do_not_compute_is_left_to_torch(tiny_checkpoint: Calla
     config = open_checkpoint(tiny_checkpoint("llama")).config
     assert why_not_native(config, "float32") is None
     assert why_not_native(config, "bfloat16") is None
-    for changes, words in (({"head_dim": 24}, "head_dim is 24"), ({"intermediate_size": 100}, "intermediate_size")):
-        reason = why_not_native(msgspec.structs.replace(config, **changes), "float32")
+    replace, layer = msgspec.structs.replace, config.layers[0]
+    for other, words in (
+        (replace(layer, attention=replace(layer.attention, head_dim=24)), "head_dim is 24"),
+        (replace(layer, mlp=replace(layer.mlp, intermediate_size=100)), "intermediate_size is 100"),
+        (replace(layer, mlp=replace(layer.mlp, activation="gelu")), "do not compute gelu"),
+    ):
+        reason = why_not_native(replace(config, layers=(other,)), "float32")
         assert reason is not None
         assert words in reason
+    other = replace(layer, mlp=replace(layer.mlp, intermediate_size=32))
+    assert "from layer to layer" in (why_not_native(replace(config, layers=(layer, other)), "float32") or "")
     assert "float16" in (why_not_native(config, "float16") or "")
     load(tiny_checkpoint("llama"), dtype="float16").close()

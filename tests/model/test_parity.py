@@ -19,7 +19,7 @@ import torch
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.layers import RotaryAngles
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.model_config import RopeScaling
+from trioserve.model.model_config import RopeScaling, RotaryConfig
 
 LOGPROB_TOLERANCE = 2e-4
 KINDS = (
@@ -36,6 +36,22 @@ KINDS = (
     "qwen2-yarn",
     "qwen2-sliding",
     "qwen3",
+    "ministral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3-part",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "ernie4_5",
+    "seed_oss",
 )
 VOCAB_SIZE = 320
 
@@ -88,7 +104,7 @@ ALL_LOGPROBS = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
 
 
 def test_every_tiny_checkpoint_kind_is_compared(tiny_checkpoints: ModuleType) -> None:
-    assert set(KINDS) == set(tiny_checkpoints.KINDS)
+    assert set(KINDS) == {*tiny_checkpoints.KINDS, *tiny_checkpoints.FAMILY_KINDS}
 
 
 @pytest.mark.slow
@@ -174,15 +190,13 @@ def test_rotary_scaling_of_real_sizes_equals_transformers(
         rope_parameters={"rope_theta": 500_000.0, **scaling},
     )
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
-    config = msgspec.structs.replace(
-        open_checkpoint(tiny_checkpoint("llama")).config,
-        head_dim=128,
-        context_tokens_max=8_192,
-        rope_theta=500_000.0,
-        rope_scaling=RopeScaling(**fields),
-    )
+    rotary = RotaryConfig(theta=500_000.0, rotated_dims=128, scaling=RopeScaling(**fields))
+    tiny = open_checkpoint(tiny_checkpoint("llama")).config
+    attention = msgspec.structs.replace(tiny.heads, head_dim=128, rotary=rotary)
+    layer = msgspec.structs.replace(tiny.layers[0], attention=attention)
+    config = msgspec.structs.replace(tiny, layers=(layer,), context_tokens_max=8_192)
     positions = torch.tensor([0, 1, 100, 5_000])
-    cos, sin = RotaryAngles(config, dtype=torch.float32, device=torch.device("cpu")).cos_sin(positions)
+    cos, sin = RotaryAngles(rotary, config, dtype=torch.float32, device=torch.device("cpu")).cos_sin(positions)
     angles = positions[:, None].double() * frequencies.double()
     # A frequency's last bit in float32, times 5,000 tokens, is 3e-4 of an angle.
     torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float().repeat(1, 2), atol=1e-3, rtol=0)

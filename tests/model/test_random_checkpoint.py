@@ -19,7 +19,15 @@ from trioserve.model.random_checkpoint import checkpoint_bytes, write_config, wr
 from trioserve.model.real_shapes import SHAPES
 
 TINY = SHAPES["tiny"]
-TINY_QWEN3 = msgspec.structs.replace(TINY, architecture="qwen3", qk_norm=True, tie_word_embeddings=True)
+TINY_QWEN3 = msgspec.structs.replace(
+    TINY,
+    family="qwen3",
+    tie_word_embeddings=True,
+    layers=tuple(
+        msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, qk_norm="head"))
+        for layer in TINY.layers
+    ),
+)
 
 
 def write(config: ModelConfig, directory: Path, *, seed: int = 0) -> list[tuple[int, int]]:
@@ -44,10 +52,12 @@ def test_a_config_says_what_the_shape_is_and_transformers_reads_it(shape: str, t
     assert read == msgspec.structs.replace(config, eos_token_ids=(3,))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert theirs.num_hidden_layers == config.layer_count
-    assert theirs.head_dim == config.head_dim
-    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
-    if config.rope_scaling is not None:
-        assert theirs.rope_parameters["factor"] == config.rope_scaling.factor
+    assert theirs.head_dim == config.heads.head_dim
+    rotary = config.heads.rotary
+    assert rotary is not None
+    assert theirs.rope_parameters["rope_theta"] == rotary.theta
+    if rotary.scaling is not None:
+        assert theirs.rope_parameters["factor"] == rotary.scaling.factor
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
     assert sum(parameter.numel() for parameter in model.parameters()) * 2 == checkpoint_bytes(config)

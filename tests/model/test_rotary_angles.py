@@ -22,9 +22,9 @@ def test_a_table_has_the_angles_themselves(
     """Whatever other positions are in the step; in any order, some of them twice; the first and the last one."""
     config = msgspec.structs.replace(open_checkpoint(tiny_checkpoint(kind)).config, context_tokens_max=3_001)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    looked_up = RotaryAngles(config, dtype=dtype, device=device)
-    monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.head_dim * dtype.itemsize - 1)
-    computed = RotaryAngles(config, dtype=dtype, device=device)
+    looked_up = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
+    monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.heads.head_dim * dtype.itemsize - 1)
+    computed = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
     if device.type == "cpu":  # the one is a table and ends with the longest context, the other is none
         with pytest.raises(IndexError):
             looked_up.cos_sin(torch.tensor([3_001]))
@@ -34,5 +34,5 @@ def test_a_table_has_the_angles_themselves(
         for got, wanted in zip(looked_up.cos_sin(there), computed.cos_sin(there), strict=True):
             # How a cosine is rounded may depend on where in a vector it is computed.
             torch.testing.assert_close(got, wanted, atol=torch.finfo(dtype).eps, rtol=0)
-            assert got.shape == (len(positions), 1, config.head_dim)
+            assert got.shape == (len(positions), 1, config.heads.head_dim)
             assert got.is_contiguous()

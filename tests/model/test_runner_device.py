@@ -21,31 +21,25 @@ from trioserve.model.device import (
     pick_dtype,
     takes_every_cpu,
 )
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels import reference
 
 
 def config(**changes: Any) -> ModelConfig:
+    rotary = RotaryConfig(theta=10_000.0, rotated_dims=8)
+    layer = LayerConfig(
+        attention=AttentionConfig(head_count=4, kv_head_count=2, head_dim=8, rotary=rotary),
+        mlp=MlpConfig(intermediate_size=64),
+    )
     fields: dict[str, Any] = {
-        "architecture": "llama",
+        "family": "llama",
         "vocab_size": 100,
         "hidden_size": 32,
-        "intermediate_size": 64,
-        "layer_count": 3,
-        "head_count": 4,
-        "kv_head_count": 2,
-        "head_dim": 8,
+        "layers": (layer,) * 3,
         "context_tokens_max": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "rope_scaling": None,
+        "norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "attention_bias": False,
-        "attention_output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "sliding_windows": (None, None, None),
         "bos_token_id": None,
         "eos_token_ids": (),
         "dtype_name": "bfloat16",

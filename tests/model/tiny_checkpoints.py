@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GGUF_QUANT_TYPES", "KINDS", "VOCAB_SIZE", "write_checkpoint", "write_gguf"]
+__all__ = [
+    "FAMILY_KINDS",
+    "GGUF_QUANT_TYPES",
+    "KINDS",
+    "VOCAB_SIZE",
+    "write_checkpoint",
+    "write_family_gguf",
+    "write_gguf",
+]
 
 VOCAB_SIZE = 320
 BOS_TOKEN_ID, EOS_TOKEN_ID, IM_START_ID, IM_END_ID = 1, 2, 3, 4
@@ -64,6 +72,7 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_MIXED = ["sliding_attention", "full_attention"]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -99,18 +108,90 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
+# One or two of each further family; write_gguf does not know them.
+FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ministral": ("ministral", {"head_dim": 32, "sliding_window": 8, "layer_types": _MIXED}),
+    "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3-part": (
+        "phi3",
+        {
+            "pad_token_id": 0,
+            "head_dim": 32,
+            "hidden_size": 128,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_parameters": {"full_attention": _YARN_ROPE, "sliding_attention": {"rope_type": "default"}},
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 32, "pad_token_id": 0}),
+    "cohere": ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere2": (
+        "cohere2",
+        {"logit_scale": 0.25, "tie_word_embeddings": True, "num_hidden_layers": 4, "sliding_window": 8},
+    ),
+    "exaone4": (
+        "exaone4",
+        {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32, "use_bias": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 32}),
+}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def write_checkpoint(
     directory: Path, kind: str, *, dtype: str = "float32", sharded: bool = False, layers: int | None = None
 ) -> None:
-    """Save the checkpoint of this kind (see KINDS), its tokenizer and generation settings with transformers. layers:
-    so many, instead of the kind's own."""
+    """Save a checkpoint of one of the kinds, its tokenizer and generation settings with transformers. layers: so many,
+    instead of the kind's own."""
     import torch
     import transformers
 
-    model_type, changes = KINDS[kind]
+    model_type, changes = {**KINDS, **FAMILY_KINDS}[kind]
     if layers is not None:
         changes = {**changes, "num_hidden_layers": layers}
     config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes})
@@ -212,6 +293,71 @@ def write_gguf(checkpoint: Path, path: Path, *, quant_type: str = "F32") -> None
             if architecture == "llama" and heads is not None:
                 values = _permute_for_adjacent_pairs(values, config[heads])
             _add_tensor(writer, _gguf_name(name), values, quant_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# The metadata that llama.cpp's converter writes beside the usual, by the config's fields.
+_FAMILY_METADATA: dict[str, str] = {
+    "sliding_window": "add_sliding_window",
+    "attn_logit_softcapping": "add_attn_logit_softcapping",
+    "final_logit_softcapping": "add_final_logit_softcapping",
+    "embedding_multiplier": "add_embedding_scale",
+    "residual_multiplier": "add_residual_scale",
+    "attention_multiplier": "add_attention_scale",
+    "logits_scaling": "add_logit_scale",
+    "logit_scale": "add_logit_scale",
+    "rms_norm_eps": "add_layer_norm_rms_eps",
+    "layer_norm_eps": "add_layer_norm_eps",
+    "num_attention_heads": "add_head_count",
+    "num_key_value_heads": "add_head_count_kv",
+    "num_hidden_layers": "add_block_count",
+    "max_position_embeddings": "add_context_length",
+    "hidden_size": "add_embedding_length",
+    "intermediate_size": "add_feed_forward_length",
+}
+_PERMUTED_BY_THE_CONVERTER = ("granite", "smollm3")
+_ARCHITECTURES = {"gemma3_text": "gemma3", "cohere": "command-r"}
+
+
+def write_family_gguf(checkpoint: Path, path: Path) -> None:
+    """Write the directory `checkpoint`, of a kind of FAMILY_KINDS, as GGUF in float32. Tensors' names are those of the
+    gguf package."""
+    import gguf
+    import torch
+    from safetensors.torch import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    model_type = config["model_type"]
+    architecture = _ARCHITECTURES.get(model_type, model_type)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, architecture)
+    for field, method in _FAMILY_METADATA.items():
+        is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
+        if config.get(field) is not None and not is_other_norm:
+            getattr(writer, method)(config[field])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config["rope_parameters"]
+    whole = rope.get("full_attention", rope)
+    writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(whole["rope_theta"])
+    if whole["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
+        writer.add_rope_scaling_factor(whole["factor"])
+    _add_tokenizer(writer)
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        values = tensor.to(torch.float32).numpy()
+        if model_type.startswith("gemma") and "norm" in name:
+            values = values + 1.0
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
+            values = _permute_for_adjacent_pairs(values, config[heads])
+        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

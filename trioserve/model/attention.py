@@ -11,7 +11,14 @@ from trioserve_kernels.paged import split_count
 __all__ = ["attend"]
 
 
-def attend(kernels: Kernels, queries: Tensor, keys_values: Tensor, pages: Tensor, tensors: AttentionTensors) -> Tensor:
+def attend(
+    kernels: Kernels,
+    queries: Tensor,
+    keys_values: Tensor,
+    pages: Tensor,
+    tensors: AttentionTensors,
+    score_cap: float | None = None,
+) -> Tensor:
     """Every row attends to its own sequence, up to itself.
 
     queries: [T, H * D], keys_values: [T, 2 * K * D] (keys, then values) of this step's tokens, rotated; they are in
@@ -21,25 +28,27 @@ def attend(kernels: Kernels, queries: Tensor, keys_values: Tensor, pages: Tensor
     these are its whole context, else over its gathered blocks. Fused kernels walk all of these tables themselves.
     """
     if tensors.walk is not None:
-        return _walk(kernels, queries, pages, tensors.walk)
+        return _walk(kernels, queries, pages, tensors.walk, score_cap)
     groups, parts = tensors.decode_groups, tensors.prompt_parts
     if len(groups) == 1 and not parts:
-        return kernels.paged_attention_decode(queries, pages, groups[0].block_table, groups[0].mask)
+        return kernels.paged_attention_decode(queries, pages, groups[0].block_table, groups[0].mask, score_cap)
     attended = queries.new_empty(queries.shape)
     for group in groups:
         attended[group.first : group.end] = kernels.paged_attention_decode(
-            queries[group.first : group.end], pages, group.block_table, group.mask
+            queries[group.first : group.end], pages, group.block_table, group.mask, score_cap
         )
     for part in parts:
         if part.block_table is None:
             context = keys_values[part.first : part.end].view(-1, *pages.shape[2:])
         else:
             context = kernels.gather_context(pages, part.block_table)[: part.context]
-        attended[part.first : part.end] = kernels.attention_prompt(queries[part.first : part.end], context, part.mask)
+        attended[part.first : part.end] = kernels.attention_prompt(
+            queries[part.first : part.end], context, part.mask, score_cap
+        )
     return attended
 
 
-def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk) -> Tensor:
+def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, score_cap: float | None) -> Tensor:
     attended = queries.new_empty(queries.shape)
     decodes, chunks = walk.decodes, walk.chunks
     count = 0
@@ -54,6 +63,7 @@ def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk) -> 
             walk.window,
             split_count(decodes.context_max, walk.window),
             decodes.work,
+            score_cap,
         )
     if chunks is not None:
         kernels.paged_chunks_(
@@ -65,5 +75,6 @@ def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk) -> 
             chunks.row_starts,
             chunks.tiles,
             walk.window,
+            score_cap,
         )
     return attended

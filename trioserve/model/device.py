@@ -119,7 +119,7 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:
     """What one block takes: keys and values of block_size tokens in all layers."""
-    return 2 * config.layer_count * config.kv_head_count * config.head_dim * block_size * VALUE_BYTES[dtype]
+    return 2 * sum(layer.attention.key_size for layer in config.layers) * block_size * VALUE_BYTES[dtype]
 
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
@@ -134,12 +134,15 @@ def token_flops(config: ModelConfig) -> int:
 
 def attended_token_flops(config: ModelConfig) -> int:
     """What attention takes for one token that another one sees, in all layers: its score, and its part of the sum."""
-    return 4 * config.layer_count * config.head_count * config.head_dim
+    return 4 * sum(layer.attention.query_size for layer in config.layers)
 
 
 def _layer_weights(config: ModelConfig) -> int:
-    attention = config.hidden_size * config.head_dim * (2 * config.head_count + 2 * config.kv_head_count)
-    return config.layer_count * (attention + 3 * config.hidden_size * config.intermediate_size)
+    columns = sum(
+        2 * (layer.attention.query_size + layer.attention.key_size) + 3 * layer.mlp.intermediate_size
+        for layer in config.layers
+    )
+    return config.hidden_size * columns
 
 
 def kv_block_count(config: ModelConfig, settings: ModelSettings, device: DeviceType, dtype: Dtype) -> int:

@@ -38,5 +38,6 @@ class KVStorage(Generic[Buffer]):
         self.block_count = block_count
         self.block_size = block_size
         self.has_spare = has_spare
-        shape = (block_count + has_spare, block_size, 2, config.kv_head_count, config.head_dim)
+        heads = config.heads
+        shape = (block_count + has_spare, block_size, 2, heads.kv_head_count, heads.head_dim)
         self.pages: tuple[Buffer, ...] = tuple(make(shape) for _ in range(config.layer_count))

@@ -1,5 +1,5 @@
 """The parts that every model is made of: linear layers, norms, embedding, rotary angles. How they are joined is settled
-in families/."""
+in decoder.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import AttentionConfig, ModelConfig, RotaryConfig
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 
-__all__ = ["Embedding", "Linear", "Norm", "RotaryAngles"]
+__all__ = ["Embedding", "HeadNorms", "Linear", "Norm", "RotaryAngles"]
 
 ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads of 128 numbers in half formats
 
@@ -52,6 +52,10 @@ class Linear:
         self._packed = False
         self._bias = torch.empty(sum(outputs.values()), dtype=dtype, device=device) if bias else None
         self._missing = set(outputs)
+
+    @property
+    def outputs(self) -> int:
+        return sum(self._outputs.values())
 
     def slots(self) -> Iterator[TensorSlot]:
         first = 0
@@ -107,14 +111,80 @@ class Embedding:
 
 
 class Norm:
-    """The weight of one RMS norm."""
+    """RMS norm, or LayerNorm without a bias, whichever the model has, and its weight."""
 
-    def __init__(self, name: str, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._name = name
+        self._kernels = kernels
+        self._kind, self._eps = config.norm, config.norm_eps
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
     def slots(self) -> Iterator[TensorSlot]:
         yield TensorSlot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Over the last dimension."""
+        if self._kind == "layer":
+            return functional.layer_norm(values, self.weight.shape, self.weight, None, self._eps)
+        return self._kernels.rms_norm(values, self.weight, self._eps)
+
+    def of_sum(self, hidden: Tensor, product: Tensor | None) -> Tensor:
+        """Adds product to hidden, in place, and returns the norm of the sum."""
+        if self._kind == "rms":
+            return self._kernels.add_rms_norm_(hidden, product, self.weight, self._eps)
+        return self(hidden if product is None else hidden.add_(product))
+
+
+class HeadNorms:
+    """The norms of queries and keys before they are turned: of each head, or of all of a row's heads together."""
+
+    def __init__(
+        self,
+        layer: str,
+        attention: AttentionConfig,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert config.norm == "rms", "no family has another one"
+        self._kernels = kernels
+        self._eps = config.norm_eps
+        self._is_by_head = attention.qk_norm == "head"
+        self._head_dim, self._query_size = attention.head_dim, attention.query_size
+        self._size = attention.query_size + attention.key_size
+        # A number for every one that is normed, so that queries and keys of a head norm are normed together.
+        self._weights = torch.empty(self._size, dtype=dtype, device=device)
+        self._places = {
+            f"{layer}.q_norm.weight": self._weights[: self._query_size],
+            f"{layer}.k_norm.weight": self._weights[self._query_size :],
+        }
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for name, place in self._places.items():
+            rows = place.view(-1, self._head_dim) if self._is_by_head else place
+            yield TensorSlot(name, tuple(rows.shape[-1:]), place.dtype, rows.copy_)
+
+    def __call__(self, qkv: Tensor) -> None:
+        """qkv: [T, (H + 2 K) * D]; queries and keys are normed in place."""
+        heads = qkv[:, : self._size]
+        if self._is_by_head:
+            by_head = heads.view(qkv.shape[0], -1, self._head_dim)
+            normed = self._kernels.rms_norm(by_head, None, self._eps)
+            torch.mul(normed, self._weights.view(-1, self._head_dim), out=by_head)
+            return
+        for part in (slice(0, self._query_size), slice(self._query_size, None)):
+            heads[:, part] = self._kernels.rms_norm(heads[:, part].contiguous(), self._weights[part], self._eps)
 
 
 class RotaryAngles:
@@ -124,16 +194,18 @@ class RotaryAngles:
     place of eight.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        plain, self._magnitude = rotary_frequencies(config)
-        frequencies = torch.from_numpy(plain)
+    def __init__(
+        self, rotary: RotaryConfig | None, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        head_dim = config.heads.head_dim
+        plain, magnitudes = (torch.from_numpy(part) for part in rotary_frequencies(rotary, head_dim))
         self._dtype = dtype
         # Both halves of a head turn by the same angles, the first one backwards: see rotary_ in the kernels.
-        self._frequencies = torch.cat((frequencies, frequencies)).to(device)
-        ones = torch.ones_like(frequencies)
-        self._signs = torch.cat((-ones, ones)).to(device) * self._magnitude
+        self._frequencies = torch.cat((plain, plain)).to(device)
+        self._magnitudes = torch.cat((magnitudes, magnitudes)).to(device)
+        self._signs = torch.cat((-magnitudes, magnitudes)).to(device)
         self._table: tuple[Tensor, Tensor] | None = None
-        if 2 * config.context_tokens_max * config.head_dim * dtype.itemsize <= ANGLE_TABLE_BYTES_MAX:
+        if 2 * config.context_tokens_max * head_dim * dtype.itemsize <= ANGLE_TABLE_BYTES_MAX:
             self._table = self._computed(torch.arange(config.context_tokens_max, device=device))
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,8 +223,8 @@ class RotaryAngles:
             # that what it is rounded to does not.
             exact = angles.numpy().astype(np.float64)
             cos, sin = (torch.from_numpy(function(exact).astype(np.float32)) for function in (np.cos, np.sin))
-            return (cos * self._magnitude).to(self._dtype), (sin * self._signs).to(self._dtype)
-        return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
+            return (cos * self._magnitudes).to(self._dtype), (sin * self._signs).to(self._dtype)
+        return (angles.cos() * self._magnitudes).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
 
 
 def _packed_product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

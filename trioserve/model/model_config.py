@@ -1,6 +1,6 @@
-"""What a model is made of: its dimensions, biases, rotary positions and end tokens, checked once.
+"""What a model is made of, layer by layer, as values: whatever computes a model executes this description.
 
-How they are found in config.json or in GGUF metadata is settled in loading/hf_config.py and loading/gguf_config.py.
+How it is found in config.json or in GGUF metadata is settled in families/ and loading/.
 """
 
 from __future__ import annotations
@@ -12,11 +12,24 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["ARCHITECTURES", "Architecture", "Dtype", "ModelConfig", "RopeScaling"]
+__all__ = [
+    "LAYERS_MAX",
+    "Activation",
+    "AttentionConfig",
+    "Dtype",
+    "LayerConfig",
+    "MlpConfig",
+    "ModelConfig",
+    "NormKind",
+    "QkNorm",
+    "RopeScaling",
+    "RotaryConfig",
+]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+NormKind = Literal["rms", "layer"]
+QkNorm = Literal["none", "head", "row"]
 
 # A damaged header must not make us build a tuple with a billion layers or ask torch for a petabyte. The largest models
 # of these families have 126 layers, 128 heads and dimensions below 200,000.
@@ -77,53 +90,58 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
         return context_tokens
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder-only model of the Llama or Qwen family.
+class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How queries and keys learn their positions (RoFormer, arXiv 2104.09864).
 
-    attention_bias: q, k and v projections have a bias; attention_output_bias: so has o; mlp_bias: gate, up and down.
-    qk_norm: queries and keys are RMS-normed per head before rotation.
-    sliding_windows: one per layer; None sees every earlier position, N sees the last N positions, its own included.
-    dtype_name: "bfloat16", "float16" or "float32", what the checkpoint stores; "bfloat16" for a quantized one.
-    Raises ModelLoadError, naming the field, when the values cannot belong together.
+    rotated_dims: how many numbers of each head are turned, an even count; the others stay as they are. Which two are
+    turned together is settled when the weights are read: afterwards it is j and j + head_dim / 2, and those j that are
+    not turned have an angle of 0.
     """
 
-    architecture: Architecture
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layer_count: int
+    theta: float
+    rotated_dims: int
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _positive_number("rope_theta", self.theta)
+        _count("the number of rotated dimensions", self.rotated_dims, DIMENSION_MAX)
+        if self.rotated_dims % 2:
+            raise ModelLoadError(
+                f"{self.rotated_dims} dimensions of each head are rotated, but pairs of them are: "
+                "the checkpoint's config is damaged"
+            )
+        factors = self.scaling.frequency_factors if self.scaling else None
+        if factors is not None and len(factors) != self.rotated_dims // 2:
+            raise ModelLoadError(
+                f"the checkpoint has {len(factors)} rope frequency factors, but {self.rotated_dims} rotated dimensions "
+                f"need {self.rotated_dims // 2}: the file is damaged"
+            )
+
+
+class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer's attention.
+
+    rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included.
+    scale: what query times key is multiplied by; None is 1 / sqrt(head_dim). score_cap: c bounds the scaled scores to
+    c * tanh(score / c). has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed before
+    they are turned, each head ("head"), or all heads of a row together ("row").
+    """
+
     head_count: int
     kv_head_count: int
     head_dim: int
-    context_tokens_max: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    tie_word_embeddings: bool
-    attention_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    dtype_name: Dtype
+    rotary: RotaryConfig | None
+    window: int | None = None
+    scale: float | None = None
+    score_cap: float | None = None
+    has_bias: bool = False
+    has_output_bias: bool = False
+    qk_norm: QkNorm = "none"
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ModelLoadError(
-                f"the model's architecture is {self.architecture!r}; supported are {', '.join(ARCHITECTURES)}"
-            )
-        _count("vocab_size", self.vocab_size, DIMENSION_MAX)
-        _count("hidden_size", self.hidden_size, DIMENSION_MAX)
-        _count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
-        _count("layer_count", self.layer_count, LAYERS_MAX)
         _count("head_count", self.head_count, HEADS_MAX)
         _count("kv_head_count", self.kv_head_count, HEADS_MAX)
         _count("head_dim", self.head_dim, DIMENSION_MAX)
-        _count("context_tokens_max", self.context_tokens_max, CONTEXT_TOKENS_MAX)
-        _positive_number("rms_norm_eps", self.rms_norm_eps)
-        _positive_number("rope_theta", self.rope_theta)
         if self.head_count % self.kv_head_count:
             raise ModelLoadError(
                 f"head_count is {self.head_count} and kv_head_count {self.kv_head_count}, but each key/value head must "
@@ -134,20 +152,99 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"head_dim is {self.head_dim}, but rotary positions need an even one: "
                 "the checkpoint's config is damaged"
             )
-        if len(self.sliding_windows) != self.layer_count:
+        if self.rotary is not None and self.rotary.rotated_dims > self.head_dim:
             raise ModelLoadError(
-                f"sliding windows are given for {len(self.sliding_windows)} layers, the model has {self.layer_count}: "
+                f"{self.rotary.rotated_dims} dimensions of each head are rotated, but a head has {self.head_dim}: "
                 "the checkpoint's config is damaged"
             )
-        for window in self.sliding_windows:
-            if window is not None:
-                _count("sliding_window", window, CONTEXT_TOKENS_MAX)
-        factors = self.rope_scaling.frequency_factors if self.rope_scaling else None
-        if factors is not None and len(factors) != self.head_dim // 2:
-            raise ModelLoadError(
-                f"the checkpoint has {len(factors)} rope frequency factors, but head_dim {self.head_dim} needs "
-                f"{self.head_dim // 2}: the file is damaged"
-            )
+        if self.window is not None:
+            _count("sliding_window", self.window, CONTEXT_TOKENS_MAX)
+        if self.scale is not None:
+            _positive_number("the attention's scale", self.scale)
+        if self.score_cap is not None:
+            _positive_number("attn_logit_softcapping", self.score_cap)
+
+    @property
+    def query_size(self) -> int:
+        return self.head_count * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Of the keys of one token, and of its values."""
+        return self.kv_head_count * self.head_dim
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, so that a score divided by sqrt(head_dim) has the layer's scale."""
+        return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
+
+
+class MlpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """down(activation(gate(x)) * up(x)), each with a bias if has_bias. gelu_tanh: the approximation of gelu by tanh."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
+
+
+class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention and MLP, each with a norm before (input) and a norm behind (output), where there is one, and a sum.
+
+    is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
+    residual_scale: what either is multiplied by before it is added.
+    """
+
+    attention: AttentionConfig
+    mlp: MlpConfig
+    has_input_norms: bool = True
+    has_output_norms: bool = False
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive_number("residual_multiplier", self.residual_scale)
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder-only model.
+
+    family: the name of its file in families/. norm: "rms", or "layer" for LayerNorm; its norms have no biases.
+    embedding_scale: what embeddings are multiplied by. logit_scale: what logits are multiplied by, before logit_cap, c,
+    bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; "bfloat16" for a quantized one.
+    Raises ModelLoadError, naming the field, when the values cannot belong together.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    context_tokens_max: int
+    norm: NormKind = "rms"
+    norm_eps: float
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype_name: Dtype
+
+    def __post_init__(self) -> None:
+        _count("vocab_size", self.vocab_size, DIMENSION_MAX)
+        _count("hidden_size", self.hidden_size, DIMENSION_MAX)
+        _count("layer_count", len(self.layers), LAYERS_MAX)
+        _count("context_tokens_max", self.context_tokens_max, CONTEXT_TOKENS_MAX)
+        _positive_number("the norms' epsilon", self.norm_eps)
+        _positive_number("the embeddings' scale", self.embedding_scale)
+        _positive_number("the logits' scale", self.logit_scale)
+        if self.logit_cap is not None:
+            _positive_number("final_logit_softcapping", self.logit_cap)
+        shapes = {(heads.head_count, heads.kv_head_count, heads.head_dim) for heads in self._attentions}
+        if len(shapes) > 1:
+            raise ModelLoadError("the shape of heads differs from layer to layer, which is not supported")
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ModelLoadError(
@@ -158,6 +255,29 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError(
                 f"the checkpoint stores {self.dtype_name}; supported are bfloat16, float16 and float32"
             )
+
+    @property
+    def _attentions(self) -> tuple[AttentionConfig, ...]:
+        return tuple(layer.attention for layer in self.layers)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def heads(self) -> AttentionConfig:
+        """The first layer's attention: the shape of its heads is that of all layers."""
+        return self.layers[0].attention
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct ones, in the order of the layers."""
+        return tuple(dict.fromkeys(attention.window for attention in self._attentions))
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig | None, ...]:
+        """The distinct ones, in the order of the layers."""
+        return tuple(dict.fromkeys(attention.rotary for attention in self._attentions))
 
 
 def _count(name: str, value: int, largest: int) -> None:

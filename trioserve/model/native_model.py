@@ -1,7 +1,7 @@
-"""The Llama family computed by the native CPU kernels: a whole step in one call, without the GIL.
+"""Any family computed by the native CPU kernels: a whole step in one call, without the GIL.
 
-Weights are packed one by one as they are read, so that nothing is held twice. What is computed is said in
-families/llama.py; only roundings differ: between two products numbers stay in float32 here, and what is multiplied with
+Weights are packed one by one as they are read, so that nothing is held twice. What is computed is the description, as
+in decoder.py; only roundings differ: between two products numbers stay in float32 here, and what is multiplied with
 a quantized weight is rounded to 8 bits, or, with AMX and from 5 rows on, the weight to bfloat16; for any number of rows
 where the model is batch-invariant.
 """
@@ -20,19 +20,21 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import LayerConfig, ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
-from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
+from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
-from trioserve.model.pooling import needed_rows, pooled_vector, rms_normed
+from trioserve.model.pooling import needed_rows, normed, pooled_vector
 from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
+    ACTIVATIONS,
     BLOCK_OUTPUTS,
     DTYPES,
     HEAD_DIM_MAX,
+    NORM_KINDS,
     Engine,
     LayerStruct,
     Library,
@@ -55,11 +57,19 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
-    for name in ("hidden_size", "intermediate_size", "head_dim"):
-        if getattr(config, name) % BLOCK_OUTPUTS:
-            return f"{name} is {getattr(config, name)}, no multiple of {BLOCK_OUTPUTS}"
-    if config.head_dim > HEAD_DIM_MAX:
-        return f"head_dim is {config.head_dim}, above {HEAD_DIM_MAX}"
+    middles = {layer.mlp.intermediate_size for layer in config.layers}
+    if len(middles) > 1:
+        return "intermediate_size differs from layer to layer"
+    head_dim = config.heads.head_dim
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": middles.pop(), "head_dim": head_dim}
+    for name, size in sizes.items():
+        if size % BLOCK_OUTPUTS:
+            return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
+    if head_dim > HEAD_DIM_MAX:
+        return f"head_dim is {head_dim}, above {HEAD_DIM_MAX}"
+    for layer in config.layers:
+        if layer.mlp.activation not in ACTIVATIONS:
+            return f"they do not compute {layer.mlp.activation}"
     return None
 
 
@@ -95,31 +105,41 @@ class NativeModel:
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
         self.step_weight_bytes: int = self._weights.byte_count
-        self._layers = [_Layer(config) for _ in range(config.layer_count)]
+        self._layers = [_Layer(layer, config.hidden_size) for layer in config.layers]
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
         self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
-        self._frequencies, magnitude = rotary_frequencies(config)
+        heads, rotaries = config.heads, config.rotaries
+        tables = [rotary_frequencies(rotary, heads.head_dim) for rotary in rotaries]
+        self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(
-                layer.struct(window, {name: self._weights.matrix(f"layers.{index}.{name}") for name in MATRICES})
-                for index, (layer, window) in enumerate(zip(self._layers, config.sliding_windows, strict=True))
+                layer.struct(
+                    {name: self._weights.matrix(f"layers.{index}.{name}") for name in MATRICES},
+                    rotaries.index(described.attention.rotary),
+                )
+                for index, (layer, described) in enumerate(zip(self._layers, config.layers, strict=True))
             )
         )
         self._struct = ModelStruct(
             dtype=DTYPES[dtype],
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            head_count=config.head_count,
-            kv_head_count=config.kv_head_count,
-            head_dim=config.head_dim,
+            intermediate_size=config.layers[0].mlp.intermediate_size,
+            head_count=heads.head_count,
+            kv_head_count=heads.kv_head_count,
+            head_dim=heads.head_dim,
             vocab_size=config.vocab_size,
             page_tokens=block_size,
             batch_invariant=batch_invariant,
-            norm_eps=config.rms_norm_eps,
-            rotary_magnitude=magnitude,
+            norm_kind=NORM_KINDS[config.norm],
+            rotary_count=len(rotaries),
+            norm_eps=config.norm_eps,
+            embedding_scale=_rounded(config.embedding_scale, dtype),
+            logit_scale=config.logit_scale,
+            logit_cap=config.logit_cap or 0.0,
             frequencies=address(self._frequencies),
+            magnitudes=address(self._magnitudes),
             layers=ctypes.addressof(self._layer_structs),
             embedding=None if self._embedding is None else address(self._embedding),
             head=self._weights.matrix(HEAD),
@@ -217,7 +237,7 @@ class NativeModel:
             rows = np.repeat(hidden[-1:], len(targets), axis=0)
             found = self._engine.logprobs(self._struct, rows, targets, 0)
             return None if found is None else Pooled(found[0][:, 0].astype("<f4").tobytes())
-        rows = rms_normed(hidden[needed_rows(pooling)], self._norm, self.config.rms_norm_eps)
+        rows = normed(self.config.norm, hidden[needed_rows(pooling)], self._norm, self.config.norm_eps)
         return pooled_vector(rows, pooling)
 
     def _prompt_logprobs(self, hidden: Float32Array, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
@@ -256,36 +276,62 @@ def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
             yield address(buffer) + start, min(CLAIMED_BYTES, buffer.nbytes - start)
 
 
+def _rounded(number: float, dtype: Dtype) -> float:
+    """To the format in which the makers of such models multiply."""
+    rounded = empty_values((1,), dtype)
+    convert(np.array([number], dtype=np.float32), rounded)
+    single = np.empty(1, dtype=np.float32)
+    convert(rounded, single)
+    return float(single[0])
+
+
 class _Layer:
     """One layer's biases and norms: float32, which holds every dtype exactly."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, keys = config.head_count * dim, config.kv_head_count * dim
-        self._config = config
-        self.input_norm, self.post_norm = _singles(hidden), _singles(hidden)
-        self.query_norm = _singles(dim) if config.qk_norm else None
-        self.key_norm = _singles(dim) if config.qk_norm else None
-        self.qkv_bias = _singles(heads + 2 * keys) if config.attention_bias else None
-        self.output_bias = _singles(hidden) if config.attention_output_bias else None
-        self.gate_up_bias = _singles(2 * middle) if config.mlp_bias else None
-        self.down_bias = _singles(hidden) if config.mlp_bias else None
+    def __init__(self, layer: LayerConfig, hidden: int) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        heads, keys, middle = attention.query_size, attention.key_size, mlp.intermediate_size
+        self._layer = layer
+        self._together = has_pairs_together(attention)
+        self.attention_norm = _singles(hidden) if layer.has_input_norms else None
+        self.mlp_norm = _singles(hidden) if layer.has_input_norms and not layer.is_parallel else None
+        self.attention_output_norm = _singles(hidden) if layer.has_output_norms else None
+        self.mlp_output_norm = _singles(hidden) if layer.has_output_norms else None
+        by_head = attention.qk_norm == "head"
+        has_norms = attention.qk_norm != "none"
+        self.query_norm = _singles(attention.head_dim if by_head else heads) if has_norms else None
+        self.key_norm = _singles(attention.head_dim if by_head else keys) if has_norms else None
+        self.qkv_bias = _singles(heads + 2 * keys) if attention.has_bias else None
+        self.output_bias = _singles(hidden) if attention.has_output_bias else None
+        self.gate_up_bias = _singles(2 * middle) if mlp.has_bias else None
+        self.down_bias = _singles(hidden) if mlp.has_bias else None
 
-    def struct(self, window: int | None, matrices: dict[str, MatrixStruct]) -> LayerStruct:
-        names = {field[0] for field in LayerStruct._fields_} - {"pairs_together", "window", *MATRICES}
-        tensors = {name: getattr(self, name) for name in names}
+    def struct(self, matrices: dict[str, MatrixStruct], rotary: int) -> LayerStruct:
+        attention = self._layer.attention
+        pointers = [field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p]
+        tensors = {name: getattr(self, name) for name in pointers}
         addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
-        together = int(has_pairs_together(self._config))
-        return LayerStruct(**matrices, **addresses, pairs_together=together, window=window or 0)
+        return LayerStruct(
+            **matrices,
+            **addresses,
+            pairs_together=self._together,
+            window=attention.window or 0,
+            rotary=rotary,
+            norms_rows=attention.qk_norm == "row",
+            activation=ACTIVATIONS[self._layer.mlp.activation],
+            is_parallel=self._layer.is_parallel,
+            query_factor=attention.query_factor,
+            score_cap=attention.score_cap or 0.0,
+            residual_scale=self._layer.residual_scale,
+        )
 
     def _of_heads(self, bias: Float32Array | None) -> Float32Array | None:
-        if bias is None or not has_pairs_together(self._config):
+        if bias is None or not self._together:
             return bias
-        return pairs_together(bias, self._config.head_dim)
+        return pairs_together(bias, self._layer.attention.head_dim)
 
     def slots(self, name: str) -> Iterator[Slot]:
-        config = self._config
-        heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
+        heads, keys = self._layer.attention.query_size, self._layer.attention.key_size
         for projection, bias in (
             ("q_proj", self._of_heads(_part(self.qkv_bias, 0, heads))),
             ("k_proj", self._of_heads(_part(self.qkv_bias, heads, keys))),
@@ -298,8 +344,10 @@ class _Layer:
             if bias is not None:
                 yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
         for norm, weight in (
-            ("input_norm", self.input_norm),
-            ("post_norm", self.post_norm),
+            ("attention_norm", self.attention_norm),
+            ("attention_output_norm", self.attention_output_norm),
+            ("mlp_norm", self.mlp_norm),
+            ("mlp_output_norm", self.mlp_output_norm),
             ("q_norm", self.query_norm),
             ("k_norm", self.key_norm),
         ):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.model.loading.stored_tensor import Bytes
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import AttentionConfig, ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, Values
 from trioserve.model.quantization import Quantization, weight_format
 from trioserve.model.weights import Slot
@@ -30,9 +30,9 @@ __all__ = ["HEAD", "PackedWeights", "has_pairs_together", "pairs_together"]
 HEAD = "head"
 
 
-def has_pairs_together(config: ModelConfig) -> bool:
+def has_pairs_together(attention: AttentionConfig) -> bool:
     """Whether queries and keys can be turned as soon as some of a head's numbers are there."""
-    return config.head_dim % (2 * BLOCK_OUTPUTS) == 0 and not config.qk_norm
+    return attention.head_dim % (2 * BLOCK_OUTPUTS) == 0 and attention.qk_norm == "none"
 
 
 def pairs_together(heads: npt.NDArray[Any], dim: int) -> npt.NDArray[Any]:
@@ -139,11 +139,12 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         # What lies in turn has one format: where a file mixes two, neither.
         return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE, pairs_of)
 
-    heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
-    hidden, middle = config.hidden_size, config.intermediate_size
-    pairs_of = config.head_dim if has_pairs_together(config) else 0
+    hidden = config.hidden_size
     matrices: dict[str, tuple[_Part, ...]] = {}
-    for index in range(config.layer_count):
+    for index, described in enumerate(config.layers):
+        attention, middle = described.attention, described.mlp.intermediate_size
+        heads, keys = attention.query_size, attention.key_size
+        pairs_of = attention.head_dim if has_pairs_together(attention) else 0
         layer = f"layers.{index}"
         matrices[f"{layer}.qkv"] = (
             part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.model.model_config import NormKind
 from trioserve.model.number_formats import Float32Array
 
-__all__ = ["needed_rows", "pooled_vector", "rms_normed"]
+__all__ = ["needed_rows", "normed", "pooled_vector"]
 
 LENGTH_MIN = 1e-12  # as torch's normalize: a vector of zeros stays one
 
@@ -28,8 +29,10 @@ def pooled_vector(rows: Float32Array, pooling: Pooling) -> Pooled | None:
     return Pooled(vector.astype("<f4").tobytes())
 
 
-def rms_normed(rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
-    """arXiv 1910.07467. rows: [n, size]; weight: [size]."""
+def normed(kind: NormKind, rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+    """RMS norm (arXiv 1910.07467), or LayerNorm without a bias. rows: [n, size]; weight: [size]."""
+    if kind == "layer":
+        rows = rows - rows.mean(axis=-1, keepdims=True, dtype=np.float32)
     scale = np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
-    normed: Float32Array = (rows / scale * weight).astype(np.float32, copy=False)
-    return normed
+    result: Float32Array = (rows / scale * weight).astype(np.float32, copy=False)
+    return result

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from trioserve.model.loading.hf_config import TRANSFORMERS_CLASSES
-from trioserve.model.loading.names import Shape, tensor_shapes, transformers_name
+from trioserve.model.families.registry import family_named
+from trioserve.model.loading.names import TRANSFORMERS, Shape, outside_name, tensor_shapes
 from trioserve.model.loading.safetensors import INDEX_NAME
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, convert, empty_values
@@ -26,25 +26,29 @@ PIECE_VALUES = 2**22  # drawn, rounded and written at a time
 
 
 def transformers_config(config: ModelConfig) -> dict[str, Any]:
-    """What transformers calls these fields in a config.json. For models without sliding windows and MLP biases."""
-    assert not any(config.sliding_windows), "not written"
-    assert not config.mlp_bias, "not written"
+    """What transformers calls these fields in a config.json. For models of SHAPES and such as differ in numbers."""
+    layer = config.layers[0]
+    attention, mlp = layer.attention, layer.mlp
+    assert config.layers == (layer,) * config.layer_count, "others are not written"
+    assert attention.window is None, "not written"
+    assert attention.rotary is not None, "others are not written"
+    assert not mlp.has_bias, "not written"
     fields: dict[str, Any] = {
-        "model_type": config.architecture,
+        "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": config.layer_count,
-        "num_attention_heads": config.head_count,
-        "num_key_value_heads": config.kv_head_count,
-        "head_dim": config.head_dim,
+        "num_attention_heads": attention.head_count,
+        "num_key_value_heads": attention.kv_head_count,
+        "head_dim": attention.head_dim,
         "max_position_embeddings": config.context_tokens_max,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
-        "rope_theta": config.rope_theta,
+        "attention_bias": attention.has_bias,
+        "rope_theta": attention.rotary.theta,
     }
-    scaling = config.rope_scaling
+    scaling = attention.rotary.scaling
     if scaling is not None:
         assert scaling.kind == "llama3", "others are not written"
         fields["rope_scaling"] = {
@@ -64,7 +68,7 @@ def checkpoint_bytes(config: ModelConfig) -> int:
 
 def write_config(config: ModelConfig, directory: Path, *, eos_token_id: int) -> None:
     fields = {
-        "architectures": [name for name, kind in TRANSFORMERS_CLASSES.items() if kind == config.architecture],
+        "architectures": family_named(config.family).classes[:1],
         **transformers_config(config),
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
@@ -86,11 +90,11 @@ def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: 
         single = len(shards) == 1
         name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with (directory / name).open("xb") as file:
-            file.write(_header(shapes))
+            file.write(_header(config.family, shapes))
             for tensor_name, shape in shapes.items():
                 generator = np.random.default_rng([seed, place])
                 place += 1
-                weight_map[transformers_name(tensor_name)] = name
+                weight_map[outside_name(tensor_name, config.family, TRANSFORMERS)] = name
                 for byte_count in _write_tensor(file, tensor_name, math.prod(shape), generator):
                     done += byte_count
                     progress(done, total)
@@ -115,13 +119,14 @@ def _shards(shapes: dict[str, Shape]) -> Iterator[dict[str, Shape]]:
     yield shard
 
 
-def _header(shapes: dict[str, Shape]) -> bytes:
+def _header(family: str, shapes: dict[str, Shape]) -> bytes:
     """See https://huggingface.co/docs/safetensors: its length in 8 bytes, JSON, spaces up to a multiple of 8."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + _byte_count(shape)
-        entries[transformers_name(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+        entry = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+        entries[outside_name(name, family, TRANSFORMERS)] = entry
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trioserve.model.model_config import Architecture, ModelConfig, RopeScaling
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RopeScaling, RotaryConfig
 
 __all__ = ["SHAPES", "TINY"]
 
 
 def _shape(
-    architecture: Architecture,
+    family: str,
     *,
     vocab_size: int,
     hidden_size: int,
@@ -23,25 +23,24 @@ def _shape(
     rope_scaling: RopeScaling | None = None,
     is_tied: bool = False,
 ) -> ModelConfig:
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            head_count=head_count,
+            kv_head_count=kv_head_count,
+            head_dim=head_dim,
+            rotary=RotaryConfig(theta=rope_theta, rotated_dims=head_dim, scaling=rope_scaling),
+            qk_norm="head" if family == "qwen3" else "none",
+        ),
+        mlp=MlpConfig(intermediate_size=intermediate_size),
+    )
     return ModelConfig(
-        architecture=architecture,
+        family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        layer_count=layer_count,
-        head_count=head_count,
-        kv_head_count=kv_head_count,
-        head_dim=head_dim,
+        layers=(layer,) * layer_count,
         context_tokens_max=context_tokens_max,
-        rms_norm_eps=rms_norm_eps,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        norm_eps=rms_norm_eps,
         tie_word_embeddings=is_tied,
-        attention_bias=False,
-        attention_output_bias=False,
-        mlp_bias=False,
-        qk_norm=architecture == "qwen3",
-        sliding_windows=(None,) * layer_count,
         bos_token_id=None,
         eos_token_ids=(),
         dtype_name="bfloat16",

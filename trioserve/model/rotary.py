@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.model.model_config import ModelConfig, RopeScaling
+from trioserve.model.model_config import RopeScaling, RotaryConfig
 from trioserve.model.number_formats import Float32Array
 
 __all__ = ["rotary_frequencies"]
@@ -15,19 +15,23 @@ __all__ = ["rotary_frequencies"]
 _Float64Array = npt.NDArray[np.float64]
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[Float32Array, float]:
-    """float32 [head_dim / 2], radians a token (RoFormer, arXiv 2104.09864), and what cosine and sine are multiplied
-    by."""
-    plain = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Float32Array, Float32Array]:
+    """float32 [head_dim / 2] each: radians a token (RoFormer, arXiv 2104.09864), and what cosine and sine are
+    multiplied by. Pairs that are not turned have 0 and 1."""
+    frequencies, magnitudes = np.zeros(head_dim // 2, dtype=np.float32), np.ones(head_dim // 2, dtype=np.float32)
+    if rotary is None:
+        return frequencies, magnitudes
+    plain: _Float64Array = rotary.theta ** -(np.arange(0, rotary.rotated_dims, 2) / rotary.rotated_dims)
     magnitude = 1.0
-    scaling = config.rope_scaling
+    scaling = rotary.scaling
     if scaling is not None and scaling.kind == "linear":
         plain = plain / scaling.factor
     elif scaling is not None and scaling.kind == "llama3":
         plain = _llama3_frequencies(plain, scaling)
     elif scaling is not None:
-        plain, magnitude = _yarn_frequencies(plain, scaling, config)
-    return plain.astype(np.float32), magnitude
+        plain, magnitude = _yarn_frequencies(plain, scaling, rotary)
+    frequencies[: plain.size], magnitudes[: plain.size] = plain, magnitude
+    return frequencies, magnitudes
 
 
 def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64Array:
@@ -40,16 +44,16 @@ def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64A
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 
-def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, config: ModelConfig) -> tuple[_Float64Array, float]:
+def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, rotary: RotaryConfig) -> tuple[_Float64Array, float]:
     """YaRN, arXiv 2309.00071: as llama3, but the blend is linear in the index, and attention gets a temperature."""
 
     def index_of(turns: float) -> float:
         """The index (not rounded) whose angle makes this many turns over the original context."""
         wavelength = scaling.original_context_tokens / (turns * 2 * math.pi)
-        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+        return rotary.rotated_dims * math.log(wavelength) / (2 * math.log(rotary.theta))
 
     first = max(math.floor(index_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(index_of(scaling.beta_slow)), config.head_dim - 1)
+    last = min(math.ceil(index_of(scaling.beta_slow)), rotary.rotated_dims - 1)
     ramp = (np.arange(plain.size) - first) / max(last - first, 0.001)
     stretched = np.clip(ramp, 0.0, 1.0)
     magnitude = scaling.attention_factor

@@ -159,8 +159,8 @@ class ModelRunner:
             model=like if self._batch_invariant else model_name,
             layer_count=self.config.layer_count,
             block_size=self.block_size,
-            kv_head_count=self.config.kv_head_count,
-            head_dim=self.config.head_dim,
+            kv_head_count=self.config.heads.kv_head_count,
+            head_dim=self.config.heads.head_dim,
             dtype=self.dtype,
         )
         return make_kv_pages(layout, self.storage, self.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
-from trioserve.model.families.llama import LlamaModel
+from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
@@ -62,7 +62,7 @@ class StaticDecode:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Decoder,
         storage: KVStorage[Tensor],
         *,
         rows_max: int,
@@ -91,10 +91,10 @@ class StaticDecode:
             spare_block=storage.block_count,
             device=model.device,
         )
-        windows = dict.fromkeys(config.sliding_windows)
+        windows, heads = config.windows, config.heads
         parts_max = max(split_count(self._context_tokens_max, window) for window in windows)
-        work = DecodeWork.make(rows_max, config.head_count, parts_max, config.head_dim, model.device)
-        self._steps = {rows: self._step(rows, tuple(windows), work) for rows in self.sizes}
+        work = DecodeWork.make(rows_max, heads.head_count, parts_max, heads.head_dim, model.device)
+        self._steps = {rows: self._step(rows, windows, work) for rows in self.sizes}
 
     @property
     def kept_ids(self) -> Tensor:

@@ -14,9 +14,8 @@ from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.cuda_graphs import CudaGraphRecorder
+from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, step_weight_bytes
-from trioserve.model.families import MODEL_TYPES
-from trioserve.model.families.llama import LlamaModel
 from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
@@ -46,7 +45,7 @@ __all__ = ["TorchStepModel"]
 
 
 class TorchStepModel:
-    """A LlamaModel with its KV cache. A number of threads in the settings holds for the whole process."""
+    """A Decoder with its KV cache. A number of threads in the settings holds for the whole process."""
 
     loading_threads = 1  # a second thread in which torch computes would have a team of its own
 
@@ -73,16 +72,15 @@ class TorchStepModel:
         self._kept_ids: Tensor | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
-        self._model: LlamaModel | None = MODEL_TYPES[config.architecture](
-            config, kernels, dtype=TORCH_DTYPES[dtype], device=place
-        )
+        self._model: Decoder | None = Decoder(config, kernels, dtype=TORCH_DTYPES[dtype], device=place)
+        heads = config.heads
         self._shape = StepShape(
             block_size=settings.block_size,
-            token_kv_bytes=2 * config.kv_head_count * config.head_dim * VALUE_BYTES[dtype],
-            windows=tuple(dict.fromkeys(config.sliding_windows)),
+            token_kv_bytes=2 * heads.key_size * VALUE_BYTES[dtype],
+            windows=config.windows,
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walked_heads=HeadShape(config.head_count, config.kv_head_count, config.head_dim) if kernels.WALKS else None,
+            walked_heads=HeadShape(heads.head_count, heads.kv_head_count, heads.head_dim) if kernels.WALKS else None,
         )
 
     @property
@@ -276,12 +274,12 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
         ) from error
 
 
-def _check_places(model: LlamaModel) -> None:
+def _check_places(model: Decoder) -> None:
     """Raises StartupError if what torch multiplies with here makes something else of a row in another place."""
-    config, dtype = model.config, model.dtype
+    heads, dtype = model.config.heads, model.dtype
     found = {f"{one.inputs} numbers in {dtype}": differing_rows(one, one.inputs, dtype) for one in model.linears}
-    group, head_dim = config.head_count // config.kv_head_count, config.head_dim
-    found[f"attention of heads of {head_dim}"] = differing_attended_rows(config.kv_head_count, group, head_dim, dtype)
+    group, head_dim = heads.head_count // heads.kv_head_count, heads.head_dim
+    found[f"attention of heads of {head_dim}"] = differing_attended_rows(heads.kv_head_count, group, head_dim, dtype)
     for what, rows in found.items():
         if rows:
             raise StartupError(
@@ -297,7 +295,7 @@ def _processor(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _pooled(model: LlamaModel, hidden: Tensor, pooling: Pooling) -> Pooled | None:
+def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> Pooled | None:
     """hidden: [count, hidden_size], the chunk's rows after the last layer."""
     if pooling.task == "labels":
         logits = model.logits(hidden[-1:])
@@ -314,7 +312,7 @@ def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     return hidden.index_select(0, torch.tensor(rows).to(hidden.device, non_blocking=True))
 
 
-def _prompt_logprobs(model: LlamaModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
+def _prompt_logprobs(model: Decoder, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
     """hidden: [count, hidden_size], the chunk's rows after the last layer."""
     top = chunk.request.sampling.prompt_logprobs or 0
     followers = prompt_followers(chunk)

@@ -57,14 +57,18 @@ def paged(device: str) -> Callable[..., Paged]:
     return make
 
 
-def decode(queries: Tensor, case: Paged, window: int | None, parts: int | None = None) -> Tensor:
+def decode(
+    queries: Tensor, case: Paged, window: int | None, parts: int | None = None, score_cap: float | None = None
+) -> Tensor:
     attended = torch.full(queries.shape, float("nan"), dtype=queries.dtype, device=queries.device)
     head_dim = case.pages.shape[-1]
     parts = parts or split_count(int(case.contexts.max()), window)
     work = DecodeWork.make(len(queries), queries.shape[1] // head_dim, parts, head_dim, queries.device)
     work.sums.fill_(float("nan"))
     work.scales.fill_(float("nan"))
-    triton.paged_decode_(attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work)
+    triton.paged_decode_(
+        attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work, score_cap
+    )
     return attended
 
 
@@ -93,6 +97,29 @@ def test_decodes(
     got = decode(queries, case, window)
     check_close(got, wanted)
     assert got[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("score_cap", (0.5, 50.0))
+def test_capped_scores(
+    score_cap: float,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+) -> None:
+    """Of decodes, and of the same rows as chunks of one token."""
+    contexts = (17, SPLIT_TOKENS + 1)
+    case = paged(contexts, 16, 2, 64, torch.float32)
+    queries = numbers(2, 4 * 64) * 5
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+    work = DecodeWork.make(0, 0, 0, 0, queries.device)
+    pages = case.pages.double()
+    reference.paged_decode_(wanted, queries.double(), pages, case.block_tables, case.contexts, None, 2, work, score_cap)
+    check_close(decode(queries, case, None, score_cap=score_cap), wanted)
+    starts = torch.arange(3, dtype=torch.int32, device=queries.device)
+    tiles = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device=queries.device)
+    got = torch.empty_like(queries)
+    triton.paged_chunks_(got, queries, case.pages, case.block_tables, case.contexts, starts, tiles, None, score_cap)
+    check_close(got, wanted)
 
 
 def test_a_row_that_stands_for_nobody_gives_zeros_where_there_is_one_part_alone(

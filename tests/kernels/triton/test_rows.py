@@ -73,8 +73,11 @@ def test_rotary_turns_heads_and_writes_keys_and_values(
 
 
 @pytest.mark.parametrize("columns", (10, 1025))
-def test_silu_and_mul(
+def test_activate_and_mul(
     columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
 ) -> None:
     gate_up = numbers(3, 2 * columns, dtype=dtype)
-    check_close(triton.silu_and_mul(gate_up), reference.silu_and_mul(gate_up.double()))
+    check_close(triton.activate_and_mul(gate_up), reference.activate_and_mul(gate_up.double()))
+    for activation in ("gelu", "gelu_tanh"):
+        wanted = reference.activate_and_mul(gate_up.double(), activation)
+        check_close(triton.activate_and_mul(gate_up, activation), wanted)

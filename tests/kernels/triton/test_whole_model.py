@@ -311,7 +311,7 @@ def test_what_steps_launch_was_compiled_before_the_first_request(
         "decode_split_kernel",
         "rms_norm_kernel",
         "rotary_store_kernel",
-        "silu_mul_kernel",
+        "activate_mul_kernel",
     }
     before = frozenset(compiled)
     driver = step_driver.StepDriver(runner)

@@ -1,43 +1,46 @@
-"""The Qwen family: Qwen2 is a Llama with biases, which the config says; Qwen3 norms each query and key head."""
+"""Qwen2 and 2.5: a Llama with biases. Qwen3: one whose query and key heads are normed. Some layers may see a window."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import msgspec
 
-import torch
-from torch import Tensor
+from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig
 
-from trioserve.model.families.llama import LlamaLayer, LlamaModel
-from trioserve.model.model_config import ModelConfig
-from trioserve.model.torch_formats import TensorSlot
-from trioserve_kernels import Kernels
-
-__all__ = ["Qwen3Layer", "Qwen3Model"]
+__all__ = ["QWEN2", "QWEN3"]
 
 
-class Qwen3Layer(LlamaLayer):
-    """A Llama layer that RMS-norms queries and keys per head before they are turned."""
-
-    def __init__(
-        self, config: ModelConfig, index: int, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(config, index, kernels, dtype=dtype, device=device)
-        # One weight row for every head that is turned, so that queries and keys are normed together.
-        self._head_weights = torch.empty(self._rotated_heads, config.head_dim, dtype=dtype, device=device)
-        self._head_names = {
-            f"layers.{index}.q_norm": slice(0, config.head_count),
-            f"layers.{index}.k_norm": slice(config.head_count, None),
-        }
-
-    def slots(self) -> Iterator[TensorSlot]:
-        yield from super().slots()
-        for name, rows in self._head_names.items():
-            place = self._head_weights[rows]
-            yield TensorSlot(f"{name}.weight", (self._head_dim,), place.dtype, place.copy_)
-
-    def prepare_heads_(self, heads: Tensor) -> None:
-        torch.mul(self._kernels.rms_norm(heads, None, self._eps), self._head_weights, out=heads)
+def _describe_qwen2(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "qwen2", fields.attention(has_bias=True))
 
 
-class Qwen3Model(LlamaModel):
-    layer_type = Qwen3Layer
+def _describe_qwen3(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(head_dim=128, qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
+    return _described(fields, "qwen3", attention)
+
+
+def _described(fields: ModelFields, family: str, attention: AttentionConfig) -> ModelConfig:
+    mlp = fields.mlp()
+    window = fields.whole_or("sliding_window", None) if fields.flag_or("use_sliding_window", False) else None
+    first = fields.whole_or("max_window_layers", 28)
+    windows = fields.windows(window, lambda layer: layer >= first)
+    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
+    return fields.described(family, layers)
+
+
+QWEN2 = Family(
+    name="qwen2",
+    classes=("Qwen2ForCausalLM",),
+    model_type="qwen2",
+    describe=_describe_qwen2,
+    gguf=GgufNaming(architecture="qwen2"),
+)
+QWEN3 = Family(
+    name="qwen3",
+    classes=("Qwen3ForCausalLM",),
+    model_type="qwen3",
+    describe=_describe_qwen3,
+    gguf=GgufNaming(architecture="qwen3"),
+)

@@ -19,18 +19,43 @@ T = TypeVar("T")
 class Fields:
     """Named values of one file. A missing one and null are the same: the default, or ModelLoadError without one."""
 
-    def __init__(self, values: Mapping[str, object], source: str) -> None:
+    def __init__(self, values: Mapping[str, object], source: str, spellings: Mapping[str, str] | None = None) -> None:
+        """spellings: by the name that is asked for, the one that the file has; others are the same."""
         self._values = values
         self._source = source
+        self._spellings = spellings or {}
+        self._asked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self._value(name) is not None
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names that somebody has asked for."""
+        return frozenset(self._asked)
+
+    def is_null(self, name: str) -> bool:
+        """Whether the file has the field, and null in it."""
+        self._asked.add(name)
+        key = self.spelling(name)
+        return key in self._values and self._values[key] is None
+
+    def spelling(self, name: str) -> str:
+        return self._spellings.get(name, name)
+
+    def _value(self, name: str) -> object:
+        self._asked.add(name)
+        return self._values.get(self.spelling(name))
 
     def whole(self, name: str) -> int:
         return self._required(name, self.whole_or(name, None), "a whole number")
 
     def whole_or(self, name: str, default: T) -> int | T:
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not _is_whole(value):
@@ -41,7 +66,7 @@ class Fields:
         return self._required(name, self.number_or(name, None), "a number")
 
     def number_or(self, name: str, default: T) -> float | T:
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -52,7 +77,7 @@ class Fields:
             raise self.wrong(name, "a number of ordinary size") from None
 
     def flag_or(self, name: str, default: bool) -> bool:
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -60,7 +85,7 @@ class Fields:
         return value
 
     def text_or(self, name: str, default: T) -> str | T:
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not isinstance(value, str):
@@ -68,7 +93,7 @@ class Fields:
         return value
 
     def strings_or(self, name: str, default: T) -> list[str] | T:
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -77,7 +102,7 @@ class Fields:
 
     def wholes(self, name: str) -> tuple[int, ...]:
         """One whole number or a list of them; nothing when the field is missing."""
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return ()
         items = value if isinstance(value, list | array) else [value]
@@ -87,8 +112,15 @@ class Fields:
             raise self.wrong(name, "a whole number or a list of them")
         return tuple(items)
 
+    def flags_or(self, name: str, default: T) -> list[bool] | T:
+        """A list of them; anything else is the default."""
+        value = self._value(name)
+        if not isinstance(value, list) or not all(isinstance(item, bool) for item in value):
+            return default
+        return list(value)
+
     def object_or_none(self, name: str) -> dict[str, object] | None:
-        value = self._values.get(name)
+        value = self._value(name)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -98,17 +130,20 @@ class Fields:
     def group_or_none(self, name: str) -> Fields | None:
         """The fields of an object inside this one."""
         value = self.object_or_none(name)
-        return None if value is None else Fields(value, f"{name} in {self._source}")
+        return None if value is None else Fields(value, f"{self.spelling(name)} in {self._source}")
 
     def wrong(self, name: str, wanted: str) -> ModelLoadError:
         """The error for a value of the wrong kind, to be raised."""
-        shown = reprlib.repr(self._values.get(name))  # the value may be large, or nested as deep as a file may be
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return ModelLoadError(f"{name} in {self._source} is {shown}, but it must be {wanted}")
+        return ModelLoadError(f"{self.spelling(name)} in {self._source} is {self.shown(name)}, but it must be {wanted}")
+
+    def shown(self, name: str) -> str:
+        """The value in a few characters: it may be large, or nested as deep as a file may be."""
+        shown = reprlib.repr(self._value(name))
+        return shown if len(shown) <= 60 else shown[:57] + "..."
 
     def _required(self, name: str, value: T | None, wanted: str) -> T:
         if value is None:
-            raise ModelLoadError(f"{self._source} lacks {name}, which must be {wanted}")
+            raise ModelLoadError(f"{self._source} lacks {self.spelling(name)}, which must be {wanted}")
         return value
 
 

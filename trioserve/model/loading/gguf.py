@@ -8,6 +8,7 @@ at most some ten times its bytes: arrays of numbers stay arrays, and nested ones
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.names import Shape
+from trioserve.model.loading.names import Shape, TensorPlace
 
 __all__ = ["GgufFile", "GgufTensor", "StorageType", "STORAGE_TYPES", "read_float32s", "read_gguf"]
 
@@ -66,6 +67,19 @@ class GgufTensor(msgspec.Struct, frozen=True):
     offset: int
     byte_count: int
     value_count: int
+
+    def part(self, place: TensorPlace) -> GgufTensor:
+        """The rows that a place names."""
+        if place.shape == self.shape:
+            return self
+        row_bytes = self.byte_count // self.shape[0]
+        return msgspec.structs.replace(
+            self,
+            shape=place.shape,
+            offset=self.offset + place.first_row * row_bytes,
+            byte_count=place.shape[0] * row_bytes,
+            value_count=math.prod(place.shape),
+        )
 
 
 class GgufFile(msgspec.Struct, frozen=True):

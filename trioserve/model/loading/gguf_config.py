@@ -2,73 +2,94 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.families.registry import family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
-from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
+from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAME", "model_config_from", "sampling_defaults_from"]
 
+SOURCE = "the file's metadata"
 ROPE_FACTORS_NAME = "rope_freqs.weight"
 FREQUENCY_FACTORS_MAX = 2**16  # head_dim / 2 of them; read before head_dim is checked
 
-# Mistral comes as "llama", Llama's biases show as tensors.
-_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
+# Metadata keys behind the file's architecture, by the names of config.json.
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "num_local_experts": "expert_count",
+}
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def model_config_from(file: GgufFile) -> ModelConfig:
     """Dimensions from the keys of the file's architecture; ties and biases from which tensors are there."""
-    fields = Fields(file.metadata, "the file's metadata")
-    name = fields.text_or("general.architecture", None)
-    matching = [architecture for architecture in _ARCHITECTURES if architecture == name]
-    if not matching:
-        raise ModelLoadError(
-            f"the model's architecture is {name or 'not named in the file'}; supported are {', '.join(_ARCHITECTURES)}"
-        )
-    architecture = matching[0]
-    if fields.whole_or(f"{architecture}.expert_count", 0):
+    raw = Fields(file.metadata, SOURCE)
+    name = raw.text_or("general.architecture", None)
+    family = family_of_gguf(name)
+    if raw.whole_or(f"{name}.expert_count", 0):
         raise ModelLoadError("the model is a mixture of experts, which is not supported; take a dense one")
-    hidden_size = fields.whole(f"{architecture}.embedding_length")
-    layer_count = fields.whole(f"{architecture}.block_count")
-    head_count = _same_for_all_layers(fields, f"{architecture}.attention.head_count")
-    if head_count is None or head_count < 1:
-        raise fields.wrong(f"{architecture}.attention.head_count", "at least 1")
-    kv_head_count = _same_for_all_layers(fields, f"{architecture}.attention.head_count_kv")
-    context_tokens_max = fields.whole(f"{architecture}.context_length")
-    rope_scaling = _rope_scaling(file, fields, architecture, context_tokens_max)
-    window = fields.whole_or(f"{architecture}.attention.sliding_window", 0) or None
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=_vocab_size(file, fields),
-        hidden_size=hidden_size,
-        intermediate_size=_same_for_all_layers(fields, f"{architecture}.feed_forward_length") or 0,
-        layer_count=layer_count,
-        head_count=head_count,
-        kv_head_count=head_count if kv_head_count is None else kv_head_count,
-        head_dim=_head_dim(fields, architecture, hidden_size // head_count),
-        context_tokens_max=rope_scaling.context_tokens(context_tokens_max) if rope_scaling else context_tokens_max,
-        rms_norm_eps=fields.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number_or(f"{architecture}.rope.freq_base", 10_000.0),
-        rope_scaling=rope_scaling,
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        attention_output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        qk_norm=architecture == "qwen3",
-        # ModelConfig refuses an absurd layer_count; here it must only not become an absurd tuple.
-        sliding_windows=(window,) * min(max(layer_count, 0), 2**16),
-        bos_token_id=fields.whole_or("tokenizer.ggml.bos_token_id", None),
-        eos_token_ids=_end_token_ids(fields),
+    spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
+    values = dict(file.metadata)
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        same = _same_for_all_layers(raw, f"{name}.{key}")
+        values[f"{name}.{key}"] = same
+    if values[f"{name}.attention.head_count"] is None:
+        raise raw.wrong(f"{name}.attention.head_count", "at least 1")
+    if values[f"{name}.feed_forward_length"] is None:
+        values[f"{name}.feed_forward_length"] = 0
+    hidden_size, head_count = raw.whole(f"{name}.embedding_length"), raw.wholes(f"{name}.attention.head_count")[0]
+    head_dim, rotated = _head_dim(raw, str(name), hidden_size // max(head_count, 1))
+    values |= {
+        "vocab_size": _vocab_size(file, raw),
+        "head_dim": head_dim,
+        "partial_rotary_factor": rotated / head_dim if head_dim else 1.0,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
+        "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "bos_token_id": raw.whole_or("tokenizer.ggml.bos_token_id", None),
+    }
+    pattern_key = f"{name}.attention.sliding_window_pattern"
+    if (pattern := raw.flags_or(pattern_key, None)) is not None:
+        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif pattern_key in raw:
+        values["sliding_window_pattern"] = file.metadata[pattern_key]
+    fields = ModelFields(
+        values,
+        SOURCE,
+        spellings=spellings,
+        rope=functools.partial(_rope, file, str(name)),
+        eos_token_ids=_end_token_ids(raw),
         dtype_name=_dtype_name(file),
     )
+    return family.config_from(fields)
 
 
 def sampling_defaults_from(metadata: dict[str, object]) -> dict[str, float | int]:
     """What the model's makers recommend, under our names."""
-    fields = Fields(metadata, "the file's metadata")
+    fields = Fields(metadata, SOURCE)
     defaults: dict[str, float | int] = {}
     for name, key in (
         ("temperature", "temp"),
@@ -91,20 +112,17 @@ def _same_for_all_layers(fields: Fields, key: str) -> int | None:
     return values.pop() if values else None
 
 
-def _head_dim(fields: Fields, architecture: Architecture, default: int) -> int:
+def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:
+    """How many numbers a head has, and how many of them are turned."""
     key_length = fields.whole_or(f"{architecture}.attention.key_length", None)
     rotated = fields.whole_or(f"{architecture}.rope.dimension_count", None)
     head_dim = key_length if key_length is not None else rotated if rotated is not None else default
-    if rotated is not None and rotated != head_dim:
-        raise ModelLoadError(
-            f"the model rotates {rotated} of {head_dim} dimensions of each head; supported is rotating all of them"
-        )
     value_length = fields.whole_or(f"{architecture}.attention.value_length", head_dim)
     if value_length != head_dim:
         raise ModelLoadError(
             f"the model's keys have {head_dim} dimensions and its values {value_length}; supported are equal ones"
         )
-    return head_dim
+    return head_dim, head_dim if rotated is None else rotated
 
 
 def _vocab_size(file: GgufFile, fields: Fields) -> int:
@@ -131,9 +149,19 @@ def _dtype_name(file: GgufFile) -> Dtype:
     return dtypes.get(frozenset(storages), "bfloat16")
 
 
-def _rope_scaling(
-    file: GgufFile, fields: Fields, architecture: Architecture, context_tokens: int
-) -> RopeScaling | None:
+def _rope(
+    file: GgufFile, architecture: str, fields: ModelFields, layer_type: str | None, theta: float
+) -> tuple[float, RopeScaling | None]:
+    if layer_type == "sliding_attention":
+        # Only Gemma 3's differ from layer to layer, and llama.cpp knows by how much.
+        if architecture != "gemma3":
+            theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
+        return fields.number_or(f"{architecture}.rope.freq_base_swa", theta), None
+    theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
+    return theta, _rope_scaling(file, fields, architecture, fields.whole("max_position_embeddings"))
+
+
+def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tokens: int) -> RopeScaling | None:
     factors = _frequency_factors(file)
     if factors is not None:
         return RopeScaling(kind="llama3", factor=max(factors), frequency_factors=factors)
@@ -143,11 +171,13 @@ def _rope_scaling(
     if kind == "none":
         # Before there was a type, there was only this.
         linear_factor = fields.number_or(f"{architecture}.rope.scale_linear", 1.0)
-        return RopeScaling(kind="linear", factor=linear_factor) if linear_factor != 1.0 else None
+        if linear_factor == 1.0:
+            return None
+        return RopeScaling(kind="linear", factor=linear_factor, original_context_tokens=context_tokens)
     if factor is None:
         raise ModelLoadError(f"the file's metadata lacks {key}.factor, which {key}.type {kind!r} needs")
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=factor)
+        return RopeScaling(kind="linear", factor=factor, original_context_tokens=context_tokens)
     if kind != "yarn":
         raise ModelLoadError(f"the model's rope scaling is {kind!r}; supported are none, linear and yarn")
     attention_factor = fields.number_or(f"{key}.attn_factor", None)

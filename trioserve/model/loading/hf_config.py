@@ -7,11 +7,12 @@ import math
 from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.families.registry import family_of_class, family_of_model_type
 from trioserve.model.loading.fields import Fields
-from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
+from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = [
-    "TRANSFORMERS_CLASSES",
     "end_token_ids_from",
     "model_config_from",
     "read_json_list",
@@ -21,13 +22,6 @@ __all__ = [
 
 JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
 JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each; that index has 150,000
-
-TRANSFORMERS_CLASSES: dict[str, Architecture] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -69,47 +63,21 @@ def model_config_from(
 
     dtype_name: what the weights are stored in, which the config does not reliably know.
     """
-    fields = Fields(config, "config.json")
-    architecture = _architecture(fields)
+    fields = ModelFields(
+        config,
+        "config.json",
+        rope=_rope,
+        eos_token_ids=(*end_token_ids_from(generation_config), *Fields(config, "config.json").wholes("eos_token_id")),
+        dtype_name=dtype_name,
+    )
+    named = fields.strings_or("architectures", None)
+    family = family_of_class(named[0]) if named else family_of_model_type(fields.text_or("model_type", None))
     if "quantization_config" in fields:
         raise ModelLoadError(
             "config.json has a quantization_config; supported are unquantized safetensors and GGUF: "
             "take the original checkpoint or a GGUF file"
         )
-    if (activation := fields.text_or("hidden_act", "silu")) != "silu":
-        raise ModelLoadError(f"hidden_act in config.json is {activation!r}; supported is silu")
-    hidden_size = fields.whole("hidden_size")
-    head_count = fields.whole("num_attention_heads")
-    if head_count < 1:
-        raise fields.wrong("num_attention_heads", "at least 1")
-    head_dim_default = 128 if architecture == "qwen3" else hidden_size // head_count
-    attention_bias = fields.flag_or("attention_bias", False) and architecture in ("llama", "qwen3")
-    context_tokens_max = fields.whole("max_position_embeddings")
-    rope_theta, rope_scaling = _rope(fields, context_tokens_max)
-    eos_token_ids = (*end_token_ids_from(generation_config), *fields.wholes("eos_token_id"))
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.whole("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.whole("intermediate_size"),
-        layer_count=fields.whole("num_hidden_layers"),
-        head_count=head_count,
-        kv_head_count=fields.whole_or("num_key_value_heads", head_count),
-        head_dim=fields.whole_or("head_dim", head_dim_default),
-        context_tokens_max=rope_scaling.context_tokens(context_tokens_max) if rope_scaling else context_tokens_max,
-        rms_norm_eps=fields.number_or("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=fields.flag_or("tie_word_embeddings", False),
-        attention_bias=attention_bias or architecture == "qwen2",
-        attention_output_bias=attention_bias,
-        mlp_bias=fields.flag_or("mlp_bias", False) and architecture == "llama",
-        qk_norm=architecture == "qwen3",
-        sliding_windows=_sliding_windows(fields, architecture),
-        bos_token_id=fields.whole_or("bos_token_id", None),
-        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        dtype_name=dtype_name,
-    )
+    return family.config_from(fields)
 
 
 def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:
@@ -132,54 +100,20 @@ def end_token_ids_from(generation_config: dict[str, object]) -> tuple[int, ...]:
     return Fields(generation_config, "generation_config.json").wholes("eos_token_id")
 
 
-def _architecture(fields: Fields) -> Architecture:
-    named = fields.strings_or("architectures", None)
-    model_type = fields.text_or("model_type", None)
-    if named:
-        if named[0] in TRANSFORMERS_CLASSES:
-            return TRANSFORMERS_CLASSES[named[0]]
-    else:
-        for architecture in TRANSFORMERS_CLASSES.values():
-            if model_type == architecture:
-                return architecture
-    came = named[0] if named else model_type
-    raise ModelLoadError(
-        f"the model's architecture is {came or 'not named in config.json'}; "
-        f"supported are {', '.join(TRANSFORMERS_CLASSES)}"
-    )
-
-
-def _sliding_windows(fields: Fields, architecture: Architecture) -> tuple[int | None, ...]:
-    # ModelConfig refuses an absurd number of layers; here it must only not become an absurd tuple.
-    layer_count = min(max(fields.whole("num_hidden_layers"), 0), 2**16)
-    window = fields.whole_or("sliding_window", None)
-    slides = architecture == "mistral" or (
-        architecture in ("qwen2", "qwen3") and fields.flag_or("use_sliding_window", False)
-    )
-    if not slides or window is None:
-        return (None,) * layer_count
-    layer_types = fields.strings_or("layer_types", None)
-    if layer_types is None:
-        # Qwen's default; every layer of a Mistral slides.
-        first = 0 if architecture == "mistral" else fields.whole_or("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(layer_count))
-    for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ModelLoadError(
-                f"layer_types in config.json holds {layer_type!r}; supported are full_attention and sliding_attention"
-            )
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
-
-
-def _rope(fields: Fields, context_tokens: int) -> tuple[float, RopeScaling | None]:
-    """transformers 5 keeps everything in rope_parameters, transformers 4 has rope_theta beside rope_scaling."""
-    theta = fields.number_or("rope_theta", 10_000.0)
+def _rope(fields: ModelFields, layer_type: str | None, theta: float) -> tuple[float, RopeScaling | None]:
+    """transformers 5 keeps everything in rope_parameters, for each type of layer if there are several; transformers 4
+    has rope_theta beside rope_scaling, which layers with a window do without."""
+    context_tokens = fields.whole("max_position_embeddings")
     rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling") or Fields({}, "config.json")
+    if layer_type == "sliding_attention" and (local := fields.number_or("rope_local_base_freq", None)) is not None:
+        theta = local
+    else:
+        theta = fields.number_or("rope_theta", theta)
+    if layer_type is not None and layer_type in rope:
+        rope = rope.group_or_none(layer_type) or rope
+    elif layer_type == "sliding_attention":
+        return rope.number_or("rope_theta", theta), None
     theta = rope.number_or("rope_theta", theta)
-    if rope.number_or("partial_rotary_factor", fields.number_or("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelLoadError(
-            "config.json rotates a part of each head only (partial_rotary_factor); that isn't supported"
-        )
     kind = rope.text_or("rope_type", None) or rope.text_or("type", None) or "default"
     if kind == "default":
         return theta, None

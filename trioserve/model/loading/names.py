@@ -1,136 +1,226 @@
-"""Tensor names out there to names in here, and which tensors of which shape a model must have.
+"""Tensor names out there to names in here, which tensors of which shape a model must have, and where each one lies.
 
 In here: "embed.weight", "layers.{i}.{module}.weight" or ".bias", "norm.weight", "lm_head.weight" (absent when tied).
-Matrices are [out, in]; rotary positions pair index j with j + head_dim / 2, as in transformers.
+Matrices are [out, in]; rotary positions pair index j with j + head_dim / 2, as in transformers, and those of a part of
+a head pair the first indices of either half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.families.family import Naming
+from trioserve.model.families.registry import family_named
+from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig
+from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
-__all__ = ["Shape", "gguf_name", "match_tensors", "tensor_shapes", "transformers_name"]
+__all__ = ["GGUF", "TRANSFORMERS", "Format", "Shape", "TensorPlace", "match_tensors", "outside_name", "tensor_shapes"]
 
 Shape = tuple[int, ...]
+AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
-_TRANSFORMERS_MODULES = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "lm_head": "lm_head",
-    "input_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "post_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
-_GGUF_MODULES = {
-    "embed": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_norm": "attn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "post_norm": "ffn_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a kind of file names tensors. modules: the usual names, by those in here. layers: what stands before a
+    layer's index. naming_of: the family's own ways, by ModelConfig.family."""
+
+    modules: Mapping[str, str]
+    layers: str
+    naming_of: Callable[[str], Naming]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where the values of one tensor are found.
+
+    name: the tensor's out there. shape: of the values that are wanted. first_row: where their rows begin in it. order:
+    int64, row i is its row order[i], counted from first_row; None leaves them as they are. offset: is added.
+    """
+
+    name: str
+    shape: Shape
+    first_row: int = 0
+    order: npt.NDArray[np.int64] | None = None
+    offset: float = 0.0
+
+    def read(self, read: Callable[[Dtype], Values], wanted: Dtype) -> Values:
+        """read: gives the rows from first_row on as they lie there."""
+        if not self.offset:
+            return self.ordered(read(wanted))
+        values = self.ordered(cast(Float32Array, read("float32"))) + np.float32(self.offset)
+        result = empty_values(self.shape, wanted)
+        convert(values, result)
+        return result
+
+    def ordered(self, rows: AnyArray) -> AnyArray:
+        return rows if self.order is None else cast(AnyArray, rows[self.order])
+
+
+TRANSFORMERS = Format(
+    {
+        "embed": "model.embed_tokens",
+        "norm": "model.norm",
+        "lm_head": "lm_head",
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "q_proj": "self_attn.q_proj",
+        "k_proj": "self_attn.k_proj",
+        "v_proj": "self_attn.v_proj",
+        "o_proj": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+        "gate_proj": "mlp.gate_proj",
+        "up_proj": "mlp.up_proj",
+        "down_proj": "mlp.down_proj",
+    },
+    "model.layers",
+    lambda family: family_named(family).transformers,
+)
+GGUF = Format(
+    {
+        "embed": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "attention_norm": "attn_norm",
+        "attention_output_norm": "post_attention_norm",
+        "q_proj": "attn_q",
+        "k_proj": "attn_k",
+        "v_proj": "attn_v",
+        "o_proj": "attn_output",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "mlp_norm": "ffn_norm",
+        "mlp_output_norm": "post_ffw_norm",
+        "gate_proj": "ffn_gate",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+    },
+    "blk",
+    lambda family: family_named(family).gguf or Naming(),
+)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every tensor that a model with this config has, by its name in here, in the order of computing."""
-    hidden, middle = config.hidden_size, config.intermediate_size
-    queries, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
-    matrices = {
-        "q_proj": (queries, hidden, config.attention_bias),
-        "k_proj": (keys, hidden, config.attention_bias),
-        "v_proj": (keys, hidden, config.attention_bias),
-        "o_proj": (hidden, queries, config.attention_output_bias),
-        "gate_proj": (middle, hidden, config.mlp_bias),
-        "up_proj": (middle, hidden, config.mlp_bias),
-        "down_proj": (hidden, middle, config.mlp_bias),
-    }
-    norms = {"input_norm": hidden, "post_norm": hidden}
-    if config.qk_norm:
-        norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+    hidden = config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab_size, hidden)}
-    for layer in range(config.layer_count):
-        for module, size in norms.items():
-            shapes[f"layers.{layer}.{module}.weight"] = (size,)
-        for module, (rows, columns, biased) in matrices.items():
-            shapes[f"layers.{layer}.{module}.weight"] = (rows, columns)
-            if biased:
-                shapes[f"layers.{layer}.{module}.bias"] = (rows,)
+    for index, layer in enumerate(config.layers):
+        for module, shape in _layer_shapes(layer, hidden):
+            shapes[f"layers.{index}.{module}"] = shape
     shapes["norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
-def transformers_name(name: str) -> str:
-    """The name in transformers' checkpoints of the tensor that is called `name` in here."""
-    return _outside_name(name, _TRANSFORMERS_MODULES, "model.layers")
+def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
+    attention, mlp = layer.attention, layer.mlp
+    queries, keys, middle = attention.query_size, attention.key_size, mlp.intermediate_size
+    norms: list[tuple[str, int]] = []
+    if layer.has_input_norms:
+        norms += [("attention_norm", hidden)]
+        norms += [] if layer.is_parallel else [("mlp_norm", hidden)]
+    if layer.has_output_norms:
+        norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
+    if attention.qk_norm == "head":
+        norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
+    elif attention.qk_norm == "row":
+        norms += [("q_norm", queries), ("k_norm", keys)]
+    shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
+    for module, rows, columns, has_bias in (
+        ("q_proj", queries, hidden, attention.has_bias),
+        ("k_proj", keys, hidden, attention.has_bias),
+        ("v_proj", keys, hidden, attention.has_bias),
+        ("o_proj", hidden, queries, attention.has_output_bias),
+        ("gate_proj", middle, hidden, mlp.has_bias),
+        ("up_proj", middle, hidden, mlp.has_bias),
+        ("down_proj", hidden, middle, mlp.has_bias),
+    ):
+        shapes.append((f"{module}.weight", (rows, columns)))
+        if has_bias:
+            shapes.append((f"{module}.bias", (rows,)))
+    return shapes
 
 
-def gguf_name(name: str) -> str:
-    """The name in GGUF files of the tensor that is called `name` in here."""
-    return _outside_name(name, _GGUF_MODULES, "blk")
+def outside_name(name: str, family: str, format: Format) -> str:
+    """What the tensor that is called `name` in here is called in such files."""
+    *layer, module, kind = name.split(".")
+    usual = format.naming_of(family).modules.get(module) or format.modules[module]
+    return f"{format.layers}.{layer[1]}.{usual}.{kind}" if layer else f"{usual}.{kind}"
 
 
 def match_tensors(
-    config: ModelConfig,
-    found: Mapping[str, Shape],
-    outside_name: Callable[[str], str],
-    *,
-    ignored: Callable[[str], bool],
-) -> dict[str, str]:
-    """Name in here to name out there for every tensor of the model.
+    config: ModelConfig, found: Mapping[str, Shape], format: Format, *, ignored: Callable[[str], bool]
+) -> dict[str, TensorPlace]:
+    """Name in here to place out there for every tensor of the model.
 
     found: what the files hold, by their own names. ignored: says which superfluous ones do no harm.
     Raises ModelLoadError when one is missing, has another shape than the config says, or is unknown: a model computed
     without it would answer nonsense.
     """
-    wanted = tensor_shapes(config)
-    outside = {name: outside_name(name) for name in wanted}
-    missing = [name for name in outside.values() if name not in found]
+    places: dict[str, TensorPlace] = {}
+    shapes: dict[str, Shape] = {}  # of the tensors out there
+    for name, shape in tensor_shapes(config).items():
+        outside = outside_name(name, config.family, format)
+        before = shapes.get(outside, (0, *shape[1:]))
+        places[name] = _place(config, name, TensorPlace(outside, shape, first_row=before[0]), format)
+        shapes[outside] = (before[0] + shape[0], *shape[1:])
+    missing = [name for name in shapes if name not in found]
     if missing:
         raise ModelLoadError(
-            f"the weights lack {_listed(missing)}, which {config.architecture} with this config needs: "
+            f"the weights lack {_listed(missing)}, which {config.family} with this config needs: "
             "the checkpoint is incomplete, fetch it again"
         )
-    for name, shape in wanted.items():
-        if found[outside[name]] != shape:
+    for name, shape in shapes.items():
+        if found[name] != shape:
             raise ModelLoadError(
-                f"{outside[name]} has shape {list(found[outside[name]])}, but the config asks for {list(shape)}: "
+                f"{name} has shape {list(found[name])}, but the config asks for {list(shape)}: "
                 "weights and config are not of the same model"
             )
-    known = set(outside.values())
-    unknown = [name for name in found if name not in known and not ignored(name)]
+    unknown = [name for name in found if name not in shapes and not ignored(name)]
     if unknown:
         raise ModelLoadError(
-            f"the weights hold {_listed(unknown)}, which {config.architecture} with this config has no place for: "
+            f"the weights hold {_listed(unknown)}, which {config.family} with this config has no place for: "
             "weights and config are not of the same model, or it is a variant that is not supported"
         )
-    return outside
+    return places
 
 
-def _outside_name(name: str, modules: Mapping[str, str], layers: str) -> str:
-    *layer, module, kind = name.split(".")
-    if not layer:
-        return f"{modules[module]}.{kind}"
-    return f"{layers}.{layer[1]}.{modules[module]}.{kind}"
+def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -> TensorPlace:
+    """With the order of its rows, and what is added to it."""
+    naming = format.naming_of(config.family)
+    *layer, module, _ = name.split(".")
+    if module.endswith("norm") and naming.norm_offset:
+        place = replace(place, offset=naming.norm_offset)
+    if layer and module in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        order = _head_order(config.layers[int(layer[1])].attention, naming.pairs_adjacent)
+        if order is not None:
+            heads = np.arange(0, place.shape[0], order.size)
+            place = replace(place, order=(heads[:, None] + order).reshape(-1))
+    return place
+
+
+def _head_order(attention: AttentionConfig, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:
+    """Which of a head's numbers becomes which, so that pairs lie half a head apart, those that are turned first."""
+    # What is turned by nothing may lie in any order, as long as queries and keys have the same.
+    rotated = attention.head_dim if attention.rotary is None else attention.rotary.rotated_dims
+    pairs, half = rotated // 2, attention.head_dim // 2
+    if not pairs_adjacent and pairs == half:
+        return None
+    rest = np.arange(2 * pairs, attention.head_dim)
+    first, second = np.arange(pairs), np.arange(pairs, 2 * pairs)
+    if pairs_adjacent:
+        first, second = 2 * first, 2 * first + 1
+    return np.concatenate((first, rest[: half - pairs], second, rest[half - pairs :]))
 
 
 def _listed(names: list[str]) -> str:

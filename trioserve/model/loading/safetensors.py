@@ -18,7 +18,7 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
-from trioserve.model.loading.names import Shape, match_tensors, transformers_name
+from trioserve.model.loading.names import TRANSFORMERS, Shape, TensorPlace, match_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor, read_plain, read_sample
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
@@ -26,6 +26,7 @@ from trioserve.model.number_formats import VALUE_BYTES, Dtype
 __all__ = ["INDEX_NAME", "PlacedTensor", "SafetensorsCheckpoint", "stored_tensors"]
 
 _DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+EMBEDDING_NAME = "model.embed_tokens.weight"
 INDEX_NAME = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # the package's own limit
 HEADER_COMMAS_MAX = 2**19  # six a tensor; the largest models have some two thousand tensors
@@ -52,6 +53,13 @@ class PlacedTensor(msgspec.Struct, frozen=True):
     shape: Shape
     dtype: Dtype
 
+    def part(self, place: TensorPlace) -> PlacedTensor:
+        """The rows that a place names."""
+        if place.shape == self.shape:
+            return self
+        row_bytes = math.prod(self.shape[1:]) * VALUE_BYTES[self.dtype]
+        return PlacedTensor(self.path, self.offset + place.first_row * row_bytes, place.shape, self.dtype)
+
     def sample(self) -> bytes:
         """See StoredTensor."""
         return read_sample(self.path, self.offset, math.prod(self.shape) * VALUE_BYTES[self.dtype])
@@ -69,14 +77,14 @@ class SafetensorsCheckpoint:
         self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
-        embedding = stored.get(transformers_name("embed.weight"))
+        embedding = stored.get(EMBEDDING_NAME)
         self.config: ModelConfig = model_config_from(
             read_json_object(directory / "config.json"),
             generation_config,
             dtype_name="float32" if embedding is None else embedding.dtype,
         )
         shapes = {name: tensor.shape for name, tensor in stored.items()}
-        self._outside_names = match_tensors(self.config, shapes, transformers_name, ignored=self._ignored)
+        self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
         self._stored = stored
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
@@ -84,10 +92,10 @@ class SafetensorsCheckpoint:
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(generation_config)
 
     def tensors(self) -> Iterator[StoredTensor]:
-        for name, outside_name in self._outside_names.items():
-            stored = self._stored[outside_name]
-            read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
-            yield StoredTensor(name, stored.shape, stored.dtype, read, stored.sample)
+        for name, place in self._places.items():
+            stored = self._stored[place.name].part(place)
+            rows = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
+            yield StoredTensor(name, stored.shape, stored.dtype, functools.partial(place.read, rows), stored.sample)
 
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.

@@ -30,4 +30,4 @@ def weights_name(checkpoint: Checkpoint) -> str:
             digest.update(values.tobytes())
         else:
             digest.update(tensor.sample())
-    return f"{config.architecture}-{digest.hexdigest()}"
+    return f"{config.family}-{digest.hexdigest()}"

@@ -1,0 +1,67 @@
+"""Command R and R7B: LayerNorm, attention and MLP side by side, neighbours turned together. In R7B three of four layers
+see a window, and the others know no positions."""
+
+from __future__ import annotations
+
+from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, ModelConfig
+
+__all__ = ["COHERE", "COHERE2"]
+
+
+def _describe_cohere(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias)
+    layer = LayerConfig(attention=attention, mlp=fields.mlp(), is_parallel=True)
+    return _described(fields, "cohere", [layer] * fields.layer_count)
+
+
+def _describe_cohere2(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    every = fields.whole_or("sliding_window_pattern", 4)
+    windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
+    rotary = fields.rotary(fields.head_dim())
+    layers = [
+        LayerConfig(
+            attention=fields.attention(
+                rotary=None if window is None else rotary,
+                window=window,
+                has_bias=has_bias,
+                has_output_bias=has_bias,
+            ),
+            mlp=fields.mlp(),
+            is_parallel=True,
+        )
+        for window in windows
+    ]
+    return _described(fields, "cohere2", layers)
+
+
+def _described(fields: ModelFields, family: str, layers: list[LayerConfig]) -> ModelConfig:
+    return fields.described(
+        family,
+        layers,
+        norm="layer",
+        norm_eps=fields.number_or("layer_norm_eps", 1e-5),
+        logit_scale=fields.number_or("logit_scale", 0.0625),
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
+    )
+
+
+COHERE = Family(
+    name="cohere",
+    classes=("CohereForCausalLM",),
+    model_type="cohere",
+    describe=_describe_cohere,
+    transformers=Naming(pairs_adjacent=True),
+    gguf=GgufNaming(architecture="command-r", pairs_adjacent=True),
+)
+COHERE2 = Family(
+    name="cohere2",
+    classes=("Cohere2ForCausalLM",),
+    model_type="cohere2",
+    describe=_describe_cohere2,
+    transformers=Naming(pairs_adjacent=True),
+    gguf=GgufNaming(architecture="cohere2", pairs_adjacent=True),
+)

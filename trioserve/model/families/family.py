@@ -1,0 +1,94 @@
+"""What a family of models says of itself: how its config is read into a description, and what its tensors are called.
+
+A new family is a file beside this one and a line in registry.py. Whatever computes knows descriptions, and no families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import ModelConfig
+
+__all__ = ["Family", "GgufNaming", "Naming"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How the files of a format write a family's tensors down.
+
+    modules: by the module's name in here (see loading/names.py), its name there, where it is not the usual one. Modules
+    that share a name are the rows of one tensor, in the usual order: q, k, v; gate, up. pairs_adjacent: what rotary
+    positions turn together are the rows 2j and 2j + 1 of a head, not j and j + half. norm_offset: is added to norms'
+    weights.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    pairs_adjacent: bool = False
+    norm_offset: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufNaming(Naming):
+    """architecture: the file's general.architecture."""
+
+    architecture: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """classes: what config.json calls it in architectures; model_type: what it calls it where those are missing.
+    gguf: None if llama.cpp does not write it.
+
+    describe: reads the fields; it may raise ModelLoadError.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    model_type: str
+    describe: Callable[[ModelFields], ModelConfig]
+    transformers: Naming = field(default=Naming())
+    gguf: GgufNaming | None = None
+
+    def config_from(self, fields: ModelFields) -> ModelConfig:
+        """Raises ModelLoadError, naming the field, for one that changes what is computed and is not read."""
+        config = self.describe(fields)
+        asked = {fields.spelling(name) for name in fields.asked}
+        for name, neutral in MEANINGFUL_FIELDS.items():
+            if fields.spelling(name) not in asked and name in fields and not fields.is_neutral(name, neutral):
+                raise ModelLoadError(
+                    f"{fields.spelling(name)} in {fields.source} is {fields.shown(name)}, which {self.name} with this "
+                    "config has no place for: it is a variant that is not supported"
+                )
+        return config
+
+
+# Fields that some family's models are computed by, with the values that change nothing. Whatever else a config has is
+# taken to be a note.
+MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
+    "alibi": (False,),
+    "attention_chunk_size": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (0, 0.0),
+    "attn_temperature_tuning": (False, 0),
+    "clip_qkv": (0, 0.0),
+    "embedding_multiplier": (1, 1.0),
+    "final_logit_softcapping": (0, 0.0),
+    "hidden_act": ("silu",),
+    "hidden_activation": ("silu",),
+    "layer_types": (),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "n_routed_experts": (0,),
+    "no_rope_layers": (),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "parallel_attn": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1, 1.0),
+    "use_parallel_residual": (False,),
+    "use_qk_norm": (False,),
+}

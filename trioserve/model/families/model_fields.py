@@ -1,0 +1,191 @@
+"""What a checkpoint says of its model, under the names of transformers' config.json, whichever file says it; and the
+parts of a description that most families read in the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import Fields
+from trioserve.model.model_config import (
+    LAYERS_MAX,
+    Activation,
+    AttentionConfig,
+    Dtype,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    RopeScaling,
+    RotaryConfig,
+)
+
+__all__ = ["ModelFields", "RopeReader"]
+
+RopeReader = Callable[["ModelFields", str | None, float], tuple[float, RopeScaling | None]]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+class ModelFields(Fields):
+    """Fields of one model. What a file does not keep as a field, its reader has found out and says here."""
+
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        source: str,
+        *,
+        rope: RopeReader,
+        eos_token_ids: Sequence[int],
+        dtype_name: Dtype,
+        spellings: Mapping[str, str] | None = None,
+    ) -> None:
+        """rope: the theta, with this default, and the scaling, of layers of one of the config's layer_types or of all
+        (None)."""
+        super().__init__(values, source, spellings)
+        self._rope = rope
+        self._eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self._dtype_name: Dtype = dtype_name
+
+    def is_neutral(self, name: str, values: tuple[object, ...]) -> bool:
+        """Whether the field has one of these values, or is a list of layers that are all the usual ones."""
+        value = self._value(name)
+        return value in values or (isinstance(value, list) and all(item == "full_attention" for item in value))
+
+    def number_if_said(self, name: str, default: float) -> float | None:
+        """None where the field is there and null."""
+        return None if self.is_null(name) else self.number_or(name, default)
+
+    def head_dim(self, default: int | None = None) -> int:
+        """default: where the file does not say it; None divides the hidden size."""
+        hidden_size, head_count = self.whole("hidden_size"), self.whole("num_attention_heads")
+        if head_count < 1:
+            raise self.wrong("num_attention_heads", "at least 1")
+        return self.whole_or("head_dim", hidden_size // head_count if default is None else default)
+
+    @property
+    def layer_count(self) -> int:
+        """At least 1, and no more than any model has: a damaged file must not make us build a tuple of a billion."""
+        count = self.whole("num_hidden_layers")
+        if not 1 <= count <= LAYERS_MAX:
+            raise ModelLoadError(
+                f"layer_count is {count}, allowed is 1 to {LAYERS_MAX}: the checkpoint's config is damaged"
+            )
+        return count
+
+    def described(self, family: str, layers: Sequence[LayerConfig], **choices: Any) -> ModelConfig:
+        """choices: what differs from the usual, by ModelConfig's names."""
+        context_tokens = self.whole("max_position_embeddings")
+        scalings = {layer.attention.rotary.scaling for layer in layers if layer.attention.rotary is not None}
+        reach = (context_tokens if scaling is None else scaling.context_tokens(context_tokens) for scaling in scalings)
+        parts: dict[str, Any] = {
+            "vocab_size": self.whole("vocab_size"),
+            "hidden_size": self.whole("hidden_size"),
+            "context_tokens_max": max(reach, default=context_tokens),
+            "tie_word_embeddings": self.flag_or("tie_word_embeddings", False),
+            "bos_token_id": self.whole_or("bos_token_id", None),
+            "eos_token_ids": self._eos_token_ids,
+            "dtype_name": self._dtype_name,
+            **choices,
+        }
+        if "norm_eps" not in parts:
+            parts["norm_eps"] = self.number_or("rms_norm_eps", 1e-6)
+        return ModelConfig(family=family, layers=tuple(layers), **parts)
+
+    def attention(self, *, head_dim: int | None = None, **choices: Any) -> AttentionConfig:
+        """head_dim: as the default of head_dim(). choices: what differs from the usual, by AttentionConfig's names."""
+        head_dim = self.head_dim(head_dim)
+        head_count = self.whole("num_attention_heads")
+        parts: dict[str, Any] = {
+            "head_count": head_count,
+            "kv_head_count": self.whole_or("num_key_value_heads", head_count),
+            "head_dim": head_dim,
+            **choices,
+        }
+        if "rotary" not in parts:
+            parts["rotary"] = self.rotary(head_dim)
+        return AttentionConfig(**parts)
+
+    def rotary(
+        self,
+        head_dim: int,
+        *,
+        layer_type: str | None = None,
+        rotated_dims: int | None = None,
+        theta: float = 10_000.0,
+    ) -> RotaryConfig:
+        """layer_type: of which layers, where a config may tell them apart. rotated_dims: None is all of a head's, and
+        then a config that turns a part is refused. theta: where the file does not say it."""
+        theta, scaling = self._rope(self, layer_type, theta)
+        if rotated_dims is None:
+            rotated_dims = head_dim
+            if (part := self.part_of_head(head_dim, 1.0)) != head_dim:
+                raise ModelLoadError(
+                    f"{self.source} rotates {part} of {head_dim} dimensions of each head (partial_rotary_factor); "
+                    "supported for this family is rotating all of them"
+                )
+        return RotaryConfig(theta=theta, rotated_dims=rotated_dims, scaling=scaling)
+
+    def part_of_head(self, head_dim: int, default: float) -> int:
+        """How many numbers of each head are turned: partial_rotary_factor of them."""
+        rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
+        factor = self.number_or("partial_rotary_factor", default)
+        if rope is not None:
+            factor = rope.number_or("partial_rotary_factor", factor)
+        if not (math.isfinite(factor) and 0 < factor <= 1):
+            raise self.wrong("partial_rotary_factor", "above 0 and at most 1")
+        return int(head_dim * factor)
+
+    def mlp(self, *, has_bias: bool = False, activation: Activation | None = None) -> MlpConfig:
+        """activation: where the family settles it; None reads hidden_act, for which only silu is allowed."""
+        if activation is None and (name := self.text_or("hidden_act", "silu")) != "silu":
+            raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
+        return MlpConfig(
+            intermediate_size=self.whole("intermediate_size"), has_bias=has_bias, activation=activation or "silu"
+        )
+
+    def activation(self, *names: str, default: str) -> Activation:
+        """Which one the first of these fields that is there names."""
+        for name in names:
+            found = self.text_or(name, None)
+            if found is not None:
+                break
+        else:
+            name, found = names[0], default
+        if found not in _ACTIVATIONS:
+            raise ModelLoadError(
+                f"{self.spelling(name)} in {self.source} is {found!r}; supported are {', '.join(_ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[found]
+
+    def windows(self, window: int | None, pattern: Callable[[int], bool]) -> tuple[int | None, ...]:
+        """One for each layer, by the config's layer_types, and by the pattern, which says of a layer's index whether it
+        slides, where there are none."""
+        layer_types = self.layer_types()
+        if window is None:
+            return (None,) * self.layer_count
+        if layer_types is None:
+            return tuple(window if pattern(layer) else None for layer in range(self.layer_count))
+        return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+    def layer_types(self) -> list[str] | None:
+        layer_types = self.strings_or("layer_types", None)
+        for layer_type in layer_types or ():
+            if layer_type not in ("full_attention", "sliding_attention"):
+                raise ModelLoadError(
+                    f"layer_types in {self.source} holds {layer_type!r}; supported are full_attention and "
+                    "sliding_attention"
+                )
+        if layer_types is not None and len(layer_types) != self.layer_count:
+            raise ModelLoadError(
+                f"layer_types in {self.source} has {len(layer_types)} entries, but the model has {self.layer_count} "
+                "layers: the checkpoint's config is damaged"
+            )
+        return layer_types

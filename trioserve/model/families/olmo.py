@@ -1,0 +1,52 @@
+"""OLMo 2 and 3: norms behind attention and MLP instead of before, and all query or key heads of a row normed together.
+In OLMo 3 three of four layers see a window, and only the others have scaled positions."""
+
+from __future__ import annotations
+
+from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, ModelConfig
+
+__all__ = ["OLMO2", "OLMO3"]
+
+
+def _describe_olmo2(fields: ModelFields) -> ModelConfig:
+    # llama.cpp writes OLMo 3 as OLMo 2 with a window.
+    return _described(fields, "olmo2", fields.whole_or("sliding_window", None))
+
+
+def _describe_olmo3(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "olmo3", fields.whole_or("sliding_window", 4096))
+
+
+def _described(fields: ModelFields, family: str, window: int | None) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    head_dim = fields.head_dim()
+    whole = fields.rotary(head_dim, layer_type="full_attention")
+    sliding = fields.rotary(head_dim, layer_type="sliding_attention")
+    layers = [
+        LayerConfig(
+            attention=fields.attention(
+                rotary=whole if window is None else sliding,
+                window=window,
+                has_bias=has_bias,
+                has_output_bias=has_bias,
+                qk_norm="row",
+            ),
+            mlp=fields.mlp(),
+            has_input_norms=False,
+            has_output_norms=True,
+        )
+        for window in fields.windows(window, lambda layer: (layer + 1) % 4 != 0)
+    ]
+    return fields.described(family, layers)
+
+
+OLMO2 = Family(
+    name="olmo2",
+    classes=("Olmo2ForCausalLM",),
+    model_type="olmo2",
+    describe=_describe_olmo2,
+    gguf=GgufNaming(architecture="olmo2"),
+)
+OLMO3 = Family(name="olmo3", classes=("Olmo3ForCausalLM",), model_type="olmo3", describe=_describe_olmo3)

@@ -1,0 +1,82 @@
+"""The families that are served. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.cohere import COHERE, COHERE2
+from trioserve.model.families.ernie import ERNIE45
+from trioserve.model.families.exaone import EXAONE4
+from trioserve.model.families.family import Family
+from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from trioserve.model.families.glm import GLM4
+from trioserve.model.families.granite import GRANITE
+from trioserve.model.families.llama import LLAMA
+from trioserve.model.families.mistral import MISTRAL
+from trioserve.model.families.olmo import OLMO2, OLMO3
+from trioserve.model.families.phi import PHI3
+from trioserve.model.families.qwen import QWEN2, QWEN3
+from trioserve.model.families.seed import SEED_OSS
+from trioserve.model.families.smollm3 import SMOLLM3
+
+__all__ = ["FAMILIES", "family_named", "family_of_class", "family_of_gguf", "family_of_model_type"]
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    GRANITE,
+    GLM4,
+    COHERE,
+    COHERE2,
+    EXAONE4,
+    ERNIE45,
+    SEED_OSS,
+)
+
+
+def family_named(name: str) -> Family:
+    """name: ModelConfig.family."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def family_of_class(name: str) -> Family:
+    """name: an entry of config.json's architectures. Raises ModelLoadError for one that is not served."""
+    for family in FAMILIES:
+        if name in family.classes:
+            return family
+    raise _unknown(name, _classes())
+
+
+def family_of_model_type(name: str | None) -> Family:
+    """Where config.json has no architectures."""
+    for family in FAMILIES:
+        if name == family.model_type:
+            return family
+    raise _unknown(name or "not named in config.json", _classes())
+
+
+def family_of_gguf(name: str | None) -> Family:
+    """name: the file's general.architecture. Raises ModelLoadError for one that is not served."""
+    for family in FAMILIES:
+        if family.gguf is not None and name == family.gguf.architecture:
+            return family
+    supported = (family.gguf.architecture for family in FAMILIES if family.gguf is not None)
+    raise _unknown(name or "not named in the file", supported)
+
+
+def _classes() -> Iterable[str]:
+    return (name for family in FAMILIES for name in family.classes)
+
+
+def _unknown(came: str, supported: Iterable[str]) -> ModelLoadError:
+    return ModelLoadError(f"the model's architecture is {came}; supported are {', '.join(supported)}")

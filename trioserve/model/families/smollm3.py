@@ -1,0 +1,53 @@
+"""SmolLM3: a Llama in which every fourth layer knows no positions."""
+
+from __future__ import annotations
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, ModelConfig
+
+__all__ = ["SMOLLM3"]
+
+
+def _describe(fields: ModelFields) -> ModelConfig:
+    interval = fields.whole_or("no_rope_layer_interval", 4)
+    if interval < 1:
+        raise fields.wrong("no_rope_layer_interval", "at least 1")
+    # The list says which layers do know positions.
+    knows = fields.wholes("no_rope_layers") or tuple(
+        int((layer + 1) % interval != 0) for layer in range(fields.layer_count)
+    )
+    if len(knows) != fields.layer_count:
+        raise ModelLoadError(
+            f"no_rope_layers in {fields.source} has {len(knows)} entries, the model has {fields.layer_count} layers: "
+            "the checkpoint's config is damaged"
+        )
+    has_bias = fields.flag_or("attention_bias", False)
+    slides = fields.flag_or("use_sliding_window", False)
+    windows = fields.windows(
+        fields.whole_or("sliding_window", None) if slides else None, lambda layer: not knows[layer]
+    )
+    rotary = fields.rotary(fields.head_dim())
+    layers = [
+        LayerConfig(
+            attention=fields.attention(
+                rotary=rotary if knows[layer] else None,
+                window=window,
+                has_bias=has_bias,
+                has_output_bias=has_bias,
+            ),
+            mlp=fields.mlp(has_bias=fields.flag_or("mlp_bias", False)),
+        )
+        for layer, window in enumerate(windows)
+    ]
+    return fields.described("smollm3", layers, tie_word_embeddings=fields.flag_or("tie_word_embeddings", True))
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    classes=("SmolLM3ForCausalLM",),
+    model_type="smollm3",
+    describe=_describe,
+    gguf=GgufNaming(architecture="smollm3", pairs_adjacent=True),
+)
