@@ -31,6 +31,7 @@ __all__ = [
     "NO_FLAW",
     "NORM_KINDS",
     "Engine",
+    "ExpertsStruct",
     "LayerStruct",
     "Library",
     "MatrixStruct",
@@ -112,6 +113,16 @@ class MatrixStruct(ctypes.Structure):
     _fields_ = (("parts", WeightPartStruct * 3),)
 
 
+class ExpertsStruct(ctypes.Structure):
+    """Experts of cpu/step.h."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("router", "shared_gate_up", "shared_down")),
+        *((name, _pointer) for name in ("gate_up", "down", "shared_gate")),
+        *((name, _int) for name in ("count", "per_token", "normalizes", "middle", "shared_middle")),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """Layer of cpu/step.h."""
 
@@ -122,6 +133,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("query_norm", "key_norm")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "norms_rows", "activation", "is_parallel")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
+        ("experts", _pointer),
     )
 
 

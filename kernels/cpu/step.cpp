@@ -60,6 +60,25 @@ inline Lanes activate(int32_t activation, Lanes gate) {
     return gated<T>(gate, mul(set(1.59576912f), fma(cube, set(0.044715f), gate)));
 }
 
+// Of a row's logits of all experts, the indices and weights of those that it is sent to. Of equals the first one.
+void choose_experts(const Experts& experts, const float* logits, int32_t* chosen, float* weights) {
+    float most = logits[0], total = 0, chosen_total = 0;
+    for (int32_t expert = 1; expert < experts.count; expert++) most = std::max(most, logits[expert]);
+    for (int32_t expert = 0; expert < experts.count; expert++) total += std::exp(logits[expert] - most);
+    for (int32_t place = 0; place < experts.per_token; place++) {
+        int32_t best = -1;
+        for (int32_t expert = 0; expert < experts.count; expert++) {
+            if (std::find(chosen, chosen + place, expert) != chosen + place) continue;
+            if (best < 0 || logits[expert] > logits[best]) best = expert;  // a NaN is passed on by its weight
+        }
+        chosen[place] = best;
+        weights[place] = std::exp(logits[best] - most) / total;
+        chosen_total += weights[place];
+    }
+    if (!experts.normalizes) return;
+    for (int32_t place = 0; place < experts.per_token; place++) weights[place] /= chosen_total;
+}
+
 bool has_output_norms(const Model& model) {
     for (int32_t index = 0; index < model.layer_count; index++)
         if (model.layers[index].attention_output_norm != nullptr) return true;
@@ -147,6 +166,14 @@ private:
     void add_normed(int thread, float* product, int64_t rows, int64_t size, const float* weight, const Norm& norm,
                     float scale, float* hidden);
     template <class T>
+    void gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
+              int32_t activation, const Rows<T>& activated, const void* next);
+    template <class T>
+    void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, float* hidden);
+    void sort_by_expert(const Experts& experts);
+    template <class T>
+    void make_room_for_experts(const Model& model);
+    template <class T>
     T* query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const;
     template <class T>
     void turn_and_store(const Model& model, const Layer& layer, float* qkv, int64_t row, T* queries, T* pages);
@@ -174,9 +201,12 @@ private:
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     std::atomic<bool> is_abandoned_{false};
+    std::vector<int32_t> chosen_, expert_firsts_, expert_nexts_, expert_rows_;  // of a mixture
+    std::vector<float> chosen_weights_, expert_weights_, shared_weights_;
     bool is_invariant_ = false;
     bool packs_decodes_ = false;  // where a decode's own way to add up is not that of a prompt, and has to be
     Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
+    Buffer chances_, gathered_, mixed_;
 };
 
 // Rows that the products may read beyond the last one.
@@ -483,6 +513,123 @@ void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, 
     team.meet();
 }
 
+// activated = activation(gate) * up of x.
+template <class T>
+void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
+                  int32_t activation, const Rows<T>& activated, const void* next) {
+    product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
+        const int64_t n = first_block / 2 * LANES;
+        for (int row = 0; row < count; row++) {
+            Lanes gate = load(sums + row * PANEL), up = load(sums + row * PANEL + LANES);
+            if (bias != nullptr) {
+                gate = add(gate, load(bias + first_block * LANES));
+                up = add(up, load(bias + first_block * LANES + LANES));
+            }
+            store(activated.at(first_row + row, n), mul(activate<T>(activation, gate), up));
+        }
+    });
+}
+
+// A thread of the team must not find that there is no memory.
+template <class T>
+void Engine::make_room_for_experts(const Model& model) {
+    int64_t count = 0, places = 0;
+    for (int32_t layer = 0; layer < model.layer_count; layer++) {
+        const Experts* experts = model.layers[layer].experts;
+        if (experts == nullptr) continue;
+        count = std::max<int64_t>(count, experts->count);
+        places = std::max<int64_t>(places, rows_ * experts->per_token);
+    }
+    if (count == 0) return;
+    for (auto* numbers : {&chosen_, &expert_rows_}) numbers->resize(places);
+    for (auto* numbers : {&chosen_weights_, &expert_weights_}) numbers->resize(places);
+    for (auto* numbers : {&expert_firsts_, &expert_nexts_}) numbers->resize(count + 1);
+    shared_weights_.assign(rows_, 1.0f);
+    chances_.of<float>(rows_ * rounded_up(count, LANES));
+    gathered_.of<T>(readable(rows_) * padded_depth(model.hidden_size));
+    mixed_.of<T>(readable(rows_) * padded_depth(model.intermediate_size));
+}
+
+// Rows by the experts that they are sent to, in their order.
+void Engine::sort_by_expert(const Experts& experts) {
+    const int64_t count = rows_ * experts.per_token;
+    std::fill(expert_firsts_.begin(), expert_firsts_.end(), 0);
+    for (int64_t index = 0; index < count; index++) expert_firsts_[chosen_[index] + 1]++;
+    for (int32_t expert = 0; expert < experts.count; expert++) expert_firsts_[expert + 1] += expert_firsts_[expert];
+    std::copy(expert_firsts_.begin(), expert_firsts_.end(), expert_nexts_.begin());
+    for (int64_t index = 0; index < count; index++) {
+        const int32_t place = expert_nexts_[chosen_[index]]++;
+        expert_rows_[place] = int32_t(index / experts.per_token);
+        expert_weights_[place] = chosen_weights_[index];
+    }
+}
+
+// hidden += a mixture of experts of x. One expert after the other: so a row's sum has the same order in any company.
+template <class T>
+void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, float* hidden) {
+    const Experts& experts = *layer.experts;
+    const int64_t size = model.hidden_size, padded_count = rounded_up(experts.count, LANES);
+    float* chances = chances_.of<float>(0);
+    product(thread, x, rows_, experts.router, nullptr,
+            [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                for (int row = 0; row < count; row++)
+                    for (int block = 0; block < blocks; block++)
+                        store(chances + (first_row + row) * padded_count + (first_block + block) * LANES,
+                              load(sums + row * PANEL + block * LANES));
+            });
+    team.meet();
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        const int64_t first = row * experts.per_token;
+        choose_experts(experts, chances + row * padded_count, chosen_.data() + first, chosen_weights_.data() + first);
+        if (experts.shared_gate == nullptr) continue;
+        Lanes sum = zero();
+        for (int64_t n = 0; n < size; n += LANES) sum = fma(load(x.at(row, n)), load(experts.shared_gate + n), sum);
+        shared_weights_[row] = 1.0f / (1.0f + std::exp(-sum_of(sum)));
+    }
+    team.meet();
+    if (thread == 0) sort_by_expert(experts);
+    team.meet();
+    // The rows, and where their activated numbers end, are written in the same piece of work. rows_at: where they are added;
+    // null: to the same rows.
+    const auto go_through = [&](const Rows<const T>& some, int64_t count, int64_t middle, const Matrix& gate_up,
+                                const Matrix& down, const int32_t* rows_at, const float* weights) {
+        const auto activated = rows_for<T>(mixed_.of<T>(0), count, middle);
+        team.meet();
+        gate<T>(thread, some, count, gate_up, nullptr, layer.activation, activated, nullptr);
+        team.meet();
+        product<T>(thread, activated, count, down, nullptr,
+                   [&](int64_t first_row, int found, int64_t first_block, int blocks, float* sums) {
+                       for (int index = 0; index < found; index++) {
+                           const int64_t row = rows_at == nullptr ? first_row + index : rows_at[first_row + index];
+                           const Lanes weight = set(weights[first_row + index] * layer.residual_scale);
+                           float* to = hidden + row * size + first_block * LANES;
+                           for (int block = 0; block < blocks; block++)
+                               store(to + block * LANES,
+                                     fma(load(sums + index * PANEL + block * LANES), weight, load(to + block * LANES)));
+                       }
+                   });
+        team.meet();
+    };
+    for (int32_t expert = 0; expert < experts.count; expert++) {
+        const int32_t first = expert_firsts_[expert], count = expert_firsts_[expert + 1] - first;
+        if (count == 0) continue;
+        const auto some = rows_for<T>(gathered_.of<T>(0), count, size);
+        for (int64_t index; (index = team.take_share(thread, count)) >= 0;) {
+            const int64_t row = expert_rows_[first + index];
+            for (int64_t n = 0; n < size; n += LANES) std::memcpy(some.at(index, n), x.at(row, n), sizeof(T) * LANES);
+            some.pad(index, size);
+            rows_for<T>(mixed_.of<T>(0), count, experts.middle).pad(index, experts.middle);
+        }
+        go_through(some, count, experts.middle, experts.gate_up[expert], experts.down[expert],
+                   expert_rows_.data() + first, expert_weights_.data() + first);
+    }
+    if (experts.shared_middle == 0) return;
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;)
+        rows_for<T>(mixed_.of<T>(0), rows_, experts.shared_middle).pad(row, experts.shared_middle);
+    go_through(x, rows_, experts.shared_middle, experts.shared_gate_up, experts.shared_down, nullptr,
+                   shared_weights_.data());
+}
+
 template <class T>
 T* Engine::query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const {
     const int64_t group = shape.group();
@@ -745,6 +892,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     angles_.of<float>(model.rotary_count * rows * shape.head_dim);
     float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
     const Norm norm{model.norm_kind, model.norm_eps};
+    make_room_for_experts<T>(model);
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
     int64_t kept_count = 0;
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
@@ -812,25 +960,20 @@ bool Engine::compute(const Model& model, const Step& step) {
             attend<T>(thread, shape_of(model, layer.score_cap), plans_.at(layer.window), layer.window, queries, pages, attended,
                       first_read<T>(thread, layer.output, rows));
             team.meet();
-            product<T>(thread, attended, rows, layer.output, first_read<T>(thread, layer.gate_up, rows),
+            const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
+            product<T>(thread, attended, rows, layer.output, first_read<T>(thread, after, rows),
                        add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale));
             team.meet();
             if (layer.attention_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
                            hidden);
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
-            product(thread, x, rows, layer.gate_up, first_read<T>(thread, layer.down, rows),
-                    [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
-                        const int64_t n = first_block / 2 * LANES;
-                        for (int row = 0; row < count; row++) {
-                            Lanes gate = load(sums + row * PANEL), up = load(sums + row * PANEL + LANES);
-                            if (layer.gate_up_bias != nullptr) {
-                                gate = add(gate, load(layer.gate_up_bias + first_block * LANES));
-                                up = add(up, load(layer.gate_up_bias + first_block * LANES + LANES));
-                            }
-                            store(activated.at(first_row + row, n), mul(activate<T>(layer.activation, gate), up));
-                        }
-                    });
+            if (layer.experts != nullptr) {
+                mix(thread, model, layer, x, hidden);
+                continue;
+            }
+            gate(thread, x, rows, layer.gate_up, layer.gate_up_bias, layer.activation, activated,
+                 first_read<T>(thread, layer.down, rows));
             team.meet();
             const uint8_t* next = nullptr;
             if (index + 1 < model.layer_count)

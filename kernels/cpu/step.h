@@ -24,21 +24,32 @@ struct Matrix {
     WeightPart parts[3];
 };
 
+// A mixture of experts: each row is sent to the per_token most probable ones. normalizes: their probabilities are divided by
+// their sum. gate_up, down: [count], as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what
+// all rows go through; without blocks there is none. shared_gate: [hidden_size], or null.
+struct Experts {
+    Matrix router, shared_gate_up, shared_down;
+    const Matrix *gate_up, *down;
+    const float* shared_gate;
+    int32_t count, per_token, normalizes, middle, shared_middle;
+};
+
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
 // outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
 // everything. rotary: which of the model's. norms_rows: query_norm and key_norm have a number for each of a row's, and norm
 // all heads together. is_parallel: the MLP reads what attention reads. query_factor: of queries. score_cap: 0 is none.
-// residual_scale: of what is added to the hidden states.
+// residual_scale: of what is added to the hidden states. experts: in the place of gate_up and down, or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm;
     int32_t pairs_together, window, rotary, norms_rows, activation, is_parallel;
     float query_factor, score_cap, residual_scale;
+    const Experts* experts;
 };
 
-// batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
+// intermediate_size: the largest. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count;

@@ -41,6 +41,8 @@ TORCH = (
     ("qwen2-sliding", "bfloat16", "none"),
     ("mistral", "float16", "none"),
     ("qwen3", "bfloat16", "none"),
+    ("gemma2", "bfloat16", "none"),
+    ("qwen2-moe", "bfloat16", "none"),
 )
 NATIVE = (
     ("llama", "float32", "none"),
@@ -59,6 +61,11 @@ NATIVE = (
     ("llama-wide", "bfloat16", "Q5_K"),
     ("llama-wide", "bfloat16", "Q8_0"),
     ("llama-padded", "bfloat16", "none"),
+    ("gemma2", "bfloat16", "none"),
+    ("olmo2", "float32", "none"),
+    ("cohere2", "bfloat16", "int8"),
+    ("qwen2-moe", "bfloat16", "none"),
+    ("qwen3-moe", "bfloat16", "int4"),
 )
 
 

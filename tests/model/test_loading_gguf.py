@@ -369,7 +369,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
     "changes, said",
     [
         ({"general.architecture": "mamba"}, "architecture is mamba; supported are llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
         ({"llama.embedding_length": None}, "lacks llama.embedding_length"),
         ({"llama.embedding_length": "64"}, "must be a whole number"),
         ({"llama.embedding_length": 128}, "has shape [320, 64], but the config asks for [320, 128]"),

@@ -44,6 +44,12 @@ KINDS = (
     "qwen2",
     "qwen2-sliding",
     "qwen3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "cohere2",
+    "qwen2-moe",
+    "granite-moe",
 )
 
 

@@ -52,6 +52,11 @@ KINDS = (
     "exaone4",
     "ernie4_5",
     "seed_oss",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "olmoe",
+    "granite-moe",
 )
 VOCAB_SIZE = 320
 

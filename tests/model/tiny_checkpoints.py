@@ -179,6 +179,40 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 32, "use_bias": True}),
     "seed_oss": ("seed_oss", {"head_dim": 32}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 20,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granite-moe": (
+        "granitemoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
 }
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -317,16 +351,26 @@ _FAMILY_METADATA: dict[str, str] = {
     "max_position_embeddings": "add_context_length",
     "hidden_size": "add_embedding_length",
     "intermediate_size": "add_feed_forward_length",
+    "num_local_experts": "add_expert_count",
+    "num_experts": "add_expert_count",
+    "num_experts_per_tok": "add_expert_used_count",
+    "moe_intermediate_size": "add_expert_feed_forward_length",
+    "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
 }
-_PERMUTED_BY_THE_CONVERTER = ("granite", "smollm3")
-_ARCHITECTURES = {"gemma3_text": "gemma3", "cohere": "command-r"}
+_PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "mixtral", "smollm3")
+_ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "cohere": "command-r",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 
 
 def write_family_gguf(checkpoint: Path, path: Path) -> None:
     """Write the directory `checkpoint`, of a kind of FAMILY_KINDS, as GGUF in float32. Tensors' names are those of the
     gguf package."""
     import gguf
-    import torch
     from safetensors.torch import load_file
 
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -350,8 +394,7 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
         writer.add_rope_scaling_factor(whole["factor"])
     _add_tokenizer(writer)
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        values = tensor.to(torch.float32).numpy()
+    for name, values in _with_stacked_experts(load_file(checkpoint / "model.safetensors")).items():
         if model_type.startswith("gemma") and "norm" in name:
             values = values + 1.0
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
@@ -362,6 +405,28 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Experts of a layer become one tensor, and what Granite has in one becomes two, as the converter does."""
+    import torch
+
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        values = tensor.to(torch.float32).numpy()
+        before, is_expert, after = name.partition(".experts.")
+        if is_expert:
+            index, _, projection = after.partition(".")
+            experts.setdefault(f"{before}.experts.{projection}", {})[int(index)] = values
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            for projection, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                found[name.replace("block_sparse_moe.input_linear", f"mlp.experts.{projection}_proj")] = part
+        else:
+            found[name] = values
+    for name, by_index in experts.items():
+        found[name] = np.stack([by_index[index] for index in sorted(by_index)])
+    return found
 
 
 def _add_tokenizer(writer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import attend
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.layers import Embedding, HeadNorms, Linear, Norm, RotaryAngles
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.model_config import Activation, ExpertsConfig, LayerConfig, ModelConfig
 from trioserve.model.step_tensors import StepTensors
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
@@ -19,6 +19,74 @@ from trioserve_kernels import Kernels
 __all__ = ["Decoder"]
 
 Angles = tuple[Tensor, Tensor]
+
+
+MakeLinear = Callable[..., Linear]  # inputs, has_bias, and the outputs of each projection by its name
+
+
+class _Mlp:
+    """down(activation(gate(x)) * up(x))"""
+
+    def __init__(
+        self,
+        linear: MakeLinear,
+        prefix: str,
+        hidden: int,
+        middle: int,
+        activation: Activation,
+        kernels: Kernels,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self._kernels = kernels
+        self._activation = activation
+        self._gate_up = linear(hidden, has_bias, **{f"{prefix}gate_proj": middle, f"{prefix}up_proj": middle})
+        self._down = linear(middle, has_bias, **{f"{prefix}down_proj": hidden})
+        self.linears = (self._gate_up, self._down)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return self._down(self._kernels.activate_and_mul(self._gate_up(values), self._activation))
+
+
+class _Experts:
+    """A mixture: of each expert only the rows that it was chosen for are computed, one expert after the other, so that
+    the order of a row's sum is that of the experts, whatever else is in the step."""
+
+    def __init__(self, linear: MakeLinear, hidden: int, mlp: ExpertsConfig, kernels: Kernels) -> None:
+        self._mlp = mlp
+        self._router = linear(hidden, False, router=mlp.expert_count)
+        self._experts = [
+            _Mlp(linear, f"experts.{expert}.", hidden, mlp.intermediate_size, mlp.activation, kernels)
+            for expert in range(mlp.expert_count)
+        ]
+        self._shared: _Mlp | None = None
+        self._shared_gate: Linear | None = None
+        if mlp.shared_size:
+            self._shared = _Mlp(linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels)
+        if mlp.has_shared_gate:
+            self._shared_gate = linear(hidden, False, shared_gate=1)
+        parts = [part for expert in self._experts for part in expert.linears]
+        shared = () if self._shared is None else self._shared.linears
+        gate = () if self._shared_gate is None else (self._shared_gate,)
+        self.linears = (self._router, *parts, *shared, *gate)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        chances = self._router(values).float().softmax(-1)
+        weights, chosen = chances.topk(self._mlp.experts_per_token, dim=-1)
+        if self._mlp.normalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(values.dtype)
+        result = torch.zeros_like(values)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, places = torch.where(chosen == expert)
+            result[rows] += self._experts[expert](values[rows]) * weights[rows, places, None]
+        if self._shared is not None:
+            shared = self._shared(values)
+            if self._shared_gate is not None:
+                # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+                shared = self._shared_gate(values).double().sigmoid().to(shared.dtype) * shared
+            result += shared
+        return result
 
 
 class _Layer:
@@ -43,7 +111,7 @@ class _Layer:
         self._query_size = attention.query_size
         self._kv_size = 2 * attention.key_size
         self._query_factor = attention.query_factor
-        hidden, middle, keys = config.hidden_size, mlp.intermediate_size, attention.key_size
+        hidden, keys = config.hidden_size, attention.key_size
         name = f"layers.{index}"
 
         def norm(module: str, is_there: bool) -> Norm | None:
@@ -64,12 +132,16 @@ class _Layer:
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
         self._output = linear(self._query_size, attention.has_output_bias, o_proj=hidden)
-        self._gate_up = linear(hidden, mlp.has_bias, gate_proj=middle, up_proj=middle)
-        self._down = linear(middle, mlp.has_bias, down_proj=hidden)
+        self._mlp: _Mlp | _Experts
+        if isinstance(mlp, ExpertsConfig):
+            self._mlp = _Experts(linear, hidden, mlp, kernels)
+        else:
+            middle, activation = mlp.intermediate_size, mlp.activation
+            self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self._qkv, self._output, self._gate_up, self._down
+        return self._qkv, self._output, *self._mlp.linears
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (
@@ -100,11 +172,11 @@ class _Layer:
         normed = _added(hidden, product, self._attention_norm)
         attended = self._attended(normed, step, angles, pages, slots_of_layer)
         if self._layer.is_parallel:
-            attended += self._gated(normed)
+            attended += self._mlp(normed)
             return self._scaled(attended)
         attended = self._scaled(_normed(attended, self._attention_output_norm))
         normed = _added(hidden, attended, self._mlp_norm)
-        return self._scaled(_normed(self._gated(normed), self._mlp_output_norm))
+        return self._scaled(_normed(self._mlp(normed), self._mlp_output_norm))
 
     def _attended(
         self, normed: Tensor, step: StepTensors, angles: Angles, pages: Tensor, slots_of_layer: Tensor
@@ -122,9 +194,6 @@ class _Layer:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
         rows = attend(kernels, queries, keys_values, pages, step.attention[attention.window], attention.score_cap)
         return self._output(rows)
-
-    def _gated(self, normed: Tensor) -> Tensor:
-        return self._down(self._kernels.activate_and_mul(self._gate_up(normed), self._layer.mlp.activation))
 
     def _scaled(self, product: Tensor) -> Tensor:
         scale = self._layer.residual_scale

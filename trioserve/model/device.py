@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Literal
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 
@@ -138,11 +138,16 @@ def attended_token_flops(config: ModelConfig) -> int:
 
 
 def _layer_weights(config: ModelConfig) -> int:
-    columns = sum(
-        2 * (layer.attention.query_size + layer.attention.key_size) + 3 * layer.mlp.intermediate_size
-        for layer in config.layers
-    )
-    return config.hidden_size * columns
+    """That a token is multiplied with: of a mixture, those of the experts that it is sent to."""
+    return config.hidden_size * sum(map(_layer_columns, config.layers))
+
+
+def _layer_columns(layer: LayerConfig) -> int:
+    attention, mlp = layer.attention, layer.mlp
+    columns = 2 * (attention.query_size + attention.key_size)
+    if isinstance(mlp, MlpConfig):
+        return columns + 3 * mlp.intermediate_size
+    return columns + mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
 
 
 def kv_block_count(config: ModelConfig, settings: ModelSettings, device: DeviceType, dtype: Dtype) -> int:

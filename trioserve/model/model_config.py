@@ -17,6 +17,7 @@ __all__ = [
     "Activation",
     "AttentionConfig",
     "Dtype",
+    "ExpertsConfig",
     "LayerConfig",
     "MlpConfig",
     "ModelConfig",
@@ -35,6 +36,7 @@ QkNorm = Literal["none", "head", "row"]
 # of these families have 126 layers, 128 heads and dimensions below 200,000.
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
+EXPERTS_MAX = 1_024
 DIMENSION_MAX = 2**24
 CONTEXT_TOKENS_MAX = 2**31 - 1  # positions are int32 in the step tensors
 
@@ -179,7 +181,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
 
 
-class MlpConfig(msgspec.Struct, frozen=True, kw_only=True):
+class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     """down(activation(gate(x)) * up(x)), each with a bias if has_bias. gelu_tanh: the approximation of gelu by tanh."""
 
     intermediate_size: int
@@ -190,15 +192,41 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True):
         _count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
 
 
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """A mixture of experts in the place of an MLP (arXiv 2101.03961): a router's softmax over all experts chooses
+    experts_per_token of them, and a token's result is the sum of theirs, weighed by their probabilities.
+
+    intermediate_size: of each expert, which is an MLP. normalizes: the chosen probabilities are divided by their sum.
+    shared_size: intermediate size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its
+    result is multiplied by the sigmoid of a product of the token with a vector.
+    """
+
+    expert_count: int
+    experts_per_token: int
+    intermediate_size: int
+    normalizes: bool
+    activation: Activation = "silu"
+    shared_size: int = 0
+    has_shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        _count("the number of experts", self.expert_count, EXPERTS_MAX)
+        _count("the number of experts for each token", self.experts_per_token, self.expert_count)
+        _count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)
+        if self.shared_size:
+            _count("the shared expert's intermediate size", self.shared_size, DIMENSION_MAX)
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention and MLP, each with a norm before (input) and a norm behind (output), where there is one, and a sum.
+    """Attention, and an MLP or a mixture of experts; each with a norm before (input) and a norm behind (output), where
+    there is one, and a sum.
 
     is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
     residual_scale: what either is multiplied by before it is added.
     """
 
     attention: AttentionConfig
-    mlp: MlpConfig
+    mlp: MlpConfig | ExpertsConfig
     has_input_norms: bool = True
     has_output_norms: bool = False
     is_parallel: bool = False
@@ -268,6 +296,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def heads(self) -> AttentionConfig:
         """The first layer's attention: the shape of its heads is that of all layers."""
         return self.layers[0].attention
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, ExpertsConfig) for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -20,7 +20,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
@@ -36,6 +36,7 @@ from trioserve_kernels.native import (
     HEAD_DIM_MAX,
     NORM_KINDS,
     Engine,
+    ExpertsStruct,
     LayerStruct,
     Library,
     MatrixStruct,
@@ -49,7 +50,6 @@ from trioserve_kernels.native import (
 
 __all__ = ["NativeModel", "why_not_native"]
 
-MATRICES = ("qkv", "output", "gate_up", "down")  # of LayerStruct
 CLAIMED_BYTES = 1 << 21  # one large page, which takes 0.2 ms, or 6 where a virtual machine has to ask its host for it
 
 
@@ -57,12 +57,15 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
-    middles = {layer.mlp.intermediate_size for layer in config.layers}
-    if len(middles) > 1:
+    if len({layer.mlp.intermediate_size for layer in config.layers if isinstance(layer.mlp, MlpConfig)}) > 1:
         return "intermediate_size differs from layer to layer"
     head_dim = config.heads.head_dim
-    sizes = {"hidden_size": config.hidden_size, "intermediate_size": middles.pop(), "head_dim": head_dim}
-    for name, size in sizes.items():
+    sizes = [("hidden_size", config.hidden_size), ("head_dim", head_dim)]
+    for layer in config.layers:
+        sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
+        if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
+            return "experts have a norm behind them"
+    for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
     if head_dim > HEAD_DIM_MAX:
@@ -71,6 +74,12 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
         if layer.mlp.activation not in ACTIVATIONS:
             return f"they do not compute {layer.mlp.activation}"
     return None
+
+
+def _middles(mlp: MlpConfig | ExpertsConfig) -> tuple[int, ...]:
+    if isinstance(mlp, MlpConfig) or not mlp.shared_size:
+        return (mlp.intermediate_size,)
+    return mlp.intermediate_size, mlp.shared_size
 
 
 class NativeModel:
@@ -104,7 +113,7 @@ class NativeModel:
         self._unclaimed: Iterator[tuple[int, int]] = iter(())  # address and bytes of pieces of the KV cache's memory
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
-        self.step_weight_bytes: int = self._weights.byte_count
+        self.step_weight_bytes: int = self._weights.step_byte_count
         self._layers = [_Layer(layer, config.hidden_size) for layer in config.layers]
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
@@ -114,10 +123,7 @@ class NativeModel:
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(
-                layer.struct(
-                    {name: self._weights.matrix(f"layers.{index}.{name}") for name in MATRICES},
-                    rotaries.index(described.attention.rotary),
-                )
+                layer.struct(f"layers.{index}", self._weights, rotaries.index(described.attention.rotary))
                 for index, (layer, described) in enumerate(zip(self._layers, config.layers, strict=True))
             )
         )
@@ -125,7 +131,7 @@ class NativeModel:
             dtype=DTYPES[dtype],
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
-            intermediate_size=config.layers[0].mlp.intermediate_size,
+            intermediate_size=max(size for layer in config.layers for size in _middles(layer.mlp)),
             head_count=heads.head_count,
             kv_head_count=heads.kv_head_count,
             head_dim=heads.head_dim,
@@ -290,7 +296,7 @@ class _Layer:
 
     def __init__(self, layer: LayerConfig, hidden: int) -> None:
         attention, mlp = layer.attention, layer.mlp
-        heads, keys, middle = attention.query_size, attention.key_size, mlp.intermediate_size
+        heads, keys = attention.query_size, attention.key_size
         self._layer = layer
         self._together = has_pairs_together(attention)
         self.attention_norm = _singles(hidden) if layer.has_input_norms else None
@@ -303,12 +309,22 @@ class _Layer:
         self.key_norm = _singles(attention.head_dim if by_head else keys) if has_norms else None
         self.qkv_bias = _singles(heads + 2 * keys) if attention.has_bias else None
         self.output_bias = _singles(hidden) if attention.has_output_bias else None
-        self.gate_up_bias = _singles(2 * middle) if mlp.has_bias else None
-        self.down_bias = _singles(hidden) if mlp.has_bias else None
+        has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
+        self.gate_up_bias = _singles(2 * mlp.intermediate_size) if has_bias else None
+        self.down_bias = _singles(hidden) if has_bias else None
+        has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
+        self.shared_gate = _singles(hidden) if has_gate else None
+        self._experts: ExpertsStruct | None = None
+        self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
-    def struct(self, matrices: dict[str, MatrixStruct], rotary: int) -> LayerStruct:
-        attention = self._layer.attention
-        pointers = [field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p]
+    def struct(self, name: str, weights: PackedWeights, rotary: int) -> LayerStruct:
+        """name: such as layers.0."""
+        attention, mlp = self._layer.attention, self._layer.mlp
+        own = ("qkv", "output", "gate_up", "down") if isinstance(mlp, MlpConfig) else ("qkv", "output")
+        matrices = {matrix: weights.matrix(f"{name}.{matrix}") for matrix in own}
+        if isinstance(mlp, ExpertsConfig):
+            self._experts = self._experts_struct(name, mlp, weights)
+        pointers = [field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] != "experts"]
         tensors = {name: getattr(self, name) for name in pointers}
         addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
         return LayerStruct(
@@ -323,6 +339,32 @@ class _Layer:
             query_factor=attention.query_factor,
             score_cap=attention.score_cap or 0.0,
             residual_scale=self._layer.residual_scale,
+            experts=None if self._experts is None else ctypes.addressof(self._experts),
+        )
+
+    def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
+        every = [f"{name}.experts.{expert}" for expert in range(mlp.expert_count)]
+        # Held here: the struct has their addresses.
+        gate_up, down = self._expert_matrices = tuple(
+            (MatrixStruct * mlp.expert_count)(*(weights.matrix(f"{expert}.{matrix}") for expert in every))
+            for matrix in ("gate_up", "down")
+        )
+        shared = {
+            f"shared_{matrix}": weights.matrix(f"{name}.shared.{matrix}")
+            for matrix in ("gate_up", "down")
+            if mlp.shared_size
+        }
+        return ExpertsStruct(
+            router=weights.matrix(f"{name}.router"),
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
+            shared_gate=None if self.shared_gate is None else address(self.shared_gate),
+            count=mlp.expert_count,
+            per_token=mlp.experts_per_token,
+            normalizes=mlp.normalizes,
+            middle=mlp.intermediate_size,
+            shared_middle=mlp.shared_size,
+            **shared,
         )
 
     def _of_heads(self, bias: Float32Array | None) -> Float32Array | None:
@@ -343,6 +385,9 @@ class _Layer:
         ):
             if bias is not None:
                 yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
+        if self.shared_gate is not None:
+            shape = (1, self.shared_gate.size)
+            yield Slot(f"{name}.shared_gate.weight", shape, "float32", functools.partial(_copy, self.shared_gate))
         for norm, weight in (
             ("attention_norm", self.attention_norm),
             ("attention_output_norm", self.attention_output_norm),

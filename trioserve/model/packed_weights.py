@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.model.loading.stored_tensor import Bytes
-from trioserve.model.model_config import AttentionConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, ExpertsConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, Values
 from trioserve.model.quantization import Quantization, weight_format
 from trioserve.model.weights import Slot
@@ -78,6 +78,7 @@ class PackedWeights:
         self._matrices = _matrices(config, lambda name: weight_format(quantization, name, block_types.get(name)))
         sizes = {part: self._packed_bytes(part) for matrix in self._matrices.values() for part in matrix}
         self.byte_count = sum(sizes.values())
+        self.step_byte_count = round(sum(size * _share_of_step(config, part) for part, size in sizes.items()))
         self._memory = WeightMemory(library, self.byte_count)
         self._places = {part: self._memory.take(size) for part, size in sizes.items()}
 
@@ -131,6 +132,16 @@ class PackedWeights:
         return Slot(name, shape, "float32", quantize, block_type, functools.partial(take, block_type))
 
 
+def _share_of_step(config: ModelConfig, part: _Part) -> float:
+    """Of a part's bytes, what a step of one token reads on the average."""
+    path = part.names[0].split(".")
+    if path[2:3] != ["experts"]:
+        return 1.0
+    mlp = config.layers[int(path[1])].mlp
+    assert isinstance(mlp, ExpertsConfig), "its experts have parts"
+    return mlp.experts_per_token / mlp.expert_count
+
+
 def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> dict[str, tuple[_Part, ...]]:
     """The parts of each, by the matrix's name."""
 
@@ -139,10 +150,15 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         # What lies in turn has one format: where a file mixes two, neither.
         return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE, pairs_of)
 
+    def gated(name: str, middle: int) -> None:
+        # Gate and up lie in turn, so that both are at hand where they are multiplied.
+        matrices[f"{name}.gate_up"] = (part(middle, hidden, f"{name}.gate_proj.weight", f"{name}.up_proj.weight"),)
+        matrices[f"{name}.down"] = (part(hidden, middle, f"{name}.down_proj.weight"),)
+
     hidden = config.hidden_size
     matrices: dict[str, tuple[_Part, ...]] = {}
     for index, described in enumerate(config.layers):
-        attention, middle = described.attention, described.mlp.intermediate_size
+        attention, mlp = described.attention, described.mlp
         heads, keys = attention.query_size, attention.key_size
         pairs_of = attention.head_dim if has_pairs_together(attention) else 0
         layer = f"layers.{index}"
@@ -152,9 +168,16 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             part(keys, hidden, f"{layer}.v_proj.weight"),
         )
         matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
-        # Gate and up lie in turn, so that both are at hand where they are multiplied.
-        matrices[f"{layer}.gate_up"] = (part(middle, hidden, f"{layer}.gate_proj.weight", f"{layer}.up_proj.weight"),)
-        matrices[f"{layer}.down"] = (part(hidden, middle, f"{layer}.down_proj.weight"),)
+        if isinstance(mlp, MlpConfig):
+            gated(layer, mlp.intermediate_size)
+            continue
+        # What chooses is not rounded further.
+        router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)
+        matrices[f"{layer}.router"] = (router,)
+        for expert in range(mlp.expert_count):
+            gated(f"{layer}.experts.{expert}", mlp.intermediate_size)
+        if mlp.shared_size:
+            gated(f"{layer}.shared", mlp.shared_size)
     name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
     matrices[HEAD] = (part(config.vocab_size, hidden, name),)
     return matrices

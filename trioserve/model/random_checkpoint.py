@@ -14,7 +14,7 @@ import numpy as np
 from trioserve.model.families.registry import family_named
 from trioserve.model.loading.names import TRANSFORMERS, Shape, outside_name, tensor_shapes
 from trioserve.model.loading.safetensors import INDEX_NAME
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, convert, empty_values
 
 __all__ = ["checkpoint_bytes", "transformers_config", "write_config", "write_weights"]
@@ -32,6 +32,7 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     assert config.layers == (layer,) * config.layer_count, "others are not written"
     assert attention.window is None, "not written"
     assert attention.rotary is not None, "others are not written"
+    assert isinstance(mlp, MlpConfig), "others are not written"
     assert not mlp.has_bias, "not written"
     fields: dict[str, Any] = {
         "model_type": config.family,

@@ -106,7 +106,8 @@ class TorchStepModel:
     @property
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
-        return self._model.kernels.FUSED
+        # Which expert has which rows is read back from the device in the middle of a step.
+        return self._model.kernels.FUSED and not self.config.has_experts
 
     @property
     def _has_static_steps(self) -> bool:

@@ -14,6 +14,7 @@ from trioserve.model.model_config import (
     Activation,
     AttentionConfig,
     Dtype,
+    ExpertsConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
@@ -149,6 +150,18 @@ class ModelFields(Fields):
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
         return MlpConfig(
             intermediate_size=self.whole("intermediate_size"), has_bias=has_bias, activation=activation or "silu"
+        )
+
+    def experts(self, count_field: str, intermediate_size: int, *, normalizes: bool, **choices: Any) -> ExpertsConfig:
+        """count_field: the one that says how many experts there are. choices: by ExpertsConfig's names."""
+        if (name := self.text_or("hidden_act", "silu")) != "silu":
+            raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
+        return ExpertsConfig(
+            expert_count=self.whole(count_field),
+            experts_per_token=self.whole("num_experts_per_tok"),
+            intermediate_size=intermediate_size,
+            normalizes=normalizes,
+            **choices,
         )
 
     def activation(self, *names: str, default: str) -> Activation:

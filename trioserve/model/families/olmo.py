@@ -1,5 +1,6 @@
 """OLMo 2 and 3: norms behind attention and MLP instead of before, and all query or key heads of a row normed together.
-In OLMo 3 three of four layers see a window, and only the others have scaled positions."""
+In OLMo 3 three of four layers see a window, and only the others have scaled positions. OLMoE is a Llama with the latter
+norms and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from trioserve.model.families.family import Family, GgufNaming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, ModelConfig
 
-__all__ = ["OLMO2", "OLMO3"]
+__all__ = ["OLMO2", "OLMO3", "OLMOE"]
 
 
 def _describe_olmo2(fields: ModelFields) -> ModelConfig:
@@ -42,6 +43,14 @@ def _described(fields: ModelFields, family: str, window: int | None) -> ModelCon
     return fields.described(family, layers)
 
 
+def _describe_olmoe(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, qk_norm="row")
+    normalizes = fields.flag_or("norm_topk_prob", False)
+    experts = fields.experts("num_experts", fields.whole("intermediate_size"), normalizes=normalizes)
+    return fields.described("olmoe", (LayerConfig(attention=attention, mlp=experts),) * fields.layer_count)
+
+
 OLMO2 = Family(
     name="olmo2",
     classes=("Olmo2ForCausalLM",),
@@ -50,3 +59,10 @@ OLMO2 = Family(
     gguf=GgufNaming(architecture="olmo2"),
 )
 OLMO3 = Family(name="olmo3", classes=("Olmo3ForCausalLM",), model_type="olmo3", describe=_describe_olmo3)
+OLMOE = Family(
+    name="olmoe",
+    classes=("OlmoeForCausalLM",),
+    model_type="olmoe",
+    describe=_describe_olmoe,
+    gguf=GgufNaming(architecture="olmoe"),
+)

@@ -11,12 +11,14 @@ from trioserve.model.families.exaone import EXAONE4
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from trioserve.model.families.glm import GLM4
-from trioserve.model.families.granite import GRANITE
+from trioserve.model.families.granite import GRANITE, GRANITE_MOE
 from trioserve.model.families.llama import LLAMA
 from trioserve.model.families.mistral import MISTRAL
-from trioserve.model.families.olmo import OLMO2, OLMO3
+from trioserve.model.families.mixtral import MIXTRAL
+from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import QWEN2, QWEN3
+from trioserve.model.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from trioserve.model.families.seed import SEED_OSS
 from trioserve.model.families.smollm3 import SMOLLM3
 
@@ -41,6 +43,11 @@ FAMILIES: tuple[Family, ...] = (
     EXAONE4,
     ERNIE45,
     SEED_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
+    GRANITE_MOE,
 )
 
 
@@ -66,11 +73,12 @@ def family_of_model_type(name: str | None) -> Family:
 
 
 def family_of_gguf(name: str | None) -> Family:
-    """name: the file's general.architecture. Raises ModelLoadError for one that is not served."""
+    """name: the file's general.architecture; of several families the first. Raises ModelLoadError for one that is not
+    served."""
     for family in FAMILIES:
         if family.gguf is not None and name == family.gguf.architecture:
             return family
-    supported = (family.gguf.architecture for family in FAMILIES if family.gguf is not None)
+    supported = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf is not None)
     raise _unknown(name or "not named in the file", supported)
 
 

@@ -72,7 +72,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
         """The rows that a place names."""
         if place.shape == self.shape:
             return self
-        row_bytes = self.byte_count // self.shape[0]
+        row_bytes = self.byte_count * math.prod(place.shape[1:]) // self.value_count
         return msgspec.structs.replace(
             self,
             shape=place.shape,

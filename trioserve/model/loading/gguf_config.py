@@ -7,7 +7,7 @@ import math
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.families.registry import family_of_gguf
+from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
@@ -37,6 +37,10 @@ _KEYS = {
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
     "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -46,8 +50,8 @@ def model_config_from(file: GgufFile) -> ModelConfig:
     raw = Fields(file.metadata, SOURCE)
     name = raw.text_or("general.architecture", None)
     family = family_of_gguf(name)
-    if raw.whole_or(f"{name}.expert_count", 0):
-        raise ModelLoadError("the model is a mixture of experts, which is not supported; take a dense one")
+    if name == "llama" and raw.whole_or("llama.expert_count", 0):
+        family = family_named("mixtral")  # which llama.cpp writes as a Llama with experts
     spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
     values = dict(file.metadata)
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
@@ -67,6 +71,7 @@ def model_config_from(file: GgufFile) -> ModelConfig:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "norm_topk_prob": name == "qwen3moe",  # no key says it
         "use_sliding_window": True,
         "max_window_layers": 0,
         "bos_token_id": raw.whole_or("tokenizer.ggml.bos_token_id", None),

@@ -7,7 +7,8 @@ a head pair the first indices of either half.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Naming
 from trioserve.model.families.registry import family_named
-from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
 __all__ = ["GGUF", "TRANSFORMERS", "Format", "Shape", "TensorPlace", "match_tensors", "outside_name", "tensor_shapes"]
@@ -81,6 +82,14 @@ TRANSFORMERS = Format(
         "gate_proj": "mlp.gate_proj",
         "up_proj": "mlp.up_proj",
         "down_proj": "mlp.down_proj",
+        "router": "mlp.gate",
+        "experts.gate_proj": "mlp.experts.{expert}.gate_proj",
+        "experts.up_proj": "mlp.experts.{expert}.up_proj",
+        "experts.down_proj": "mlp.experts.{expert}.down_proj",
+        "shared.gate_proj": "mlp.shared_expert.gate_proj",
+        "shared.up_proj": "mlp.shared_expert.up_proj",
+        "shared.down_proj": "mlp.shared_expert.down_proj",
+        "shared_gate": "mlp.shared_expert_gate",
     },
     "model.layers",
     lambda family: family_named(family).transformers,
@@ -103,6 +112,14 @@ GGUF = Format(
         "gate_proj": "ffn_gate",
         "up_proj": "ffn_up",
         "down_proj": "ffn_down",
+        "router": "ffn_gate_inp",
+        "experts.gate_proj": "ffn_gate_exps",
+        "experts.up_proj": "ffn_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+        "shared.gate_proj": "ffn_gate_shexp",
+        "shared.up_proj": "ffn_up_shexp",
+        "shared.down_proj": "ffn_down_shexp",
+        "shared_gate": "ffn_gate_inp_shexp",
     },
     "blk",
     lambda family: family_named(family).gguf or Naming(),
@@ -123,8 +140,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
-    attention, mlp = layer.attention, layer.mlp
-    queries, keys, middle = attention.query_size, attention.key_size, mlp.intermediate_size
+    attention = layer.attention
+    queries, keys = attention.query_size, attention.key_size
     norms: list[tuple[str, int]] = []
     if layer.has_input_norms:
         norms += [("attention_norm", hidden)]
@@ -141,9 +158,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
         ("k_proj", keys, hidden, attention.has_bias),
         ("v_proj", keys, hidden, attention.has_bias),
         ("o_proj", hidden, queries, attention.has_output_bias),
-        ("gate_proj", middle, hidden, mlp.has_bias),
-        ("up_proj", middle, hidden, mlp.has_bias),
-        ("down_proj", hidden, middle, mlp.has_bias),
+        *_mlp_matrices(layer.mlp, hidden),
     ):
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:
@@ -151,11 +166,37 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     return shapes
 
 
+def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, rows, columns, and whether it has a bias."""
+
+    def gated(prefix: str, middle: int, has_bias: bool = False) -> Iterator[tuple[str, int, int, bool]]:
+        yield f"{prefix}gate_proj", middle, hidden, has_bias
+        yield f"{prefix}up_proj", middle, hidden, has_bias
+        yield f"{prefix}down_proj", hidden, middle, has_bias
+
+    if isinstance(mlp, MlpConfig):
+        yield from gated("", mlp.intermediate_size, mlp.has_bias)
+        return
+    yield "router", mlp.expert_count, hidden, False
+    for expert in range(mlp.expert_count):
+        yield from gated(f"experts.{expert}.", mlp.intermediate_size)
+    if mlp.shared_size:
+        yield from gated("shared.", mlp.shared_size)
+    if mlp.has_shared_gate:
+        yield "shared_gate", 1, hidden, False
+
+
 def outside_name(name: str, family: str, format: Format) -> str:
     """What the tensor that is called `name` in here is called in such files."""
-    *layer, module, kind = name.split(".")
+    *path, kind = name.split(".")
+    layer = ""
+    if path[0] == "layers":
+        layer = f"{format.layers}.{path[1]}."
+        path = path[2:]
+    expert = path.pop(1) if path[0] == "experts" else ""
+    module = ".".join(path)
     usual = format.naming_of(family).modules.get(module) or format.modules[module]
-    return f"{format.layers}.{layer[1]}.{usual}.{kind}" if layer else f"{usual}.{kind}"
+    return f"{layer}{usual.format(expert=expert)}.{kind}"
 
 
 def match_tensors(
@@ -181,7 +222,7 @@ def match_tensors(
             "the checkpoint is incomplete, fetch it again"
         )
     for name, shape in shapes.items():
-        if found[name] != shape:
+        if not _holds(found[name], shape):
             raise ModelLoadError(
                 f"{name} has shape {list(found[name])}, but the config asks for {list(shape)}: "
                 "weights and config are not of the same model"
@@ -195,14 +236,20 @@ def match_tensors(
     return places
 
 
+def _holds(found: Shape, wanted: Shape) -> bool:
+    """Tensors of experts may lie in one with a dimension more, and a matrix of one row as a vector."""
+    return math.prod(found) == math.prod(wanted) and (found == wanted or wanted[-1:] == found[-1:])
+
+
 def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -> TensorPlace:
     """With the order of its rows, and what is added to it."""
     naming = format.naming_of(config.family)
-    *layer, module, _ = name.split(".")
+    path = name.split(".")
+    layer, module = path[1] if path[0] == "layers" else None, path[-2]
     if module.endswith("norm") and naming.norm_offset:
         place = replace(place, offset=naming.norm_offset)
-    if layer and module in ("q_proj", "k_proj", "q_norm", "k_norm"):
-        order = _head_order(config.layers[int(layer[1])].attention, naming.pairs_adjacent)
+    if layer is not None and module in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        order = _head_order(config.layers[int(layer)].attention, naming.pairs_adjacent)
         if order is not None:
             heads = np.arange(0, place.shape[0], order.size)
             place = replace(place, order=(heads[:, None] + order).reshape(-1))

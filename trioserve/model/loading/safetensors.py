@@ -57,7 +57,7 @@ class PlacedTensor(msgspec.Struct, frozen=True):
         """The rows that a place names."""
         if place.shape == self.shape:
             return self
-        row_bytes = math.prod(self.shape[1:]) * VALUE_BYTES[self.dtype]
+        row_bytes = math.prod(place.shape[1:]) * VALUE_BYTES[self.dtype]
         return PlacedTensor(self.path, self.offset + place.first_row * row_bytes, place.shape, self.dtype)
 
     def sample(self) -> bytes:

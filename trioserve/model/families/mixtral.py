@@ -1,0 +1,36 @@
+"""Mixtral: a Mistral whose MLPs are mixtures of experts. In GGUF files they are Llamas with experts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, ModelConfig
+
+__all__ = ["MIXTRAL"]
+
+
+def _describe(fields: ModelFields) -> ModelConfig:
+    attention = fields.attention()
+    mlp = fields.experts("num_local_experts", fields.whole("intermediate_size"), normalizes=True)
+    windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
+    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
+    return fields.described("mixtral", layers)
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    classes=("MixtralForCausalLM",),
+    model_type="mixtral",
+    describe=_describe,
+    transformers=Naming(
+        modules={
+            "router": "block_sparse_moe.gate",
+            "experts.gate_proj": "block_sparse_moe.experts.{expert}.w1",
+            "experts.up_proj": "block_sparse_moe.experts.{expert}.w3",
+            "experts.down_proj": "block_sparse_moe.experts.{expert}.w2",
+        }
+    ),
+    gguf=GgufNaming(architecture="llama", pairs_adjacent=True),
+)

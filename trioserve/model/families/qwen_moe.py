@@ -1,0 +1,63 @@
+"""Qwen2 and Qwen3 with mixtures of experts; in Qwen2 every token goes through a shared expert, too."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
+
+__all__ = ["QWEN2_MOE", "QWEN3_MOE"]
+
+
+def _describe_qwen2(fields: ModelFields) -> ModelConfig:
+    experts = _experts(fields, shared_size=fields.whole("shared_expert_intermediate_size"), has_shared_gate=True)
+    return _described(fields, "qwen2_moe", fields.attention(has_bias=fields.flag_or("qkv_bias", True)), experts)
+
+
+def _describe_qwen3(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(head_dim=128, qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
+    return _described(fields, "qwen3_moe", attention, _experts(fields))
+
+
+def _experts(fields: ModelFields, shared_size: int = 0, has_shared_gate: bool = False) -> ExpertsConfig:
+    return fields.experts(
+        "num_experts" if "num_experts" in fields else "num_local_experts",
+        fields.whole("moe_intermediate_size"),
+        normalizes=fields.flag_or("norm_topk_prob", False),
+        shared_size=shared_size,
+        has_shared_gate=has_shared_gate,
+    )
+
+
+def _described(fields: ModelFields, family: str, attention: AttentionConfig, experts: ExpertsConfig) -> ModelConfig:
+    """Some layers may be dense: those that are named, and all but every so-many-th."""
+    dense, step = fields.wholes("mlp_only_layers"), fields.whole_or("decoder_sparse_step", 1)
+    window = fields.whole_or("sliding_window", None) if fields.flag_or("use_sliding_window", False) else None
+    first = fields.whole_or("max_window_layers", 28)
+    layers = [
+        LayerConfig(
+            attention=msgspec.structs.replace(attention, window=of_layer),
+            mlp=fields.mlp() if layer in dense or step < 1 or (layer + 1) % step else experts,
+        )
+        for layer, of_layer in enumerate(fields.windows(window, lambda layer: layer >= first))
+    ]
+    return fields.described(family, layers)
+
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    classes=("Qwen2MoeForCausalLM",),
+    model_type="qwen2_moe",
+    describe=_describe_qwen2,
+    gguf=GgufNaming(architecture="qwen2moe"),
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    classes=("Qwen3MoeForCausalLM",),
+    model_type="qwen3_moe",
+    describe=_describe_qwen3,
+    gguf=GgufNaming(architecture="qwen3moe"),
+)
