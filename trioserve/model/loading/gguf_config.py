@@ -50,7 +50,8 @@ def model_config_from(file: GgufFile) -> ModelConfig:
     raw = Fields(file.metadata, SOURCE)
     name = raw.text_or("general.architecture", None)
     family = family_of_gguf(name)
-    if name == "llama" and raw.whole_or("llama.expert_count", 0):
+    expert_count = raw.whole_or(f"{name}.expert_count", 0)
+    if name == "llama" and expert_count > 0:
         family = family_named("mixtral")  # which llama.cpp writes as a Llama with experts
     spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
     values = dict(file.metadata)
