@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import trio
 
 from trioserve.api.page.settings import PageSettings
@@ -13,12 +14,12 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 SETTINGS = PageBenchSettings(rounds=2, concurrency=2, requests=4, prompt_tokens=4, output_tokens=8)
 
 
-async def measured(server: MemoryServer) -> object:
+async def measured(server: MemoryServer, settings: PageBenchSettings = SETTINGS) -> object:
     async def connect() -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
         return server.connect()
 
-    return await measure_page(SETTINGS, open_stream=connect)
+    return await measure_page(settings, open_stream=connect)
 
 
 async def test_each_round_has_both_and_the_ratio_is_that_of_the_rounds(autojump_clock):
@@ -30,6 +31,14 @@ async def test_each_round_has_both_and_the_ratio_is_that_of_the_rounds(autojump_
         assert f"ratio {report.ratio:.4f}" in page_text(report)
         await server.assert_all_free()
         assert server.app.page.reader_count == 0
+
+
+async def test_what_is_asked_beside_the_page_was_not_asked_without_it(autojump_clock):
+    """Else the second one would find its prompts computed."""
+    settings = msgspec.structs.replace(SETTINGS, prompt_tokens=48)
+    async with open_memory_server(step_seconds=0.2) as server:
+        await measured(server, settings)
+        assert server.engine.stats().prefix_hit_tokens_total == 0
 
 
 async def test_without_a_page_there_is_nothing_to_measure(autojump_clock):

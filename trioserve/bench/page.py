@@ -82,14 +82,16 @@ async def measure_page(
     settings: PageBenchSettings, *, open_stream: OpenStream | None = None
 ) -> PageReport | CannotMeasure:
     """open_stream: how to reach the server (default: as the settings say). Every second round begins with the page, so
-    that what changes with time falls on both."""
+    that what changes with time falls on both. Prompts differ, their number and lengths do not."""
     opener = open_stream or stream_opener(settings.target, 1)
     rounds = []
     for number in range(settings.rounds):
         found: dict[bool, Figures] = {}
         reader = _Reader()
         for is_open in (False, True) if number % 2 == 0 else (True, False):
-            measured = await _measure_one(settings, number, opener, reader if is_open else None)
+            # Other prompts: the second one of a round would find those of the first in the prefix cache.
+            seed = settings.seed + 2 * number + is_open
+            measured = await _measure_one(settings, seed, opener, reader if is_open else None)
             if isinstance(measured, CannotMeasure):
                 return measured
             found[is_open] = measured
@@ -115,7 +117,7 @@ async def measure_page(
 
 
 async def _measure_one(
-    settings: PageBenchSettings, number: int, open_stream: OpenStream, reader: _Reader | None
+    settings: PageBenchSettings, seed: int, open_stream: OpenStream, reader: _Reader | None
 ) -> Figures | CannotMeasure:
     load = BenchSettings(
         url=settings.url,
@@ -124,7 +126,7 @@ async def _measure_one(
         requests=settings.requests,
         prompt_tokens=settings.prompt_tokens,
         output_tokens=settings.output_tokens,
-        seed=settings.seed + number,
+        seed=seed,
         timeout_seconds=settings.timeout_seconds,
         api_key=settings.api_key,
         allow_remote=settings.allow_remote,
