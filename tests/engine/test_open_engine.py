@@ -95,7 +95,7 @@ class Checkpoint:
     sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
     weight_bytes = 1
     config = types.SimpleNamespace(
-        architecture="llama",
+        family="llama",
         vocab_size=BYTE_VOCAB_SIZE,
         eos_token_ids=(END_TOKEN_ID,),
         context_tokens_max=128,

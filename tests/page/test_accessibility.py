@@ -184,6 +184,7 @@ def test_the_theme_follows_the_system_and_the_switch(browser: Browser, script: S
     browser.run("const s = document.getElementById('theme'); s.value = 'dark'; s.dispatchEvent(new Event('change'))")
     assert browser.run(ground) == dark
     browser.open(script.url)
+    browser.wait_text("#status", "Live")  # its styles are there, too
     assert browser.run(ground) == dark, "it is remembered"
     browser.run("const s = document.getElementById('theme'); s.value = ''; s.dispatchEvent(new Event('change'))")
     assert browser.run(ground) == light

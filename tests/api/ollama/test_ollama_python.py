@@ -26,6 +26,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 class Verdict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")  # else what looks random may go on for ever
+
     ok: bool
 
 

@@ -14,11 +14,14 @@ import struct
 import sys
 from array import array
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.names import Shape, TensorPlace
+
+if TYPE_CHECKING:  # who reads metadata alone does without numpy
+    from trioserve.model.loading.names import Shape, TensorPlace
 
 __all__ = ["GgufFile", "GgufTensor", "StorageType", "STORAGE_TYPES", "read_float32s", "read_gguf"]
 
