@@ -19,7 +19,7 @@ def test_streams_are_whole_and_the_same_while_endpoints_die(tmp_path: Path):
     path = tmp_path / "survive.json"
     command = (
         f"{sys.executable} -m trioserve bench survive --json {path} --logs {tmp_path} --requests 90 --concurrency 6 "
-        "--output-tokens 32 --period 2.5 --flags='--batch-invariant --kv-cache-memory 0.2 --threads 1'"
+        "--output-tokens 32 --period 4 --flags='--batch-invariant --kv-cache-memory 0.2 --threads 1'"
     )
     result = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=RUN_SECONDS_MAX, check=False)
     assert path.exists(), result.stderr
