@@ -30,6 +30,7 @@ __all__ = [
     "FLAW_NOT_FINITE",
     "NO_FLAW",
     "NORM_KINDS",
+    "QK_NORMS",
     "Engine",
     "ExpertsStruct",
     "LayerStruct",
@@ -49,6 +50,7 @@ __all__ = [
 
 DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1}
+QK_NORMS = {"none": 0, "head": 1, "heads": 2, "row": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 FINISHED, ABANDONED = 0, 1
@@ -131,7 +133,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
         *((name, _pointer) for name in ("query_norm", "key_norm")),
-        *((name, _int) for name in ("pairs_together", "window", "rotary", "norms_rows", "activation", "is_parallel")),
+        *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
         ("experts", _pointer),
     )

@@ -313,7 +313,7 @@ class _Opening:
                     self._tokenizer_path = await call_abandonable(
                         resolve, config.tokenizer, thread_name=DOWNLOAD_THREAD
                     )
-            checkpoint = await text.run_cancellable(_opened, self._path)
+            checkpoint = await text.run_cancellable(_opened, self._path, config.max_model_len)
             self._defaults = await text.run_cancellable(self._read_defaults, checkpoint)
             runners: list[Runner] = []
             try:
@@ -543,8 +543,8 @@ class _Opening:
         )
 
 
-def _opened(path: Path) -> Checkpoint | EncoderDirectory:
-    return opened_encoder(path) or open_checkpoint(path)
+def _opened(path: Path, context_tokens: int | None) -> Checkpoint | EncoderDirectory:
+    return opened_encoder(path) or open_checkpoint(path, context_tokens=context_tokens)
 
 
 def _fingerprint(

@@ -649,7 +649,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
     constexpr int64_t DIM_MAX = 512;
     alignas(64) float normed[DIM_MAX];
     alignas(64) float turned[DIM_MAX];
-    if (layer.norms_rows) {
+    if (layer.qk_norm == ROW_NORM) {
         const int64_t queries_size = shape.heads * dim;
         norm_row(from, layer.query_norm, queries_size, kind, [&](int64_t n) { return from + n; });
         norm_row(from + queries_size, layer.key_norm, shape.kv_heads * dim, kind,
@@ -659,7 +659,8 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
         const bool is_query = head < shape.heads;
         const float* norm = is_query ? layer.query_norm : layer.key_norm;
         const float* values = from;
-        if (norm != nullptr && !layer.norms_rows) {
+        if (layer.qk_norm == HEAD_NORM || layer.qk_norm == HEADS_NORM) {
+            if (layer.qk_norm == HEADS_NORM) norm += (is_query ? head : head - shape.heads) * dim;
             norm_row(from, norm, dim, kind, [&](int64_t d) { return normed + d; });
             values = normed;
         }

@@ -11,6 +11,7 @@ namespace trioserve {
 
 enum DtypeName : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
+enum QkNorm : int32_t { NO_QK_NORM = 0, HEAD_NORM = 1, HEADS_NORM = 2, ROW_NORM = 3 };
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
 
 // Some of a matrix's outputs, 16 to a block. format: a WeightFormat of quantized.h; DENSE is the model's dtype.
@@ -37,14 +38,15 @@ struct Experts {
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
 // outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
-// everything. rotary: which of the model's. norms_rows: query_norm and key_norm have a number for each of a row's, and norm
-// all heads together. is_parallel: the MLP reads what attention reads. query_factor: of queries. score_cap: 0 is none.
-// residual_scale: of what is added to the hidden states. experts: in the place of gate_up and down, or null.
+// everything. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
+// for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
+// reads. query_factor: of queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in
+// the place of gate_up and down, or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm;
-    int32_t pairs_together, window, rotary, norms_rows, activation, is_parallel;
+    int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel;
     float query_factor, score_cap, residual_scale;
     const Experts* experts;
 };

@@ -110,7 +110,7 @@ def runner_class(monkeypatch):
     monkeypatch.setattr(FakeRunner, "made", [])
     monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
     monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
-    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path: Checkpoint)
+    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path, *, context_tokens: Checkpoint)
     monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
     monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
     threads_before = threading.active_count()
@@ -315,6 +315,20 @@ async def test_steps_are_prepared_for_what_may_run(runner_class):
     async with assemble.open_engine("m", enforce_eager=True):
         assert runner_class.settings.context_tokens_max is None
         assert runner_class.settings.enforce_eager
+
+
+async def test_the_checkpoint_is_opened_for_the_context_that_is_served(runner_class, monkeypatch):
+    asked: list[int | None] = []
+
+    def opened(_path, *, context_tokens):
+        asked.append(context_tokens)
+        return Checkpoint
+
+    monkeypatch.setattr(assemble, "open_checkpoint", opened)
+    for max_model_len in (40, None):
+        async with assemble.open_engine("m", max_model_len=max_model_len):
+            pass
+    assert asked == [40, None]
 
 
 async def test_an_error_of_the_body_closes_the_runner_and_comes_out_as_it_is(runner_class):

@@ -35,6 +35,7 @@ def load_runner(
     max_num_seqs: int = 64,
     enforce_eager: bool = False,
     batch_invariant: bool = False,
+    context_tokens_max: int | None = None,
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
     settings = ModelSettings(
@@ -48,8 +49,9 @@ def load_runner(
         max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,
         batch_invariant=batch_invariant,
+        context_tokens_max=context_tokens_max,
     )
-    runner = ModelRunner.load(open_checkpoint(path), settings)
+    runner = ModelRunner.load(open_checkpoint(path, context_tokens=context_tokens_max), settings)
     runner.allocate_kv(block_count)
     assert runner.storage is not None
     for pages in runner.storage.pages:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +21,7 @@ from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.rotary import rotary_frequencies
 
 GGUF_KINDS = (
     "gemma",
@@ -26,12 +29,15 @@ GGUF_KINDS = (
     "gemma3",
     "phi3",
     "phi3-part",
+    "phi3-longrope",
     "olmo2",
     "smollm3",
     "granite",
     "glm4",
     "cohere",
+    "cohere-normed",
     "cohere2",
+    "exaone",
     "ernie4_5",
     "seed_oss",
     "mixtral",
@@ -47,6 +53,7 @@ BASE: dict[str, Any] = {
     "vocab_size": 320,
     "max_position_embeddings": 512,
 }
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def read(class_name: str, **fields: Any) -> ModelConfig:
@@ -89,6 +96,12 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
     scale = other.attention.scale
     if has_scale and scale is not None:
         assert own.attention.scale == pytest.approx(scale)
+    if own.attention.rotary is not None and other.attention.rotary is not None:
+        head_dim = own.attention.head_dim
+        found, wanted = (rotary_frequencies(layer.attention.rotary, head_dim) for layer in (own, other))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        own_rotary = replace(own.attention.rotary, scaling=other.attention.rotary.scaling)
+        own = replace(own, attention=replace(own.attention, rotary=own_rotary))
     attention = replace(own.attention, scale=scale)
     assert replace(own, attention=attention, residual_scale=other.residual_scale) == other
 
@@ -156,7 +169,22 @@ def test_a_cap_may_be_switched_off() -> None:
         ("LlamaForCausalLM", {"residual_multiplier": 0.22}, "residual_multiplier in config.json is 0.22"),
         ("LlamaForCausalLM", {"num_local_experts": 8}, "num_local_experts in config.json is 8"),
         ("Qwen2ForCausalLM", {"no_rope_layers": [1] * 6}, "no_rope_layers in config.json is [1, 1"),
-        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm in config.json is True"),
+        ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm in config.json is True"),
+        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal in config.json is False"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json is"),
+        ("GraniteForCausalLM", {"use_post_norm": True}, "use_post_norm in config.json is True"),
+        ("LlamaForCausalLM", {"no_rope_layer_interval": 4}, "no_rope_layer_interval in config.json is 4"),
+        ("LlamaForCausalLM", {"scale_emb": 12}, "scale_emb in config.json is 12"),
+        ("LlamaForCausalLM", {"qk_layernorm": True}, "qk_layernorm in config.json is True"),
+        ("LlamaForCausalLM", {"kv_lora_rank": 512}, "kv_lora_rank in config.json is 512"),
+        ("MixtralForCausalLM", {**MIXTURE, "mlp_only_layers": [1]}, "mlp_only_layers in config.json is [1]"),
+        ("MixtralForCausalLM", {**MIXTURE, "decoder_sparse_step": 2}, "decoder_sparse_step in config.json is 2"),
+        ("MixtralForCausalLM", {**MIXTURE, "scoring_func": "sigmoid"}, "scoring_func in config.json is 'sigmoid'"),
+        (
+            "MixtralForCausalLM",
+            {**MIXTURE, "routed_scaling_factor": 2.5},
+            "routed_scaling_factor in config.json is 2.5",
+        ),
         ("GraniteForCausalLM", {"layer_types": ["mamba"] * 6}, "layer_types in config.json is ['mamba'"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling in config.json is 0, but it must be above 0"),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported"),
@@ -165,13 +193,160 @@ def test_a_cap_may_be_switched_off() -> None:
         ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval in config.json is 0"),
         ("Glm4ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor in config.json is 1.5"),
         ("Olmo3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types in config.json has 1 entries"),
-        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "'longrope'; supported are default, linear"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope"}},
+            "short_factor in rope_scaling in config.json is None",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
+            "has 1 rope frequency factors, but 16 rotated dimensions need 8",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope", "short_factor": [True]}},
+            "must be a list of 1 to 65536 numbers",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"original_max_position_embeddings": 1, "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8}},
+            "original_max_position_embeddings is 1, which must be 2 or more",
+        ),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {**BASE, "model_type": "ministral3"}},
+            "the text_config in config.json is of a ministral3; supported in such a model is mistral",
+        ),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"text_config": {**BASE, "use_bidirectional_attention": True}},
+            "use_bidirectional_attention in text_config in config.json is True",
+        ),
+        ("Gemma3ForConditionalGeneration", {}, "text_config in config.json lacks num_hidden_layers"),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"text_config": BASE, "quantization_config": {"quant_method": "awq"}},
+            "quantization_config",
+        ),
     ],
 )
 def test_a_variant_that_is_not_computed_is_refused_by_name(class_name: str, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         read(class_name, **fields)
     assert said in str(caught.value)
+
+
+def test_longrope_counts_by_the_context_that_is_served() -> None:
+    short, long = [1.0] * 8, [3.0] * 8
+    scaling = {"type": "su", "short_factor": short, "long_factor": long}
+    fields = {**BASE, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+    for served, wanted in ((64, short), (65, long), (None, long)):
+        config = model_config_from({**fields, "rope_scaling": scaling}, {}, dtype_name="float32", context_tokens=served)
+        assert config.context_tokens_max == 512
+        assert config.heads.rotary is not None
+        found = config.heads.rotary.scaling
+        assert found is not None
+        assert (found.kind, found.factor, found.attention_factor) == ("longrope", 8.0, None)
+        assert found.frequency_factors == tuple(wanted)
+
+
+def test_longrope_in_gguf_counts_by_the_context_that_is_served(
+    tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(tiny_checkpoint("phi3-longrope"), tmp_path / "model")
+    fields = json.loads((directory / "config.json").read_text())
+    fields["original_max_position_embeddings"] = 64
+    (directory / "config.json").write_text(json.dumps(fields))
+    path = tmp_path / "model.gguf"
+    tiny_checkpoints.write_family_gguf(directory, path)
+    for served, wanted in ((64, "short_factor"), (None, "long_factor")):
+        rotary = open_checkpoint(path, context_tokens=served).config.heads.rotary
+        assert rotary is not None
+        assert rotary.scaling is not None
+        assert rotary.scaling.frequency_factors == pytest.approx(fields["rope_parameters"][wanted])
+
+
+def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 6.0}
+    assert read("InternLM3ForCausalLM", rope_scaling=scaling) == read("InternLM3ForCausalLM")
+
+
+def test_the_part_for_texts_of_a_model_that_sees_images() -> None:
+    """What the published config of such a Gemma leaves out is transformers' default."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "vision_config": {}}
+    config = model_config_from({**outer, "text_config": text}, {}, dtype_name="bfloat16")
+    heads = config.heads
+    assert (config.family, config.vocab_size, config.context_tokens_max) == ("gemma3", 262_208, 131_072)
+    assert (heads.head_count, heads.kv_head_count, heads.head_dim, heads.scale) == (8, 4, 256, 1 / 16)
+    assert (config.tie_word_embeddings, config.eos_token_ids, config.layer_count) == (True, (1, 106), 34)
+
+
+@pytest.mark.parametrize("before", ("language_model.model.", "model.language_model."))
+def test_images_tensors_are_left_out_under_old_and_new_names(
+    before: str,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = tiny_checkpoint("mistral")
+    head = "language_model.lm_head." if before.startswith("language_model") else "lm_head."
+    tensors = {"vision_tower.patch_conv.weight": torch.zeros(2, 2), "model.vision_tower.norm.weight": torch.zeros(2)}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        tensors[name.replace("model.", before, 1).replace("lm_head.", head, 1)] = tensor
+    config = json.loads((plain / "config.json").read_text())
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, tmp_path / "model.safetensors")
+    found, expected = open_checkpoint(tmp_path), open_checkpoint(plain)
+    assert msgspec.structs.replace(found.config, eos_token_ids=expected.config.eos_token_ids) == expected.config
+    ours, theirs = tensors_of(found), tensors_of(expected)
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "images are not served" in caplog.text
+
+
+def test_exaone_3_has_names_of_its_own_for_fields() -> None:
+    """As in its published config, and as transformers saves it."""
+    theirs = {name: value for name, value in BASE.items() if name != "num_hidden_layers"}
+    config = {**theirs, "architectures": ["ExaoneForCausalLM"], "num_layers": 6, "layer_norm_epsilon": 1e-3}
+    published = model_config_from({**config, "activation_function": "silu"}, {}, dtype_name="float32")
+    assert published == read("ExaoneForCausalLM", rms_norm_eps=1e-3)
+    assert (published.layer_count, published.norm_eps) == (6, 1e-3)
+    with pytest.raises(ModelLoadError, match="activation_function in "):
+        model_config_from({**config, "activation_function": "gelu"}, {}, dtype_name="float32")
+
+
+def test_falcon_3_and_internlm_3_are_llamas() -> None:
+    """With the fields that their published configs have."""
+    falcon = {
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_scaling": None,
+    }
+    config = read("LlamaForCausalLM", activation="swiglu", rope_theta=1000042, **falcon)
+    assert (config.heads.head_dim, config.heads.query_size) == (256, 1024)
+    intern = read("InternLM3ForCausalLM", head_dim=16, qkv_bias=False, bias=False)
+    assert intern.layers == read("LlamaForCausalLM").layers
+    biased = read("InternLM3ForCausalLM", qkv_bias=True, bias=False)
+    assert (biased.heads.has_bias, biased.heads.has_output_bias) == (True, False)
+
+
+def test_a_pattern_of_letters_beside_layer_types() -> None:
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = read("Exaone4ForCausalLM", sliding_window=8, sliding_window_pattern="LLG", layer_types=layer_types)
+    assert windows(config) == [8, 8, None] * 2
 
 
 def test_notes_and_neutral_values_are_no_variants() -> None:

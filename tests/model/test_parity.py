@@ -6,7 +6,9 @@ difference seen is about 1e-5; the bound below allows for other machines' sums.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -42,16 +44,26 @@ KINDS = (
     "gemma3",
     "phi3",
     "phi3-part",
+    "phi3-longrope",
     "olmo2",
     "olmo3",
     "smollm3",
     "granite",
+    "glm",
     "glm4",
     "cohere",
+    "cohere-normed",
     "cohere2",
+    "exaone",
     "exaone4",
+    "internlm3",
     "ernie4_5",
     "seed_oss",
+    "helium",
+    "hyperclovax",
+    "cwm",
+    "gemma3-images",
+    "mistral3-images",
     "mixtral",
     "qwen2-moe",
     "qwen3-moe",
@@ -65,9 +77,11 @@ class Expected:
     """What transformers answers."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        sees_images = "text_config" in json.loads((path / "config.json").read_text())
+        auto: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+        self._model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         with torch.no_grad():
@@ -207,6 +221,30 @@ def test_rotary_scaling_of_real_sizes_equals_transformers(
     torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float().repeat(1, 2), atol=1e-3, rtol=0)
     signed = torch.cat((-angles.sin(), angles.sin()), -1) * magnitude
     torch.testing.assert_close(sin[:, 0], signed.float(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("served, length", ((32, 29), (None, 37)))
+def test_longrope_takes_the_factors_of_the_context_that_is_served(
+    served: int | None,
+    length: int,
+    cpu_kernels: str,
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """transformers takes those of the text's own length: short ones up to 32 tokens, long ones beyond."""
+    path = shutil.copytree(tiny_checkpoint("phi3-longrope"), tmp_path / "model")
+    fields = json.loads((path / "config.json").read_text())
+    fields["original_max_position_embeddings"] = 32
+    fields["rope_parameters"]["original_max_position_embeddings"] = 32
+    del fields["rope_parameters"]["factor"]
+    (path / "config.json").write_text(json.dumps(fields))
+    prompt = make_prompt(length)
+    driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels, context_tokens_max=served))
+    driver.add("whole", prompt, ALL_LOGPROBS)
+    check_prompt_logprobs(driver, Expected(path), "whole", prompt, [length])
+    driver.add("uneven", prompt, ALL_LOGPROBS)
+    check_prompt_logprobs(driver, Expected(path), "uneven", prompt, [5, 11, 1, length - 17])
 
 
 def test_decoding_one_by_one_gives_the_logprobs_of_the_whole(

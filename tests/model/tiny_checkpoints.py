@@ -72,6 +72,22 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0],
+    "long_factor": [1.1, 1.9, 3.0, 5.0, 9.0, 14.0],
+    "partial_rotary_factor": 0.75,
+}
+_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _MIXED = ["sliding_attention", "full_attention"]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -148,6 +164,11 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
         },
     ),
+    # Its context is no longer than it was before scaling; test_parity.py changes that.
+    "phi3-longrope": (
+        "phi3",
+        {"pad_token_id": 0, "original_max_position_embeddings": 512, "rope_parameters": _LONGROPE},
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -167,8 +188,13 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.1,
         },
     ),
+    "glm": ("glm", {"head_dim": 32, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 32, "pad_token_id": 0}),
     "cohere": ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere-normed": (
+        "cohere",
+        {"logit_scale": 0.25, "tie_word_embeddings": True, "use_qk_norm": True},
+    ),
     "cohere2": (
         "cohere2",
         {"logit_scale": 0.25, "tie_word_embeddings": True, "num_hidden_layers": 4, "sliding_window": 8},
@@ -177,8 +203,45 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2},
     ),
+    "exaone": ("exaone", {"rope_parameters": _LLAMA3_ROPE}),
+    "internlm3": ("internlm3", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 32, "use_bias": True}),
     "seed_oss": ("seed_oss", {"head_dim": 32}),
+    "helium": ("helium", {"head_dim": 16, "attention_bias": True}),
+    "hyperclovax": (
+        "hyperclovax",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 0.125,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "cwm": ("cwm", {"head_dim": 32, "sliding_window": 8, "rope_parameters": _LLAMA3_ROPE}),
+    "gemma3-images": (
+        "gemma3",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "tie_word_embeddings": True,
+                "sliding_window": 8,
+                "query_pre_attn_scalar": 24,
+                "layer_types": _MIXED,
+            },
+            "vision_config": _EYES,
+            "mm_tokens_per_image": 4,
+            "image_token_index": VOCAB_SIZE - 1,
+        },
+    ),
+    "mistral3-images": (
+        "mistral3",
+        {
+            "text_config": {"model_type": "mistral", "head_dim": 32},
+            "vision_config": {**_EYES, "model_type": "pixtral", "head_dim": 16},
+            "image_token_index": VOCAB_SIZE - 1,
+            "tie_word_embeddings": False,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "qwen2_moe",
@@ -214,6 +277,8 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# transformers computes these as Llamas and names that class; their makers' configs have names of their own.
+_PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -228,8 +293,13 @@ def write_checkpoint(
     model_type, changes = {**KINDS, **FAMILY_KINDS}[kind]
     if layers is not None:
         changes = {**changes, "num_hidden_layers": layers}
-    config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    if "text_config" in changes:
+        fields = {**changes, "text_config": {**_SMALL, **changes["text_config"]}}
+    else:
+        fields = {**_SMALL, **changes}
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    auto = transformers.AutoModelForImageTextToText if "text_config" in changes else transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
     generator = torch.Generator().manual_seed(20_260_101)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -246,6 +316,10 @@ def write_checkpoint(
         top_p=0.8,
     )
     model.save_pretrained(directory, max_shard_size="100KB" if sharded else "1GB")
+    if model_type in _PUBLISHED_CLASSES:
+        path = directory / "config.json"
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**saved, "architectures": [_PUBLISHED_CLASSES[model_type]]}), encoding="utf-8")
     _write_tokenizer(directory)
 
 
@@ -390,7 +464,16 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
     whole = rope.get("full_attention", rope)
     writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(whole["rope_theta"])
-    if whole["rope_type"] != "default":
+    if whole["rope_type"] == "longrope":
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(whole["factor"]) / np.log(original))))
+        for length in ("long", "short"):
+            values = np.array(whole[f"{length}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", values)
+    elif whole["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_frequency_factors(whole, head_dim))
+    elif whole["rope_type"] != "default":
         writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
         writer.add_rope_scaling_factor(whole["factor"])
     _add_tokenizer(writer)

@@ -145,7 +145,8 @@ class Norm:
 
 
 class HeadNorms:
-    """The norms of queries and keys before they are turned: of each head, or of all of a row's heads together."""
+    """The norms of queries and keys before they are turned: of each head, or of all of a row's heads together. Those of
+    each head are RMS norms or LayerNorms, as the model's are."""
 
     def __init__(
         self,
@@ -157,10 +158,10 @@ class HeadNorms:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        assert config.norm == "rms", "no family has another one"
+        assert config.norm == "rms" or attention.qk_norm == "heads", "no family has another one"
         self._kernels = kernels
-        self._eps = config.norm_eps
-        self._is_by_head = attention.qk_norm == "head"
+        self._kind, self._eps = config.norm, config.norm_eps
+        self._is_by_head, self._is_shared = attention.qk_norm != "row", attention.qk_norm == "head"
         self._head_dim, self._query_size = attention.head_dim, attention.query_size
         self._size = attention.query_size + attention.key_size
         # A number for every one that is normed, so that queries and keys of a head norm are normed together.
@@ -172,7 +173,7 @@ class HeadNorms:
 
     def slots(self) -> Iterator[TensorSlot]:
         for name, place in self._places.items():
-            rows = place.view(-1, self._head_dim) if self._is_by_head else place
+            rows = place.view(-1, self._head_dim) if self._is_shared else place
             yield TensorSlot(name, tuple(rows.shape[-1:]), place.dtype, rows.copy_)
 
     def __call__(self, qkv: Tensor) -> None:
@@ -180,7 +181,10 @@ class HeadNorms:
         heads = qkv[:, : self._size]
         if self._is_by_head:
             by_head = heads.view(qkv.shape[0], -1, self._head_dim)
-            normed = self._kernels.rms_norm(by_head, None, self._eps)
+            if self._kind == "layer":
+                normed = functional.layer_norm(by_head, (self._head_dim,), None, None, self._eps)
+            else:
+                normed = self._kernels.rms_norm(by_head, None, self._eps)
             torch.mul(normed, self._weights.view(-1, self._head_dim), out=by_head)
             return
         for part in (slice(0, self._query_size), slice(self._query_size, None)):

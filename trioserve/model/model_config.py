@@ -30,7 +30,7 @@ __all__ = [
 Dtype = Literal["bfloat16", "float16", "float32"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
-QkNorm = Literal["none", "head", "row"]
+QkNorm = Literal["none", "head", "heads", "row"]
 
 # A damaged header must not make us build a tuple with a billion layers or ask torch for a petabyte. The largest models
 # of these families have 126 layers, 128 heads and dimensions below 200,000.
@@ -51,9 +51,11 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     and no other field counts.
     yarn: YaRN (arXiv 2309.00071) with beta_fast and beta_slow; cosine and sine are multiplied by attention_factor,
     and None means 0.1 * ln(factor) + 1. The ends of the blended range are rounded outwards to whole indices.
+    longrope: LongRoPE (arXiv 2402.13753): each inverse frequency is divided by its number of frequency_factors; cosine
+    and sine are multiplied by attention_factor, and None means sqrt(1 + ln(factor) / ln(original_context_tokens)).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -77,13 +79,19 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
                 f"rope scaling low_freq_factor is {self.low_freq_factor}, which must be below high_freq_factor "
                 f"({self.high_freq_factor}): correct the checkpoint's config"
             )
+        if self.kind == "longrope" and self.original_context_tokens < 2:
+            raise ModelLoadError(
+                f"rope scaling original_max_position_embeddings is {self.original_context_tokens}, which must be 2 or "
+                "more for longrope: correct the checkpoint's config"
+            )
         for value in self.frequency_factors or ():
             _positive_number("a rope frequency factor", value)
 
     def context_tokens(self, context_tokens: int) -> int:
         """How far the model reaches when its config names context_tokens.
 
-        linear: the config names the length before scaling. yarn: it names one or the other. llama3: the scaled one.
+        linear: the config names the length before scaling. yarn: it names one or the other. llama3 and longrope: the
+        scaled one.
         """
         if self.kind == "linear":
             return int(context_tokens * self.factor)
@@ -126,7 +134,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included.
     scale: what query times key is multiplied by; None is 1 / sqrt(head_dim). score_cap: c bounds the scaled scores to
     c * tanh(score / c). has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed before
-    they are turned, each head ("head"), or all heads of a row together ("row").
+    they are turned: each head, by the weights that all have ("head") or by its own ("heads"), or all heads of a row
+    together ("row").
     """
 
     head_count: int

@@ -28,6 +28,8 @@ def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Floa
         plain = plain / scaling.factor
     elif scaling is not None and scaling.kind == "llama3":
         plain = _llama3_frequencies(plain, scaling)
+    elif scaling is not None and scaling.kind == "longrope":
+        plain, magnitude = _longrope_frequencies(plain, scaling)
     elif scaling is not None:
         plain, magnitude = _yarn_frequencies(plain, scaling, rotary)
     frequencies[: plain.size], magnitudes[: plain.size] = plain, magnitude
@@ -42,6 +44,15 @@ def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64A
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
     return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def _longrope_frequencies(plain: _Float64Array, scaling: RopeScaling) -> tuple[_Float64Array, float]:
+    assert scaling.frequency_factors is not None, "they are settled when the file is read"
+    magnitude = scaling.attention_factor
+    if magnitude is None:
+        stretch = math.log(max(scaling.factor, 1.0)) / math.log(scaling.original_context_tokens)
+        magnitude = math.sqrt(1.0 + stretch)
+    return plain / np.array(scaling.frequency_factors, dtype=np.float64), magnitude
 
 
 def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, rotary: RotaryConfig) -> tuple[_Float64Array, float]:

@@ -1,18 +1,19 @@
-"""Command R and R7B: LayerNorm, attention and MLP side by side, neighbours turned together. In R7B three of four layers
-see a window, and the others know no positions."""
+"""Command R and R7B: LayerNorm, attention and MLP side by side, neighbours turned together. R+ norms each head by
+weights of its own. In R7B three of four layers see a window, and the others know no positions."""
 
 from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.model_config import LayerConfig, ModelConfig, QkNorm
 
 __all__ = ["COHERE", "COHERE2"]
 
 
 def _describe_cohere(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias)
+    qk_norm: QkNorm = "heads" if fields.flag_or("use_qk_norm", False) else "none"
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, qk_norm=qk_norm)
     layer = LayerConfig(attention=attention, mlp=fields.mlp(), is_parallel=True)
     return _described(fields, "cohere", [layer] * fields.layer_count)
 

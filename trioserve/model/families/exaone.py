@@ -1,18 +1,26 @@
-"""EXAONE 4: norms behind attention and MLP, normed heads; in the large ones the layers without a window know no
-positions."""
+"""EXAONE 3: a Llama under other names. EXAONE 4: norms behind attention and MLP, normed heads; in the large ones the
+layers without a window know no positions."""
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, ModelConfig
 
-__all__ = ["EXAONE4"]
+__all__ = ["EXAONE", "EXAONE4"]
 
 
-def _describe(fields: ModelFields) -> ModelConfig:
+def _describe_exaone(fields: ModelFields) -> ModelConfig:
+    rotary = fields.rotary(fields.head_dim(), theta=500_000.0)
+    layer = LayerConfig(attention=fields.attention(rotary=rotary), mlp=fields.mlp())
+    norm_eps = fields.number_or("rms_norm_eps", 1e-5)
+    return fields.described("exaone", (layer,) * fields.layer_count, norm_eps=norm_eps)
+
+
+def _describe_exaone4(fields: ModelFields) -> ModelConfig:
     window = fields.whole_or("sliding_window", None) or None
-    every = fields.whole_or("sliding_window_pattern", 4)
+    # Beside layer_types it may be a string, which says the same.
+    every = 0 if "layer_types" in fields else fields.whole_or("sliding_window_pattern", 4)
     rotary = fields.rotary(fields.head_dim())
     layers = [
         LayerConfig(
@@ -28,10 +36,38 @@ def _describe(fields: ModelFields) -> ModelConfig:
     return fields.described("exaone4", layers)
 
 
+EXAONE = Family(
+    name="exaone",
+    classes=("ExaoneForCausalLM",),
+    model_type="exaone",
+    describe=_describe_exaone,
+    spellings={
+        "num_hidden_layers": "num_layers",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
+    transformers=Naming(
+        layers="transformer.h",
+        modules={
+            "embed": "transformer.wte",
+            "norm": "transformer.ln_f",
+            "attention_norm": "ln_1",
+            "q_proj": "attn.attention.q_proj",
+            "k_proj": "attn.attention.k_proj",
+            "v_proj": "attn.attention.v_proj",
+            "o_proj": "attn.attention.out_proj",
+            "mlp_norm": "ln_2",
+            "gate_proj": "mlp.c_fc_0",
+            "up_proj": "mlp.c_fc_1",
+            "down_proj": "mlp.c_proj",
+        },
+    ),
+    gguf=GgufNaming(architecture="exaone"),
+)
 EXAONE4 = Family(
     name="exaone4",
     classes=("Exaone4ForCausalLM",),
     model_type="exaone4",
-    describe=_describe,
+    describe=_describe_exaone4,
     gguf=GgufNaming(architecture="exaone4"),
 )

@@ -19,12 +19,14 @@ __all__ = ["Family", "GgufNaming", "Naming"]
 class Naming:
     """How the files of a format write a family's tensors down.
 
+    layers: what stands before a layer's index, where it is not the usual.
     modules: by the module's name in here (see loading/names.py), its name there, where it is not the usual one. Modules
     that share a name are the rows of one tensor, in the usual order: q, k, v; gate, up. pairs_adjacent: what rotary
     positions turn together are the rows 2j and 2j + 1 of a head, not j and j + half. norm_offset: is added to norms'
     weights.
     """
 
+    layers: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
     pairs_adjacent: bool = False
     norm_offset: float = 0.0
@@ -40,7 +42,9 @@ class GgufNaming(Naming):
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """classes: what config.json calls it in architectures; model_type: what it calls it where those are missing.
-    gguf: None if llama.cpp does not write it.
+    gguf: None if llama.cpp does not write it. with_images: classes of models that see images, too, and whose part for
+    texts, which text_config describes, is of this family. text_defaults: what such a text_config leaves out. spellings:
+    by the usual name of a field, the one that config.json may have in its place.
 
     describe: reads the fields; it may raise ModelLoadError.
     """
@@ -51,6 +55,9 @@ class Family:
     describe: Callable[[ModelFields], ModelConfig]
     transformers: Naming = field(default=Naming())
     gguf: GgufNaming | None = None
+    with_images: tuple[str, ...] = ()
+    text_defaults: Mapping[str, object] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
 
     def config_from(self, fields: ModelFields) -> ModelConfig:
         """Raises ModelLoadError, naming the field, for one that changes what is computed and is not read."""
@@ -74,21 +81,40 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (0, 0.0),
     "attn_temperature_tuning": (False, 0),
     "clip_qkv": (0, 0.0),
+    "decoder_sparse_step": (1,),
     "embedding_multiplier": (1, 1.0),
     "final_logit_softcapping": (0, 0.0),
     "hidden_act": ("silu",),
     "hidden_activation": ("silu",),
+    "is_causal": (True,),
+    "kv_lora_rank": (0,),
     "layer_types": (),
     "logit_scale": (1, 1.0),
     "logits_scaling": (1, 1.0),
+    "mlp_only_layers": ([],),
     "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "no_rope_layer_interval": (0,),
     "no_rope_layers": (),
     "num_experts": (0, 1),
+    "num_kv_shared_layers": (0,),
     "num_local_experts": (0, 1),
+    "num_shared_experts": (0,),
     "parallel_attn": (False,),
     "partial_rotary_factor": (1, 1.0),
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1, 1.0),
+    "rotary_pct": (1, 1.0),
+    "routed_scaling_factor": (0, 0.0, 1, 1.0),
+    "scale_depth": (),
+    "scale_emb": (1, 1.0),
+    "scoring_func": ("softmax",),
+    "shared_expert_intermediate_size": (0,),
+    "shared_intermediate_size": (0,),
+    "use_bidirectional_attention": (False,),
     "use_parallel_residual": (False,),
+    "use_post_norm": (False,),
     "use_qk_norm": (False,),
 }

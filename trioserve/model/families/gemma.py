@@ -126,4 +126,12 @@ GEMMA3 = Family(
     describe=_describe_gemma3,
     transformers=Naming(norm_offset=1.0, modules=MODULES),
     gguf=GgufNaming(architecture="gemma3"),
+    with_images=("Gemma3ForConditionalGeneration",),
+    text_defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 2,
+    },
 )

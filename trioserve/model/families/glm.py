@@ -1,4 +1,4 @@
-"""GLM-4 of 0414: half of each head is turned, neighbours together; norms before and behind attention and MLP."""
+"""GLM-4: half of each head is turned, neighbours together. Since 0414 there are norms behind attention and MLP, too."""
 
 from __future__ import annotations
 
@@ -6,25 +6,44 @@ from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, ModelConfig
 
-__all__ = ["GLM4"]
+__all__ = ["GLM", "GLM4"]
 
 
-def _describe(fields: ModelFields) -> ModelConfig:
+def _describe_glm(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "glm", has_output_norms=False)
+
+
+def _describe_glm4(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "glm4", has_output_norms=True)
+
+
+def _described(fields: ModelFields, family: str, *, has_output_norms: bool) -> ModelConfig:
     head_dim = fields.head_dim(128)
     attention = fields.attention(
         head_dim=128,
         has_bias=fields.flag_or("attention_bias", True),
         rotary=fields.rotary(head_dim, rotated_dims=fields.part_of_head(head_dim, 0.5)),
     )
-    layer = LayerConfig(attention=attention, mlp=fields.mlp(), has_output_norms=True)
-    return fields.described("glm4", (layer,) * fields.layer_count)
+    layer = LayerConfig(attention=attention, mlp=fields.mlp(), has_output_norms=has_output_norms)
+    norm_eps = fields.number_or("rms_norm_eps", 1.5625e-7)
+    return fields.described(family, (layer,) * fields.layer_count, norm_eps=norm_eps)
 
 
+GLM = Family(
+    name="glm",
+    classes=("GlmForCausalLM",),
+    model_type="glm",
+    describe=_describe_glm,
+    transformers=Naming(
+        modules={"gate_proj": "mlp.gate_up_proj", "up_proj": "mlp.gate_up_proj"},
+        pairs_adjacent=True,
+    ),
+)
 GLM4 = Family(
     name="glm4",
     classes=("Glm4ForCausalLM",),
     model_type="glm4",
-    describe=_describe,
+    describe=_describe_glm4,
     transformers=Naming(
         modules={
             "attention_output_norm": "post_self_attn_layernorm",

@@ -23,4 +23,5 @@ MISTRAL = Family(
     classes=("MistralForCausalLM", "MinistralForCausalLM"),
     model_type="mistral",
     describe=_describe,
+    with_images=("Mistral3ForConditionalGeneration",),
 )

@@ -22,7 +22,7 @@ from trioserve.model.model_config import (
     RotaryConfig,
 )
 
-__all__ = ["ModelFields", "RopeReader"]
+__all__ = ["ModelFields", "RopeReader", "is_long"]
 
 RopeReader = Callable[["ModelFields", str | None, float], tuple[float, RopeScaling | None]]
 
@@ -33,6 +33,16 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+
+
+def is_long(served_tokens: int | None, context_tokens: int, original_tokens: int) -> bool:
+    """Which of longrope's two lists of factors counts, for all texts that are served: where KV of earlier tokens is
+    kept, it cannot depend on how long a text becomes.
+
+    served_tokens: of the longest context that is served; None is what the model takes, context_tokens.
+    original_tokens: of the longest one before scaling.
+    """
+    return (context_tokens if served_tokens is None else served_tokens) > original_tokens
 
 
 class ModelFields(Fields):

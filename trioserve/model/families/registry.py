@@ -6,12 +6,16 @@ from collections.abc import Iterable
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.cohere import COHERE, COHERE2
+from trioserve.model.families.cwm import CWM
 from trioserve.model.families.ernie import ERNIE45
-from trioserve.model.families.exaone import EXAONE4
+from trioserve.model.families.exaone import EXAONE, EXAONE4
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from trioserve.model.families.glm import GLM4
+from trioserve.model.families.glm import GLM, GLM4
 from trioserve.model.families.granite import GRANITE, GRANITE_MOE
+from trioserve.model.families.helium import HELIUM
+from trioserve.model.families.hyperclovax import HYPERCLOVAX
+from trioserve.model.families.internlm import INTERNLM3
 from trioserve.model.families.llama import LLAMA
 from trioserve.model.families.mistral import MISTRAL
 from trioserve.model.families.mixtral import MIXTRAL
@@ -37,12 +41,18 @@ FAMILIES: tuple[Family, ...] = (
     OLMO3,
     SMOLLM3,
     GRANITE,
+    GLM,
     GLM4,
     COHERE,
     COHERE2,
+    EXAONE,
     EXAONE4,
     ERNIE45,
     SEED_OSS,
+    HELIUM,
+    INTERNLM3,
+    HYPERCLOVAX,
+    CWM,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
@@ -59,7 +69,7 @@ def family_named(name: str) -> Family:
 def family_of_class(name: str) -> Family:
     """name: an entry of config.json's architectures. Raises ModelLoadError for one that is not served."""
     for family in FAMILIES:
-        if name in family.classes:
+        if name in (*family.classes, *family.with_images):
             return family
     raise _unknown(name, _classes())
 
@@ -83,7 +93,7 @@ def family_of_gguf(name: str | None) -> Family:
 
 
 def _classes() -> Iterable[str]:
-    return (name for family in FAMILIES for name in family.classes)
+    return (name for family in FAMILIES for name in (*family.classes, *family.with_images))
 
 
 def _unknown(came: str, supported: Iterable[str]) -> ModelLoadError:

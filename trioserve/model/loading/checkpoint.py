@@ -45,13 +45,15 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, context_tokens: int | None = None) -> Checkpoint:
     """A directory with safetensors, a directory with exactly one .gguf, or a .gguf file.
 
+    context_tokens: of the longest context that is to be served, which decides between longrope's factors for short and
+    for long ones; None is what the model takes.
     Raises ModelLoadError, one sentence that begins with the path, for everything else and for damaged files.
     """
     try:
-        return _opened(path)
+        return _opened(path, context_tokens)
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load {path}: {one_line(str(error))}") from error
     except OSError as error:
@@ -63,10 +65,10 @@ def one_line(message: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
 
 
-def _opened(path: Path) -> Checkpoint:
+def _opened(path: Path, context_tokens: int | None) -> Checkpoint:
     if path.is_dir():
         if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-            return SafetensorsCheckpoint(path)
+            return SafetensorsCheckpoint(path, context_tokens)
         path = _only_gguf(path)
     elif not path.exists():
         raise ModelLoadError("there is no such file or directory")
@@ -74,7 +76,7 @@ def _opened(path: Path) -> Checkpoint:
         raise ModelLoadError(
             "a model is a .gguf file or a directory with config.json and safetensors; name one of them"
         )
-    return GgufCheckpoint(path)
+    return GgufCheckpoint(path, context_tokens)
 
 
 def _only_gguf(directory: Path) -> Path:

@@ -112,6 +112,14 @@ class Fields:
             raise self.wrong(name, "a whole number or a list of them")
         return tuple(items)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of them."""
+        value = self._value(name)
+        items = value if isinstance(value, list) else []
+        if not 1 <= len(items) <= WHOLES_MAX or not all(_is_number(item) for item in items):
+            raise self.wrong(name, f"a list of 1 to {WHOLES_MAX} numbers")
+        return tuple(map(float, items))
+
     def flags_or(self, name: str, default: T) -> list[bool] | T:
         """A list of them; anything else is the default."""
         value = self._value(name)
@@ -145,6 +153,10 @@ class Fields:
         if value is None:
             raise ModelLoadError(f"{self._source} lacks {self.spelling(name)}, which must be {wanted}")
         return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_whole(value)
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
-from trioserve.model.loading.gguf_config import ROPE_FACTORS_NAME, model_config_from, sampling_defaults_from
+from trioserve.model.loading.gguf_config import ROPE_FACTORS_NAMES, model_config_from, sampling_defaults_from
 from trioserve.model.loading.names import GGUF, TensorPlace, match_tensors
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain, read_sample
 from trioserve.model.model_config import ModelConfig
@@ -21,12 +21,13 @@ _PLAIN_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "
 class GgufCheckpoint:
     """Opening reads the header only. Raises ModelLoadError when the file does not hold a whole, known model."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, context_tokens: int | None = None) -> None:
+        """context_tokens: see open_checkpoint."""
         file = read_gguf(path)
         self.files: tuple[Path, ...] = (path,)
-        self.config: ModelConfig = model_config_from(file)
+        self.config: ModelConfig = model_config_from(file, context_tokens)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        self._places = match_tensors(self.config, shapes, GGUF, ignored=lambda name: name == ROPE_FACTORS_NAME)
+        self._places = match_tensors(self.config, shapes, GGUF, ignored=ROPE_FACTORS_NAMES.__contains__)
         self._stored = file.tensors
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = None

@@ -6,16 +6,19 @@ import functools
 import math
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
-__all__ = ["ROPE_FACTORS_NAME", "model_config_from", "sampling_defaults_from"]
+__all__ = ["ROPE_FACTORS_NAMES", "model_config_from", "sampling_defaults_from"]
 
 SOURCE = "the file's metadata"
 ROPE_FACTORS_NAME = "rope_freqs.weight"
+LONG_FACTORS_NAME, SHORT_FACTORS_NAME = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTORS_NAMES = (ROPE_FACTORS_NAME, LONG_FACTORS_NAME, SHORT_FACTORS_NAME)
+"""Tensors that are no weights: what inverse frequencies are divided by."""
 FREQUENCY_FACTORS_MAX = 2**16  # head_dim / 2 of them; read before head_dim is checked
 
 # Metadata keys behind the file's architecture, by the names of config.json.
@@ -36,6 +39,10 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "is_causal": "attention.causal",
+    "clip_qkv": "attention.clamp_kqv",
+    "use_parallel_residual": "use_parallel_residual",
+    "routed_scaling_factor": "expert_weights_scale",
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -45,8 +52,11 @@ _KEYS = {
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def model_config_from(file: GgufFile) -> ModelConfig:
-    """Dimensions from the keys of the file's architecture; ties and biases from which tensors are there."""
+def model_config_from(file: GgufFile, context_tokens: int | None = None) -> ModelConfig:
+    """Dimensions from the keys of the file's architecture; ties and biases from which tensors are there.
+
+    context_tokens: see open_checkpoint.
+    """
     raw = Fields(file.metadata, SOURCE)
     name = raw.text_or("general.architecture", None)
     family = family_of_gguf(name)
@@ -71,6 +81,7 @@ def model_config_from(file: GgufFile) -> ModelConfig:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "use_qk_norm": name == "command-r" and "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "norm_topk_prob": name == "qwen3moe",  # no key says it
         "use_sliding_window": True,
@@ -86,7 +97,7 @@ def model_config_from(file: GgufFile) -> ModelConfig:
         values,
         SOURCE,
         spellings=spellings,
-        rope=functools.partial(_rope, file, str(name)),
+        rope=functools.partial(_rope, file, str(name), context_tokens),
         eos_token_ids=_end_token_ids(raw),
         dtype_name=_dtype_name(file),
     )
@@ -156,7 +167,12 @@ def _dtype_name(file: GgufFile) -> Dtype:
 
 
 def _rope(
-    file: GgufFile, architecture: str, fields: ModelFields, layer_type: str | None, theta: float
+    file: GgufFile,
+    architecture: str,
+    served_tokens: int | None,
+    fields: ModelFields,
+    layer_type: str | None,
+    theta: float,
 ) -> tuple[float, RopeScaling | None]:
     if layer_type == "sliding_attention":
         # Only Gemma 3's differ from layer to layer, and llama.cpp knows by how much.
@@ -164,11 +180,29 @@ def _rope(
             theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
         return fields.number_or(f"{architecture}.rope.freq_base_swa", theta), None
     theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
-    return theta, _rope_scaling(file, fields, architecture, fields.whole("max_position_embeddings"))
+    context_tokens = fields.whole("max_position_embeddings")
+    if LONG_FACTORS_NAME in file.tensors:
+        return theta, _longrope(file, fields, f"{architecture}.rope.scaling", context_tokens, served_tokens)
+    return theta, _rope_scaling(file, fields, architecture, context_tokens)
+
+
+def _longrope(file: GgufFile, fields: Fields, key: str, context_tokens: int, served_tokens: int | None) -> RopeScaling:
+    original = fields.whole_or(f"{key}.original_context_length", context_tokens)
+    name = LONG_FACTORS_NAME if is_long(served_tokens, context_tokens, original) else SHORT_FACTORS_NAME
+    factors = _frequency_factors(file, name)
+    if factors is None:
+        raise ModelLoadError(f"the file has {LONG_FACTORS_NAME}, but no {name}: it is incomplete, fetch it again")
+    return RopeScaling(
+        kind="longrope",
+        factor=context_tokens / max(original, 1),
+        original_context_tokens=original,
+        attention_factor=fields.number_or(f"{key}.attn_factor", 1.0),
+        frequency_factors=factors,
+    )
 
 
 def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tokens: int) -> RopeScaling | None:
-    factors = _frequency_factors(file)
+    factors = _frequency_factors(file, ROPE_FACTORS_NAME)
     if factors is not None:
         return RopeScaling(kind="llama3", factor=max(factors), frequency_factors=factors)
     key = f"{architecture}.rope.scaling"
@@ -200,14 +234,14 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
     )
 
 
-def _frequency_factors(file: GgufFile) -> tuple[float, ...] | None:
-    """llama3 scaling comes as a tensor: what each inverse frequency is divided by."""
-    tensor = file.tensors.get(ROPE_FACTORS_NAME)
+def _frequency_factors(file: GgufFile, name: str) -> tuple[float, ...] | None:
+    """llama3 scaling and longrope come as tensors: what each inverse frequency is divided by."""
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     if tensor.storage.name != "F32" or tensor.value_count > FREQUENCY_FACTORS_MAX:
         raise ModelLoadError(
-            f"{ROPE_FACTORS_NAME} has {tensor.value_count} values of type {tensor.storage.name}, but it must have one "
+            f"{name} has {tensor.value_count} values of type {tensor.storage.name}, but it must have one "
             "F32 value for each pair of a head's dimensions: the file is damaged"
         )
     return read_float32s(tensor, file.path)

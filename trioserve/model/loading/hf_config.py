@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.families.family import Family
+from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_of_class, family_of_model_type
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
@@ -18,6 +20,7 @@ __all__ = [
     "read_json_list",
     "read_json_object",
     "sampling_defaults_from",
+    "sees_images",
 ]
 
 JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
@@ -57,27 +60,63 @@ def _read_json(path: Path) -> object:
 
 
 def model_config_from(
-    config: dict[str, object], generation_config: dict[str, object], *, dtype_name: Dtype
+    config: dict[str, object],
+    generation_config: dict[str, object],
+    *,
+    dtype_name: Dtype,
+    context_tokens: int | None = None,
 ) -> ModelConfig:
     """Dimensions from config.json; the end tokens are those of either file, as chat models often name them in one only.
 
-    dtype_name: what the weights are stored in, which the config does not reliably know.
+    dtype_name: what the weights are stored in, which the config does not reliably know. context_tokens: see
+    open_checkpoint.
     """
+    outer = Fields(config, "config.json")
+    family, is_with_images = _family(outer)
+    ends = (*end_token_ids_from(generation_config), *outer.wholes("eos_token_id"))
+    source = "config.json"
+    if is_with_images:
+        config, source = _text_config(outer, family), "text_config in config.json"
     fields = ModelFields(
         config,
-        "config.json",
-        rope=_rope,
-        eos_token_ids=(*end_token_ids_from(generation_config), *Fields(config, "config.json").wholes("eos_token_id")),
+        source,
+        rope=functools.partial(_rope, context_tokens),
+        eos_token_ids=(*ends, *Fields(config, source).wholes("eos_token_id")),
         dtype_name=dtype_name,
+        spellings={name: theirs for name, theirs in family.spellings.items() if theirs in config},
     )
-    named = fields.strings_or("architectures", None)
-    family = family_of_class(named[0]) if named else family_of_model_type(fields.text_or("model_type", None))
-    if "quantization_config" in fields:
+    if "quantization_config" in fields or "quantization_config" in outer:
         raise ModelLoadError(
             "config.json has a quantization_config; supported are unquantized safetensors and GGUF: "
             "take the original checkpoint or a GGUF file"
         )
     return family.config_from(fields)
+
+
+def sees_images(config: dict[str, object]) -> bool:
+    """Whether config.json is of a model of which only the part for texts is served. Raises ModelLoadError for a model
+    of no known family."""
+    return _family(Fields(config, "config.json"))[1]
+
+
+def _family(fields: Fields) -> tuple[Family, bool]:
+    """And whether images are seen, too."""
+    named = fields.strings_or("architectures", None)
+    if not named:
+        return family_of_model_type(fields.text_or("model_type", None)), False
+    family = family_of_class(named[0])
+    return family, named[0] in family.with_images
+
+
+def _text_config(fields: Fields, family: Family) -> dict[str, object]:
+    described = fields.object_or_none("text_config") or {}
+    model_type = Fields(described, "text_config in config.json").text_or("model_type", family.model_type)
+    if model_type != family.model_type:
+        raise ModelLoadError(
+            f"the text_config in config.json is of a {model_type}; supported in such a model is {family.model_type}"
+        )
+    outside = {name: fields.flag_or(name, False) for name in ("tie_word_embeddings",) if name in fields}
+    return {**family.text_defaults, **outside, **described}
 
 
 def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:
@@ -100,7 +139,9 @@ def end_token_ids_from(generation_config: dict[str, object]) -> tuple[int, ...]:
     return Fields(generation_config, "generation_config.json").wholes("eos_token_id")
 
 
-def _rope(fields: ModelFields, layer_type: str | None, theta: float) -> tuple[float, RopeScaling | None]:
+def _rope(
+    served_tokens: int | None, fields: ModelFields, layer_type: str | None, theta: float
+) -> tuple[float, RopeScaling | None]:
     """transformers 5 keeps everything in rope_parameters, for each type of layer if there are several; transformers 4
     has rope_theta beside rope_scaling, which layers with a window do without."""
     context_tokens = fields.whole("max_position_embeddings")
@@ -115,7 +156,8 @@ def _rope(fields: ModelFields, layer_type: str | None, theta: float) -> tuple[fl
         return rope.number_or("rope_theta", theta), None
     theta = rope.number_or("rope_theta", theta)
     kind = rope.text_or("rope_type", None) or rope.text_or("type", None) or "default"
-    if kind == "default":
+    # dynamic: beyond the context that the config names, where nobody gets, frequencies would depend on a text's length.
+    if kind in ("default", "dynamic"):
         return theta, None
     original_name = "original_max_position_embeddings"
     original = rope.whole_or(original_name, fields.whole_or(original_name, context_tokens))
@@ -129,9 +171,28 @@ def _rope(fields: ModelFields, layer_type: str | None, theta: float) -> tuple[fl
             high_freq_factor=rope.number_or("high_freq_factor", 4.0),
             original_context_tokens=original,
         )
+    if kind in ("longrope", "su") or "long_factor" in rope:  # which was called yarn once
+        original = fields.whole_or(original_name, original)
+        return theta, _longrope(rope, original, context_tokens, served_tokens)
     if kind == "yarn":
         return theta, _yarn(rope, original, context_tokens)
-    raise ModelLoadError(f"the rope scaling in config.json is {kind!r}; supported are default, linear, llama3 and yarn")
+    raise ModelLoadError(
+        f"the rope scaling in config.json is {kind!r}; supported are default, linear, dynamic, llama3, yarn and "
+        "longrope"
+    )
+
+
+def _longrope(rope: Fields, original: int, context_tokens: int, served_tokens: int | None) -> RopeScaling:
+    factor = rope.number_or("factor", None)
+    return RopeScaling(
+        kind="longrope",
+        factor=context_tokens / max(original, 1) if factor is None else factor,
+        original_context_tokens=original,
+        attention_factor=rope.number_or("attention_factor", None),
+        frequency_factors=rope.numbers(
+            "long_factor" if is_long(served_tokens, context_tokens, original) else "short_factor"
+        ),
+    )
 
 
 def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:

@@ -150,7 +150,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
         norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
     if attention.qk_norm == "head":
         norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
-    elif attention.qk_norm == "row":
+    elif attention.qk_norm != "none":
         norms += [("q_norm", queries), ("k_norm", keys)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
     for module, rows, columns, has_bias in (
@@ -189,13 +189,14 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple
 def outside_name(name: str, family: str, format: Format) -> str:
     """What the tensor that is called `name` in here is called in such files."""
     *path, kind = name.split(".")
+    naming = format.naming_of(family)
     layer = ""
     if path[0] == "layers":
-        layer = f"{format.layers}.{path[1]}."
+        layer = f"{naming.layers or format.layers}.{path[1]}."
         path = path[2:]
     expert = path.pop(1) if path[0] == "experts" else ""
     module = ".".join(path)
-    usual = format.naming_of(family).modules.get(module) or format.modules[module]
+    usual = naming.modules.get(module) or format.modules[module]
     return f"{layer}{usual.format(expert=expert)}.{kind}"
 
 
@@ -237,8 +238,10 @@ def match_tensors(
 
 
 def _holds(found: Shape, wanted: Shape) -> bool:
-    """Tensors of experts may lie in one with a dimension more, and a matrix of one row as a vector."""
-    return math.prod(found) == math.prod(wanted) and (found == wanted or wanted[-1:] == found[-1:])
+    """Tensors of experts may lie in one with a dimension more, a matrix of one row as a vector, and a vector with a
+    part for each head as a matrix."""
+    is_same = found == wanted or wanted[-1:] == found[-1:] or len(wanted) == 1
+    return math.prod(found) == math.prod(wanted) and is_same
 
 
 def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -> TensorPlace:

@@ -8,6 +8,7 @@ compared with the file's size.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,12 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
-from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
+from trioserve.model.loading.hf_config import (
+    model_config_from,
+    read_json_object,
+    sampling_defaults_from,
+    sees_images,
+)
 from trioserve.model.loading.names import TRANSFORMERS, Shape, TensorPlace, match_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor, read_plain, read_sample
 from trioserve.model.model_config import ModelConfig
@@ -25,7 +31,16 @@ from trioserve.model.number_formats import VALUE_BYTES, Dtype
 
 __all__ = ["INDEX_NAME", "PlacedTensor", "SafetensorsCheckpoint", "stored_tensors"]
 
+logger = logging.getLogger(__name__)
+
 _DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# What the part for texts is called in models that see images, by transformers 5 and before; then what it is without.
+_TEXT_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
 EMBEDDING_NAME = "model.embed_tokens.weight"
 INDEX_NAME = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # the package's own limit
@@ -68,10 +83,15 @@ class PlacedTensor(msgspec.Struct, frozen=True):
 class SafetensorsCheckpoint:
     """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known model."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, context_tokens: int | None = None) -> None:
+        """context_tokens: see open_checkpoint."""
         if not (directory / "config.json").is_file():
             raise ModelLoadError("the directory has safetensors but no config.json: fetch the checkpoint again")
         stored = stored_tensors(directory)
+        config = read_json_object(directory / "config.json")
+        if sees_images(config):
+            logger.warning("images are not served: of this model, the part for texts alone is")
+            stored = _of_texts(stored)
         if "embed_tokens.weight" in stored:  # saved without what turns hidden states into logits, to make vectors of
             stored = {name if name == "lm_head.weight" else f"model.{name}": at for name, at in stored.items()}
         self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
@@ -79,9 +99,10 @@ class SafetensorsCheckpoint:
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
         embedding = stored.get(EMBEDDING_NAME)
         self.config: ModelConfig = model_config_from(
-            read_json_object(directory / "config.json"),
+            config,
             generation_config,
             dtype_name="float32" if embedding is None else embedding.dtype,
+            context_tokens=context_tokens,
         )
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
@@ -100,6 +121,16 @@ class SafetensorsCheckpoint:
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+
+
+def _of_texts(stored: dict[str, PlacedTensor]) -> dict[str, PlacedTensor]:
+    found: dict[str, PlacedTensor] = {}
+    for name, tensor in stored.items():
+        for prefix, usual in _TEXT_PREFIXES:
+            if name.startswith(prefix):
+                found[usual + name.removeprefix(prefix)] = tensor
+                break
+    return found
 
 
 def stored_tensors(directory: Path) -> dict[str, PlacedTensor]:
