@@ -28,6 +28,7 @@ __all__ = [
     "FLAW_NOTHING_ALLOWED",
     "FLAW_NOTHING_LEFT",
     "FLAW_NOT_FINITE",
+    "GGML_FORMATS",
     "NO_FLAW",
     "NORM_KINDS",
     "QK_NORMS",
@@ -86,7 +87,7 @@ class WeightFormat(enum.IntEnum):
         return 4 if self in (WeightFormat.Q4, WeightFormat.Q4_MIN, WeightFormat.Q4_WIDE) else 8
 
 
-BLOCK_FORMATS = {
+GGML_FORMATS = {
     "Q4_0": (2, WeightFormat.Q4),
     "Q4_1": (3, WeightFormat.Q4_MIN),
     "Q5_0": (6, WeightFormat.Q8),
@@ -97,6 +98,9 @@ BLOCK_FORMATS = {
     "Q6_K": (14, WeightFormat.Q8_FINE),
 }
 """ggml's number of each type of blocks, and the format that holds them without loss."""
+BLOCK_FORMATS = {**GGML_FORMATS, "Q4_F32": (1000, WeightFormat.Q4_WIDE), "Q8_F32": (1001, WeightFormat.Q8_WIDE)}
+"""And of two types of our own. Of 32 numbers they have a float32 scale, a float32 min and the numbers, in 24 bytes, as
+Q4_0 stores them, or in 40, as Q8_0 does."""
 
 
 class NoNativeKernels(Exception):
@@ -253,7 +257,7 @@ class Library:
         first_block: int = 0,
         block_step: int = 1,
     ) -> None:
-        """As pack, of a GGUF file's blocks, uint8 [rows, bytes of a row], without loss: in their type's format of
+        """As pack, of blocks as files have them, uint8 [rows, bytes of a row], without loss: in their type's format of
         BLOCK_FORMATS."""
         number, _ = BLOCK_FORMATS[storage_name]
         self._pack_blocks(number, address(blocks), len(blocks), columns, packed, first_block, block_step)

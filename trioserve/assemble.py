@@ -166,7 +166,7 @@ async def open_engine(
         threads: CPU threads of a forward pass. Default: one per core.
         cpu_kernels: what computes on a CPU; "auto" takes native kernels if they can be had.
         gpu_kernels: what computes on a GPU.
-        quantization: how native kernels keep weights; "auto" keeps a quantized GGUF's blocks, else dtype.
+        quantization: how native kernels keep weights; "auto" keeps a quantized file's bits, else dtype.
         max_model_len: tokens of prompt and response together. Default: what the model takes and the KV cache holds.
         max_num_seqs: sequences that are computed at a time.
         max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.

@@ -248,7 +248,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "what computes on a GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet",
         )] = "torch"
     quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
-        "how native kernels keep weights: file keeps a quantized GGUF's blocks, int8 and int4 quantize any checkpoint, "
+        "how native kernels keep weights: file keeps a quantized file's bits, int8 and int4 quantize any checkpoint, "
         "none keeps --dtype; auto takes file where it can, else none")] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
         "tokens of prompt and response together; default: what the model takes", "TOKENS")] = None

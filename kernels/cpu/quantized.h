@@ -1,4 +1,4 @@
-// Quantized weights: how they lie, and how they are made of numbers or of a GGUF file's blocks.
+// Quantized weights: how they lie, and how they are made of numbers or of a file's blocks.
 //
 // A packed weight lies in panels of 32 outputs. A panel has a record for each 32 of K: the scales of its outputs, their
 // mins, and the values. A weight is scale * value + min. Values lie in units of 64 bytes, 4 neighbouring k of 16 outputs,
@@ -17,8 +17,10 @@ constexpr int64_t RECORD_DEPTH = 32;
 // 8 bits stand for -128 to 127; 4 bits for 0 to 15 with a min and for -8 to 7 without.
 enum WeightFormat : int32_t { DENSE = 0, Q8 = 1, Q4 = 2, Q4_MIN = 3, Q4_WIDE = 4, Q8_FINE = 5, Q8_WIDE = 6 };
 
-// ggml's numbers.
-enum StorageType : int32_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+// ggml's numbers, and two of our own: a float32 scale and a float32 min of 32 numbers, which are stored as in Q4_0 and Q8_0.
+enum StorageType : int32_t {
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, Q4_F32 = 1000, Q8_F32 = 1001
+};
 
 struct f16 {
     uint16_t bits;
@@ -86,6 +88,12 @@ struct Group {
     float scales[2], mins[2];
 };
 
+inline float single_at(const uint8_t* from) {
+    float value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
 inline float half_at(const uint8_t* from) {
     f16 value;
     std::memcpy(&value, from, sizeof value);
@@ -112,6 +120,8 @@ inline int64_t storage_row_bytes(int32_t storage, int64_t k) {
         case Q8_0: return k / 32 * 34;
         case Q4_K: return k / 256 * 144;
         case Q5_K: return k / 256 * 176;
+        case Q4_F32: return k / 32 * 24;
+        case Q8_F32: return k / 32 * 40;
         default: return k / 256 * 210;
     }
 }
@@ -121,14 +131,14 @@ inline int32_t format_of(int32_t storage) {
     switch (storage) {
         case Q4_0: return Q4;
         case Q4_1: return Q4_MIN;
-        case Q4_K: return Q4_WIDE;
+        case Q4_K: case Q4_F32: return Q4_WIDE;
         case Q5_0: case Q8_0: return Q8;
         case Q6_K: return Q8_FINE;
         default: return Q8_WIDE;
     }
 }
 
-// As in ggml's dequantize_row_*; row: a row's blocks.
+// Of ggml's types as in its dequantize_row_*; row: a row's blocks.
 template <int STORAGE>
 inline void read_group(const uint8_t* row, int64_t group, Group& to) {
     if constexpr (STORAGE == Q8_0) {
@@ -144,6 +154,12 @@ inline void read_group(const uint8_t* row, int64_t group, Group& to) {
             to.values[n] = block[START + n] & 15;
             to.values[16 + n] = block[START + n] >> 4;
         }
+    } else if constexpr (STORAGE == Q4_F32 || STORAGE == Q8_F32) {
+        const uint8_t* block = row + group * (STORAGE == Q4_F32 ? 24 : 40);
+        to.scales[0] = single_at(block);
+        to.mins[0] = single_at(block + 4);
+        for (int n = 0; n < 32; n++)
+            to.values[n] = STORAGE == Q8_F32 ? block[8 + n] ^ 0x80 : block[8 + n % 16] >> (n / 16 * 4) & 15;
     } else if constexpr (STORAGE == Q5_0 || STORAGE == Q5_1) {
         constexpr int START = STORAGE == Q5_0 ? 2 : 4, ZERO = STORAGE == Q5_0 ? 128 - 16 : 128;
         const uint8_t* block = row + group * (START + 20);
@@ -247,7 +263,7 @@ inline void pack_groups(int64_t n, int64_t k, uint8_t* to, int64_t first_block, 
     }
 }
 
-// blocks: a GGUF file's [n, k], whose k is a whole number of blocks; `to` gets them in format_of(storage).
+// blocks: [n, k] of a storage type, whose k is a whole number of blocks; `to` gets them in format_of(storage).
 inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64_t k, uint8_t* to, int64_t first_block,
                         int64_t block_step) {
     const int64_t row_bytes = storage_row_bytes(storage, k);
@@ -265,6 +281,8 @@ inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64
             case Q8_0: return pack(std::integral_constant<int, Q8_0>());
             case Q4_K: return pack(std::integral_constant<int, Q4_K>());
             case Q5_K: return pack(std::integral_constant<int, Q5_K>());
+            case Q4_F32: return pack(std::integral_constant<int, Q4_F32>());
+            case Q8_F32: return pack(std::integral_constant<int, Q8_F32>());
             default: return pack(std::integral_constant<int, Q6_K>());
         }
     });

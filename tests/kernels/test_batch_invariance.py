@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from trioserve_kernels.native import (
-    BLOCK_FORMATS,
     DTYPES,
+    GGML_FORMATS,
     Engine,
     LayerStruct,
     MatrixStruct,
@@ -69,12 +69,12 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(
 
 
 @DTYPE_IDS
-@pytest.mark.parametrize("block_type", BLOCK_FORMATS)
+@pytest.mark.parametrize("block_type", GGML_FORMATS)
 def test_a_row_times_a_quantized_weight_has_the_same_bits_in_any_company(
     engine: Engine, dtype: str, block_type: str
 ) -> None:
     outputs, inputs, library = 50, 512, engine.library
-    _, format = BLOCK_FORMATS[block_type]
+    _, format = GGML_FORMATS[block_type]
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
     if block_type.endswith("_K"):
         # Any bits of a scale are a number here: the mantissa's bytes alone are drawn.

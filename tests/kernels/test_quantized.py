@@ -11,6 +11,7 @@ last bit. Beside the weights so rounded, a product again differs by the order of
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import gguf
 import numpy as np
@@ -31,23 +32,47 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint16]  # of bfloat16
 BLOCK_TYPES = pytest.mark.parametrize("block_type", BLOCK_FORMATS)
-# Where a type's float16 scales stand in its block.
-SCALES_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+OWN_BLOCK_BYTES = {"Q4_F32": 24, "Q8_F32": 40}  # of 32 numbers: two float32, then as Q4_0 or Q8_0 has them
+# Where a type's float16 scales stand in its block, or our own types' float32.
+SCALES_AT: dict[str, tuple[int, ...]] = {
+    "Q6_K": (208,),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **dict.fromkeys(OWN_BLOCK_BYTES, (0, 4)),
+}
+
+
+def block_size(block_type: str) -> tuple[int, int]:
+    """Numbers and bytes."""
+    if block_type in OWN_BLOCK_BYTES:
+        return 32, OWN_BLOCK_BYTES[block_type]
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+    return values, size
+
+
+def scale_type(block_type: str) -> type[np.floating[Any]]:
+    return np.float32 if block_type in OWN_BLOCK_BYTES else np.float16
 
 
 def random_blocks(block_type: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     """Any bytes, but scales of a size that weights have: both signs, and a few zeros."""
-    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+    values, size = block_size(block_type)
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
     for at in SCALES_AT.get(block_type, (0,)):
-        scales = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
+        scales = random.normal(0, 0.01, blocks.shape[:2]).astype(scale_type(block_type))
         scales[random.random(scales.shape) < 0.05] = 0
-        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+        blocks[:, :, at : at + scales.itemsize] = scales[..., None].view(np.uint8)
     return np.ascontiguousarray(blocks.reshape(rows, -1))
 
 
 def expected_values(block_type: str, blocks: npt.NDArray[np.uint8]) -> Floats:
+    if block_type in OWN_BLOCK_BYTES:
+        parts = np.ascontiguousarray(blocks).reshape(len(blocks), -1, OWN_BLOCK_BYTES[block_type])
+        scales, mins = (np.ascontiguousarray(parts[..., at : at + 4]).view(np.float32) for at in (0, 4))
+        stored = parts[..., 8:]
+        codes = np.concatenate((stored & 15, stored >> 4), axis=-1) if "4" in block_type else stored.view(np.int8)
+        own: Floats = (scales * codes.astype(np.float32) + mins).reshape(len(blocks), -1)
+        return own
     values: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type])
     return values
 
@@ -165,7 +190,7 @@ def test_blocks_are_kept_as_what_the_gguf_package_makes_of_them(
 ) -> None:
     weight = weight_of_blocks(library, block_type, rows, columns)
     expected = expected_values(block_type, random_blocks(block_type, rows, columns))
-    if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+    if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q4_F32", "Q8_F32"):
         # scale * value + min, in one rounding or two: the sum's size is below 1.
         np.testing.assert_allclose(weight.values, expected, rtol=0, atol=2.0**-23 * max(1.0, np.abs(expected).max()))
     else:
@@ -229,10 +254,11 @@ def test_the_largest_numbers_do_not_overflow(engine: Engine, block_type: str) ->
     """Every value at its end, every number of a row at its: where sums of 16 bits would be too narrow."""
     for fill in (0x00, 0xFF, 0x80, 0x7F):
         blocks = np.full_like(random_blocks(block_type, 32, 256), fill)
-        values, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+        values, _ = block_size(block_type)
         parts = blocks.reshape(32, 256 // values, -1)
         for at in SCALES_AT.get(block_type, (0,)):
-            parts[:, :, at : at + 2] = np.array([1.0], dtype=np.float16).view(np.uint8)
+            one = np.array([1.0], dtype=scale_type(block_type))
+            parts[:, :, at : at + one.itemsize] = one.view(np.uint8)
         weight = Weight(engine.library, BLOCK_FORMATS[block_type][1], 32, 256)
         engine.library.pack_blocks(block_type, blocks, 256, weight.place)
         for sign in (1, -1):

@@ -31,6 +31,12 @@ def tiny_checkpoints() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_quantized() -> ModuleType:
+    """The module tiny_quantized itself: VARIANTS, write_quantized, write_dense, change_files."""
+    return _neighbour("tiny_quantized")
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """tiny_checkpoint(kind, dtype="float32", sharded=False) -> directory. It is shared: copy it before changing it."""
     made: dict[tuple[str, str, bool], Path] = {}

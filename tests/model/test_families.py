@@ -224,11 +224,6 @@ def test_a_cap_may_be_switched_off() -> None:
             "use_bidirectional_attention in text_config in config.json is True",
         ),
         ("Gemma3ForConditionalGeneration", {}, "text_config in config.json lacks num_hidden_layers"),
-        (
-            "Gemma3ForConditionalGeneration",
-            {"text_config": BASE, "quantization_config": {"quant_method": "awq"}},
-            "quantization_config",
-        ),
     ],
 )
 def test_a_variant_that_is_not_computed_is_refused_by_name(class_name: str, fields: dict[str, Any], said: str) -> None:

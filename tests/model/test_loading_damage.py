@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,6 +26,8 @@ def load(path: Path) -> None:
     try:
         for tensor in open_checkpoint(path).tensors():
             assert tensor.read("float32").shape == tensor.shape
+            if tensor.read_blocks is not None:
+                assert len(tensor.read_blocks()) == tensor.shape[0]
     except ModelLoadError as error:
         message = str(error)
     assert message.isprintable()
@@ -72,6 +75,33 @@ def test_flipped_bytes_of_safetensors(
     for position, value in flips:
         content[position] = value
     (directory / "model.safetensors").write_bytes(content)
+    load(directory)
+
+
+@pytest.mark.slow
+@settings_here
+@given(
+    variant=st.sampled_from(["awq-32", "gptq-4-order", "packed-4-asym", "float8-block", "fp8-scalar"]),
+    flips=st.lists(st.tuples(st.integers(0, 4_000), INTERESTING | st.integers(0, 255)), max_size=3),
+    changes=st.lists(st.tuples(st.integers(0, 2_000), INTERESTING | st.integers(32, 126)), max_size=2),
+)
+def test_flipped_bytes_of_quantized_safetensors(
+    tiny_checkpoint: Callable[..., Path],
+    tiny_quantized: ModuleType,
+    tmp_path: Path,
+    variant: str,
+    flips: list[tuple[int, int]],
+    changes: list[tuple[int, int]],
+) -> None:
+    whole, directory = tmp_path / "whole" / variant, tmp_path / "flipped"
+    if not whole.exists():
+        tiny_quantized.write_quantized(tiny_checkpoint("llama"), whole, variant)
+    shutil.copytree(whole, directory, dirs_exist_ok=True)
+    for name, damage in (("model.safetensors", flips), ("config.json", changes)):
+        content = bytearray((whole / name).read_bytes())
+        for position, value in damage:
+            content[position % len(content)] = value
+        (directory / name).write_bytes(content)
     load(directory)
 
 

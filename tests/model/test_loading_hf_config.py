@@ -168,7 +168,6 @@ def test_end_tokens_of_both_files_count_once_each() -> None:
         ({"rms_norm_eps": 10**400}, "a number of ordinary size"),
         ({"tie_word_embeddings": 1}, "must be true or false"),
         ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'; supported is silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "take the original checkpoint or a GGUF file"),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "'mrope'; supported are default, linear, dynamic, llama3"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling in config.json lacks factor"),
         ({"rope_scaling": "linear"}, "must be an object"),

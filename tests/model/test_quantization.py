@@ -25,9 +25,9 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.quantization import settle_quantization, weight_format
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve_kernels.native import BLOCK_FORMATS, NoNativeKernels, WeightFormat, load_library
+from trioserve_kernels.native import BLOCK_FORMATS, GGML_FORMATS, NoNativeKernels, WeightFormat, load_library
 
-BLOCK_TYPES = tuple(BLOCK_FORMATS)
+BLOCK_TYPES = tuple(GGML_FORMATS)
 
 
 @pytest.fixture(scope="module")

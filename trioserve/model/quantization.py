@@ -28,7 +28,7 @@ def settle_quantization(wish: QuantizationName, block_types: Mapping[str, str], 
     if wish == "file" and not block_types:
         raise StartupError(
             "quantization is file, but the checkpoint's weights are not quantized: take int8, int4 or none, or a "
-            "quantized GGUF file"
+            "quantized checkpoint"
         )
     return wish
 

@@ -44,6 +44,11 @@ class Fields:
         key = self.spelling(name)
         return key in self._values and self._values[key] is None
 
+    def is_one_of(self, name: str, values: tuple[object, ...]) -> bool:
+        """Whether the field has one of these values, of the same type: 1 is not true."""
+        value = self._value(name)
+        return any(value == other and type(value) is type(other) for other in values)
+
     def spelling(self, name: str) -> str:
         return self._spellings.get(name, name)
 

@@ -85,11 +85,6 @@ def model_config_from(
         dtype_name=dtype_name,
         spellings={name: theirs for name, theirs in family.spellings.items() if theirs in config},
     )
-    if "quantization_config" in fields or "quantization_config" in outer:
-        raise ModelLoadError(
-            "config.json has a quantization_config; supported are unquantized safetensors and GGUF: "
-            "take the original checkpoint or a GGUF file"
-        )
     return family.config_from(fields)
 
 

@@ -7,10 +7,9 @@ compared with the file's size.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,22 +17,23 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.file_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor
 from trioserve.model.loading.hf_config import (
     model_config_from,
     read_json_object,
     sampling_defaults_from,
     sees_images,
 )
-from trioserve.model.loading.names import TRANSFORMERS, Shape, TensorPlace, match_tensors
-from trioserve.model.loading.stored_tensor import StoredTensor, read_plain, read_sample
+from trioserve.model.loading.names import TRANSFORMERS, match_tensors
+from trioserve.model.loading.quantization_config import storage_scheme
+from trioserve.model.loading.quantized_matrix import QuantizedMatrix, quantized_matrices
+from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype
 
-__all__ = ["INDEX_NAME", "PlacedTensor", "SafetensorsCheckpoint", "stored_tensors"]
+__all__ = ["INDEX_NAME", "SafetensorsCheckpoint", "stored_tensors"]
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # What the part for texts is called in models that see images, by transformers 5 and before; then what it is without.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
@@ -60,26 +60,6 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Count, _Count]
 
 
-class PlacedTensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies: offset counts from the file's start."""
-
-    path: Path
-    offset: int
-    shape: Shape
-    dtype: Dtype
-
-    def part(self, place: TensorPlace) -> PlacedTensor:
-        """The rows that a place names."""
-        if place.shape == self.shape:
-            return self
-        row_bytes = math.prod(place.shape[1:]) * VALUE_BYTES[self.dtype]
-        return PlacedTensor(self.path, self.offset + place.first_row * row_bytes, place.shape, self.dtype)
-
-    def sample(self) -> bytes:
-        """See StoredTensor."""
-        return read_sample(self.path, self.offset, math.prod(self.shape) * VALUE_BYTES[self.dtype])
-
-
 class SafetensorsCheckpoint:
     """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known model."""
 
@@ -87,8 +67,9 @@ class SafetensorsCheckpoint:
         """context_tokens: see open_checkpoint."""
         if not (directory / "config.json").is_file():
             raise ModelLoadError("the directory has safetensors but no config.json: fetch the checkpoint again")
-        stored = stored_tensors(directory)
         config = read_json_object(directory / "config.json")
+        quantization = _quantization(Fields(config, "config.json"))
+        stored = stored_tensors(directory, PLAIN_DTYPES if quantization is None else STORAGE_BYTES)
         if sees_images(config):
             logger.warning("images are not served: of this model, the part for texts alone is")
             stored = _of_texts(stored)
@@ -98,15 +79,19 @@ class SafetensorsCheckpoint:
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
         embedding = stored.get(EMBEDDING_NAME)
+        matrices: dict[str, QuantizedMatrix] = {}
+        if quantization is not None:
+            matrices, stored = quantized_matrices(stored, storage_scheme(quantization))
         self.config: ModelConfig = model_config_from(
             config,
             generation_config,
             dtype_name="float32" if embedding is None else embedding.dtype,
             context_tokens=context_tokens,
         )
-        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        self._matrices = matrices
+        self._stored: dict[str, FileTensor | QuantizedMatrix] = {**stored, **matrices}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
-        self._stored = stored
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
         self.gguf_metadata: dict[str, object] | None = None
@@ -114,17 +99,28 @@ class SafetensorsCheckpoint:
 
     def tensors(self) -> Iterator[StoredTensor]:
         for name, place in self._places.items():
-            stored = self._stored[place.name].part(place)
-            rows = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
-            yield StoredTensor(name, stored.shape, stored.dtype, functools.partial(place.read, rows), stored.sample)
+            yield self._stored[place.name].stored(name, place)
 
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
+            return True
+        # Some writers give each quantized module a bias, of zeros where the model has none.
+        module, _, kind = name.rpartition(".")
+        tensor = self._stored[name]
+        if kind != "bias" or f"{module}.weight" not in self._matrices or isinstance(tensor, QuantizedMatrix):
+            return False
+        return not tensor.bytes().any()
 
 
-def _of_texts(stored: dict[str, PlacedTensor]) -> dict[str, PlacedTensor]:
-    found: dict[str, PlacedTensor] = {}
+def _quantization(fields: Fields) -> dict[str, object] | None:
+    """Of a model that sees images, it may stand beside either part."""
+    texts = fields.group_or_none("text_config") or Fields({}, "config.json")
+    return fields.object_or_none("quantization_config") or texts.object_or_none("quantization_config")
+
+
+def _of_texts(stored: dict[str, FileTensor]) -> dict[str, FileTensor]:
+    found: dict[str, FileTensor] = {}
     for name, tensor in stored.items():
         for prefix, usual in _TEXT_PREFIXES:
             if name.startswith(prefix):
@@ -133,24 +129,25 @@ def _of_texts(stored: dict[str, PlacedTensor]) -> dict[str, PlacedTensor]:
     return found
 
 
-def stored_tensors(directory: Path) -> dict[str, PlacedTensor]:
-    """Every tensor by its name out there; from one file, or from those that the index names."""
+def stored_tensors(directory: Path, storages: Collection[str] = tuple(PLAIN_DTYPES)) -> dict[str, FileTensor]:
+    """Every tensor by its name out there; from one file, or from those that the index names. storages: the types that
+    are read; a file with another is refused."""
     index_path = directory / INDEX_NAME
     single = directory / "model.safetensors"
     if single.is_file():
-        return _header(single)
+        return _header(single, storages)
     if index_path.is_file():
-        return _indexed_tensors(directory)
+        return _indexed_tensors(directory, storages)
     files = sorted(directory.glob("*.safetensors"))
     if len(files) != 1:
         raise ModelLoadError(
             f"the directory has {len(files)} safetensors files but no {INDEX_NAME}, which says what is in which: "
             "fetch the checkpoint again"
         )
-    return _header(files[0])
+    return _header(files[0], storages)
 
 
-def _indexed_tensors(directory: Path) -> dict[str, PlacedTensor]:
+def _indexed_tensors(directory: Path, storages: Collection[str]) -> dict[str, FileTensor]:
     fields = Fields(read_json_object(directory / INDEX_NAME), INDEX_NAME)
     weight_map = fields.object_or_none("weight_map")
     if not weight_map:
@@ -167,7 +164,7 @@ def _indexed_tensors(directory: Path) -> dict[str, PlacedTensor]:
             f"{INDEX_NAME} names {len(shards)} files, of which {len(absent)} are missing, {absent[0]} first: "
             "fetch the checkpoint again"
         )
-    headers = {shard: _header(directory / shard) for shard in shards}
+    headers = {shard: _header(directory / shard, storages) for shard in shards}
     for name, shard in file_names.items():
         if name not in headers[shard]:
             raise ModelLoadError(
@@ -176,7 +173,7 @@ def _indexed_tensors(directory: Path) -> dict[str, PlacedTensor]:
     return {name: headers[shard][name] for name, shard in file_names.items()}
 
 
-def _header(path: Path) -> dict[str, PlacedTensor]:
+def _header(path: Path, storages: Collection[str]) -> dict[str, FileTensor]:
     """Eight bytes with the length of a JSON object, that object, then the tensors, each where the object says."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -195,24 +192,24 @@ def _header(path: Path) -> dict[str, PlacedTensor]:
         described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
-    return {name: _stored_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
+    for entry in described.values():
+        if entry.dtype not in storages:
+            raise ModelLoadError(
+                f"{path.name} stores {entry.dtype[:20]}; supported are {', '.join(storages)}: "
+                "take an unquantized checkpoint or a GGUF file"
+            )
+    return {name: _file_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
 
 
-def _stored_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> PlacedTensor:
-    if entry.dtype not in _DTYPES:
-        raise ModelLoadError(
-            f"{path.name} stores {entry.dtype[:20]}; supported are {', '.join(_DTYPES)}: "
-            "take an unquantized checkpoint or a GGUF file"
-        )
-    dtype = _DTYPES[entry.dtype]
+def _file_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> FileTensor:
     if len(entry.shape) > DIMENSIONS_MAX:
         raise _damaged(path, f"{name[:80]!r} has {len(entry.shape)} dimensions, allowed are {DIMENSIONS_MAX}")
     first, end = (data_start + offset for offset in entry.data_offsets)
-    if end > size or end - first != math.prod(entry.shape) * VALUE_BYTES[dtype]:
+    if end > size or end - first != math.prod(entry.shape) * STORAGE_BYTES[entry.dtype]:
         raise _damaged(
             path, f"{name[:80]!r} with {list(entry.shape)} values lies at bytes {first} to {end}, the file has {size}"
         )
-    return PlacedTensor(path, first, entry.shape, dtype)
+    return FileTensor(path, first, entry.shape, entry.dtype)
 
 
 def _damaged(path: Path, reason: str) -> ModelLoadError:
