@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import LayerConfig, ModelConfig
 from trioserve.model.rotary import rotary_frequencies
+from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step_model import TorchStepModel
 
 GGUF_KINDS = (
     "gemma",
@@ -382,3 +385,13 @@ def test_identical_experts_are_the_dense_model(
         found = [entry for count in (20, 1, 9) for entry in driver.step({"a": count}).prompt_logprobs["a"]]
         entries.append([entry.logprob for entry in found])
     assert entries[1] == pytest.approx(entries[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind, launches", (("qwen3", True), ("qwen3-moe", False)))
+def test_a_mixtures_steps_are_not_launched(kind: str, launches: bool, tiny_checkpoint: Callable[..., Path]) -> None:
+    """Which expert has which rows is read in the middle of a step, and a recorded one cannot do that."""
+    config = open_checkpoint(tiny_checkpoint(kind)).config
+    kernels = importlib.import_module("trioserve_kernels.reference_fused")
+    model = TorchStepModel(config, ModelSettings(), dtype="float32", device="cpu", kernels=kernels)
+    assert model.launches is launches
+    model.close()

@@ -220,6 +220,8 @@ class Decoder:
         self.device = device
         self.kernels = kernels
         self._embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        # Rounded, as the makers of such models do; a number, since a step must not send anything to its device.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [
             _Layer(config, index, layer, kernels, dtype=dtype, device=device)
             for index, layer in enumerate(config.layers)
@@ -260,8 +262,7 @@ class Decoder:
         abandoned, which is asked before each layer."""
         hidden = self._embedding(step.token_ids)
         if self.config.embedding_scale != 1.0:
-            # Rounded first, as the makers of such models do.
-            hidden *= torch.tensor(self.config.embedding_scale, dtype=hidden.dtype, device=hidden.device)
+            hidden *= self._embedding_scale
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
         for layer, pages in zip(self._layers, storage.pages, strict=True):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.model.families.family import Family, GgufNaming
-from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["LLAMA"]
 
@@ -18,8 +16,7 @@ def _describe(fields: ModelFields) -> ModelConfig:
     mlp = fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
     # A Mistral in a GGUF file is a Llama.
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
-    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
-    return fields.described("llama", layers)
+    return fields.described("llama", windowed_layers(attention, mlp, windows))
 
 
 LLAMA = Family(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.model.families.family import Family
-from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["MISTRAL"]
 
@@ -14,8 +12,7 @@ __all__ = ["MISTRAL"]
 def _describe(fields: ModelFields) -> ModelConfig:
     attention, mlp = fields.attention(), fields.mlp()
     windows = fields.windows(fields.whole_or("sliding_window", None), lambda layer: True)
-    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
-    return fields.described("mistral", layers)
+    return fields.described("mistral", windowed_layers(attention, mlp, windows))
 
 
 MISTRAL = Family(

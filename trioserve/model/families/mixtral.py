@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.model.families.family import Family, GgufNaming, Naming
-from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["MIXTRAL"]
 
@@ -15,8 +13,7 @@ def _describe(fields: ModelFields) -> ModelConfig:
     attention = fields.attention()
     mlp = fields.experts("num_local_experts", fields.whole("intermediate_size"), normalizes=True)
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
-    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
-    return fields.described("mixtral", layers)
+    return fields.described("mixtral", windowed_layers(attention, mlp, windows))
 
 
 MIXTRAL = Family(

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import (
@@ -22,7 +24,7 @@ from trioserve.model.model_config import (
     RotaryConfig,
 )
 
-__all__ = ["ModelFields", "RopeReader", "is_long"]
+__all__ = ["ModelFields", "RopeReader", "is_long", "windowed_layers"]
 
 RopeReader = Callable[["ModelFields", str | None, float], tuple[float, RopeScaling | None]]
 
@@ -212,3 +214,10 @@ class ModelFields(Fields):
                 "layers: the checkpoint's config is damaged"
             )
         return layer_types
+
+
+def windowed_layers(
+    attention: AttentionConfig, mlp: MlpConfig | ExpertsConfig, windows: Sequence[int | None]
+) -> list[LayerConfig]:
+    """Layers that differ in nothing but their windows."""
+    return [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]

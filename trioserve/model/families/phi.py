@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.model.families.family import Family, GgufNaming, Naming
-from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["PHI3"]
 
@@ -16,8 +14,7 @@ def _describe(fields: ModelFields) -> ModelConfig:
     rotary = fields.rotary(head_dim, rotated_dims=fields.part_of_head(head_dim, 1.0))
     attention, mlp = fields.attention(rotary=rotary), fields.mlp()
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
-    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
-    return fields.described("phi3", layers)
+    return fields.described("phi3", windowed_layers(attention, mlp, windows))
 
 
 PHI3 = Family(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.model.families.family import Family, GgufNaming
-from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig
+from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.model_config import AttentionConfig, ModelConfig
 
 __all__ = ["QWEN2", "QWEN3"]
 
@@ -26,8 +24,7 @@ def _described(fields: ModelFields, family: str, attention: AttentionConfig) -> 
     window = fields.whole_or("sliding_window", None) if fields.flag_or("use_sliding_window", False) else None
     first = fields.whole_or("max_window_layers", 28)
     windows = fields.windows(window, lambda layer: layer >= first)
-    layers = [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
-    return fields.described(family, layers)
+    return fields.described(family, windowed_layers(attention, mlp, windows))
 
 
 QWEN2 = Family(
