@@ -94,9 +94,9 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
         scaled one.
         """
         if self.kind == "linear":
-            return int(context_tokens * self.factor)
+            return int(min(context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1))  # which is refused
         if self.kind == "yarn":
-            return max(context_tokens, int(self.original_context_tokens * self.factor))
+            return max(context_tokens, int(min(self.original_context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1)))
         return context_tokens
 
 
@@ -119,6 +119,10 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError(
                 f"{self.rotated_dims} dimensions of each head are rotated, but pairs of them are: "
                 "the checkpoint's config is damaged"
+            )
+        if self.scaling is not None and self.scaling.kind == "yarn" and self.theta <= 1:
+            raise ModelLoadError(
+                f"rope_theta is {self.theta}, but yarn needs one above 1: the checkpoint's config is damaged"
             )
         factors = self.scaling.frequency_factors if self.scaling else None
         if factors is not None and len(factors) != self.rotated_dims // 2:
@@ -248,9 +252,10 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model.
 
-    family: the name of its file in families/. norm: "rms", or "layer" for LayerNorm; its norms have no biases.
+    family: the name of a Family, see families/registry.py. norm: "rms", or "layer" for LayerNorm without biases.
     embedding_scale: what embeddings are multiplied by. logit_scale: what logits are multiplied by, before logit_cap, c,
-    bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; "bfloat16" for a quantized one.
+    bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized
+    one that of its embeddings, and "bfloat16" for a GGUF file.
     Raises ModelLoadError, naming the field, when the values cannot belong together.
     """
 

@@ -20,7 +20,7 @@ def _describe_cohere(fields: ModelFields) -> ModelConfig:
 
 def _describe_cohere2(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    every = fields.whole_or("sliding_window_pattern", 4)
+    every = fields.interval("sliding_window_pattern", 4)
     windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
     rotary = fields.rotary(fields.head_dim())
     layers = [

@@ -11,7 +11,7 @@ __all__ = ["MISTRAL"]
 
 def _describe(fields: ModelFields) -> ModelConfig:
     attention, mlp = fields.attention(), fields.mlp()
-    windows = fields.windows(fields.whole_or("sliding_window", None), lambda layer: True)
+    windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
     return fields.described("mistral", windowed_layers(attention, mlp, windows))
 
 

@@ -190,6 +190,13 @@ class ModelFields(Fields):
             )
         return _ACTIVATIONS[found]
 
+    def interval(self, name: str, default: int) -> int:
+        """Every how many layers one is of the other kind: at least 1."""
+        every = self.whole_or(name, default)
+        if every < 1:
+            raise self.wrong(name, "at least 1")
+        return every
+
     def windows(self, window: int | None, pattern: Callable[[int], bool]) -> tuple[int | None, ...]:
         """One for each layer, by the config's layer_types, and by the pattern, which says of a layer's index whether it
         slides, where there are none."""

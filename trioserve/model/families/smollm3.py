@@ -11,9 +11,7 @@ __all__ = ["SMOLLM3"]
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
-    interval = fields.whole_or("no_rope_layer_interval", 4)
-    if interval < 1:
-        raise fields.wrong("no_rope_layer_interval", "at least 1")
+    interval = fields.interval("no_rope_layer_interval", 4)
     # The list says which layers do know positions.
     knows = fields.wholes("no_rope_layers") or tuple(
         int((layer + 1) % interval != 0) for layer in range(fields.layer_count)

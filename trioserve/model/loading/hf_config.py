@@ -198,6 +198,8 @@ def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:
         factor = context_tokens / max(original, 1)
     attention_factor = rope.number_or("attention_factor", None)
     mscale, mscale_all_dim = rope.number_or("mscale", None), rope.number_or("mscale_all_dim", None)
+    if mscale_all_dim is not None and mscale_all_dim < 0:
+        raise rope.wrong("mscale_all_dim", "at least 0")
     if attention_factor is None and mscale and mscale_all_dim and factor > 1.0:
         # The DeepSeek way of writing it: one scale for the values, divided by one for all dimensions.
         attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all_dim * math.log(factor) + 1.0)

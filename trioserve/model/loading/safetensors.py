@@ -92,6 +92,12 @@ class SafetensorsCheckpoint:
         self._stored: dict[str, FileTensor | QuantizedMatrix] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
+        for place in self._places.values():
+            if place.name in matrices and place.shape[1:] != matrices[place.name].shape[1:]:
+                raise ModelLoadError(
+                    f"{place.name} is quantized with shape {list(matrices[place.name].shape)}, but the config asks for "
+                    f"{list(place.shape)}: weights and config are not of the same model"
+                )
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
         self.gguf_metadata: dict[str, object] | None = None
