@@ -73,10 +73,13 @@ class _Host:
 
         def end(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
-            if not task.cancelled():
+            result: outcome.Outcome[T]
+            if task.cancelled():  # by us, and nobody waits; or by the host, which has lost its client then
+                result = outcome.Error(OSError("the host has cancelled its call"))
+            else:
                 error = task.exception()
                 result = outcome.Value(task.result()) if error is None else outcome.Error(error)
-                self._thread.soon(hand_back, result)
+            self._thread.soon(hand_back, result)
 
         def hand_back(result: outcome.Outcome[T]) -> None:
             if is_waiting:

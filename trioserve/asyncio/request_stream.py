@@ -66,17 +66,24 @@ class RequestStream:
 
     async def _keep(self, note_started: NoteStarted) -> None:
         """The request's scope, in the Trio run."""
-        async with self._stream:
-            note_started()
-            end: Exception = StopAsyncIteration()
-            try:
-                async for delta in self._stream:
-                    if not self._box.put(delta):
-                        return
-            except TrioserveError as error:
-                end = error  # rises where it is read
-            self._box.close(end)
-            await trio.sleep_forever()  # what is held of it is held until it is left
+        try:
+            async with self._stream:
+                note_started()
+                end: Exception = StopAsyncIteration()
+                try:
+                    async for delta in self._stream:
+                        if not self._box.put(delta):
+                            return
+                except TrioserveError as error:
+                    end = error  # rises where it is read
+                self._box.close(end)
+                await trio.sleep_forever()  # what is held of it is held until it is left
+        except Exception as error:
+            self._box.close(error)
+            raise
+        finally:
+            # Whichever way it ends, nobody waits for what does not come.
+            self._box.close(AlreadyEnded(f"request {self.id} has ended with its engine"))
 
     def __aiter__(self) -> Self:
         return self

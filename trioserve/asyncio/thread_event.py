@@ -34,12 +34,13 @@ class Waiters:
             if not self._futures:
                 return True
             futures, self._futures = list(self._futures), weakref.WeakSet()
-        try:
-            for future in futures:
+        are_awake = True
+        for future in futures:
+            try:
                 future.get_loop().call_soon_threadsafe(_set, future)
-        except RuntimeError:
-            return False
-        return True
+            except RuntimeError:
+                are_awake = False
+        return are_awake
 
 
 class ThreadEvent:

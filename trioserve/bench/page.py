@@ -54,6 +54,7 @@ class _Reader:
         self.status: int | None = None
         self.events = 0
         self.bytes = 0
+        self.has_ended = False  # while the load was still measured
 
     def head(self, status: int) -> None:
         self.status = status
@@ -95,10 +96,11 @@ async def measure_page(
             if isinstance(measured, CannotMeasure):
                 return measured
             found[is_open] = measured
-        if reader.status != 200 or not reader.events:
+        if reader.status != 200 or not reader.events or reader.has_ended:
+            ended = " and ended" if reader.has_ended else ""
             return CannotMeasure(
-                f"{settings.url}{EVENTS_PATH} gave status {reader.status} and {reader.events} events: is the page "
-                "shown there, and has the server an API key?",
+                f"{settings.url}{EVENTS_PATH} gave status {reader.status} and {reader.events} events{ended}: is the "
+                "page shown there, and has the server an API key?",
                 EXIT_REQUESTS_FAILED,
             )
         rounds.append(
@@ -149,6 +151,7 @@ async def _read(settings: PageBenchSettings, open_stream: OpenStream, reader: _R
     client = Http1Client(open_stream, [("host", settings.target.authority), *common_headers(settings.api_key)])
     path = settings.target.path_prefix + EVENTS_PATH
     failure = await client.request("GET", path, b"", reader)
+    reader.has_ended = True
     if isinstance(failure, Failure):
         print(f"the page's events ended: {failure.message}", file=sys.stderr)
 

@@ -84,19 +84,21 @@ class LineSplitter:
     moment."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._held = bytearray()  # nothing, or a line's beginning that is not blank
 
     def feed(self, piece: bytes) -> bytes:
         """What is whole now, with the spaces behind it. Raises EndpointLost for a line of more than 16 MiB."""
-        held = self._held + piece
-        end = held.rfind(b"\n") + 1
-        if not held[end:].strip():
-            end = len(held)
-        if len(held) - end > EVENT_BYTES_MAX:
+        held = len(self._held)
+        self._held += piece
+        end = self._held.rfind(b"\n", held) + 1
+        if (end or not held) and not self._held[end:].strip():
+            end = len(self._held)
+        if len(self._held) - end > EVENT_BYTES_MAX:
             raise EndpointLost(f"the endpoint sent a line of more than {EVENT_BYTES_MAX} bytes")
-        self._held = held[end:]
-        return held[:end]
+        whole = bytes(self._held[:end])
+        del self._held[:end]
+        return whole
 
     def end(self) -> bytes:
         """The response has ended: what is left of it."""
-        return self._held
+        return bytes(self._held)

@@ -70,8 +70,8 @@ class TerminalTyping:
     async def read(self) -> str | None:
         if self._waiting:
             return self._waiting.pop(0)
-        self._is_leaving = False
         while True:
+            self._is_leaving = False
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._leave_when_cancelled)
                 # It ends when it is asked to, so that the terminal is put right before this returns.
