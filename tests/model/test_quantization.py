@@ -219,7 +219,10 @@ def test_an_unknown_quantization() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_the_file_s_own_blocks_of_a_checkpoint_that_has_none(tiny_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(StartupError, match=r"quantization is file, but .* not quantized: take int8, int4 or none"):
+    with pytest.raises(
+        StartupError,
+        match=r"quantization is file, but .* can be kept quantized: take int8, int4 or none",
+    ):
         load(tiny_checkpoint("llama"), device="cpu", quantization="file")
 
 

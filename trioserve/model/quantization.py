@@ -27,8 +27,8 @@ def settle_quantization(wish: QuantizationName, block_types: Mapping[str, str], 
         return "file" if dtype == "bfloat16" and block_types else "none"
     if wish == "file" and not block_types:
         raise StartupError(
-            "quantization is file, but the checkpoint's weights are not quantized: take int8, int4 or none, or a "
-            "quantized checkpoint"
+            "quantization is file, but the checkpoint has no weights that can be kept quantized: take int8, int4 or "
+            "none, or a quantized checkpoint"
         )
     return wish
 

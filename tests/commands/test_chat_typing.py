@@ -1,0 +1,22 @@
+"""What is typed at the chat's prompt: one Ctrl-C only clears the line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from trioserve.commands.chat import typing
+
+
+async def test_one_ctrl_c_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch):
+    prompt = object.__new__(typing.TerminalTyping)
+    prompt._session = SimpleNamespace(app=SimpleNamespace(is_running=False))
+    prompt._waiting, prompt._was_interrupted, prompt._is_leaving = [], False, False
+    typed = iter((typing.INTERRUPTED, "hello"))
+
+    def ask(self: typing.TerminalTyping) -> str | None:
+        return None if self._is_leaving else next(typed)
+
+    monkeypatch.setattr(typing.TerminalTyping, "_prompt", ask)
+    assert await prompt.read() == "hello"
