@@ -318,6 +318,7 @@ GROUP = "config_groups.group_0"
         ("packed-4", {"sparsity_config": {"format": "sparse-24"}}, "format in sparsity_config in quantization_config"),
         ("packed-4", {"config_groups": {}}, "config_groups in quantization_config of config.json is {}"),
         ("packed-4", {"weights": {"num_bits": 3}}, "num_bits in weights in config_groups.group_0 of quantization_conf"),
+        ("int8", {"weights": {"strategy": "tensor", "symmetric": False}}, "symmetric in weights in config_groups"),
         ("packed-4", {"weights": {"strategy": "tensor"}}, "strategy in weights in config_groups.group_0 of quantizati"),
         ("packed-4", {"weights": {"type": "float"}}, "type in weights in config_groups.group_0 of quantization_config"),
         ("float8-block", {"weights": {"num_bits": 4}}, "num_bits in weights in config_groups.group_0 of quantization"),

@@ -124,6 +124,8 @@ def _compressed_weights(weights: Fields, *, is_packed: bool) -> StorageScheme:
         return StorageScheme(layout="bytes", is_float=True, blocks=blocks)
     _expect(weights, "num_bits", (4, 8) if is_packed else (8,))
     _expect(weights, "strategy", ("group", "channel") if is_packed else ("group", "channel", "tensor"))
+    if weights.text_or("strategy", None) == "tensor":
+        _expect(weights, "symmetric", (True,), default=True)
     _expect(weights, "actorder", ("weight", "static", "group", "dynamic", True, False), default=None)
     return StorageScheme(
         layout="packed" if is_packed else "bytes",
