@@ -32,6 +32,7 @@ __all__ = [
     "NO_FLAW",
     "NORM_KINDS",
     "QK_NORMS",
+    "SCORINGS",
     "Engine",
     "ExpertsStruct",
     "LayerStruct",
@@ -52,6 +53,7 @@ __all__ = [
 DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1}
 QK_NORMS = {"none": 0, "head": 1, "heads": 2, "row": 3}
+SCORINGS = {"softmax": 0, "sigmoid": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 FINISHED, ABANDONED = 0, 1
@@ -124,8 +126,10 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("router", "shared_gate_up", "shared_down")),
-        *((name, _pointer) for name in ("gate_up", "down", "shared_gate")),
+        *((name, _pointer) for name in ("gate_up", "down", "shared_gate", "score_bias")),
         *((name, _int) for name in ("count", "per_token", "normalizes", "middle", "shared_middle")),
+        *((name, _int) for name in ("scoring", "group_count", "groups_per_token", "group_leaders")),
+        ("scale", _float),
     )
 
 

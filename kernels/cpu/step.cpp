@@ -60,23 +60,54 @@ inline Lanes activate(int32_t activation, Lanes gate) {
     return gated<T>(gate, mul(set(1.59576912f), fma(cube, set(0.044715f), gate)));
 }
 
-// Of a row's logits of all experts, the indices and weights of those that it is sent to. Of equals the first one.
-void choose_experts(const Experts& experts, const float* logits, int32_t* chosen, float* weights) {
-    float most = logits[0], total = 0, chosen_total = 0;
-    for (int32_t expert = 1; expert < experts.count; expert++) most = std::max(most, logits[expert]);
-    for (int32_t expert = 0; expert < experts.count; expert++) total += std::exp(logits[expert] - most);
-    for (int32_t place = 0; place < experts.per_token; place++) {
+// The places of the `count` largest of these numbers, the largest first; of equals the first one. What `skips` has comes
+// never.
+template <class Skips>
+void largest_of(const float* numbers, int32_t size, int32_t count, int32_t* places, const Skips& skips) {
+    for (int32_t place = 0; place < count; place++) {
         int32_t best = -1;
-        for (int32_t expert = 0; expert < experts.count; expert++) {
-            if (std::find(chosen, chosen + place, expert) != chosen + place) continue;
-            if (best < 0 || logits[expert] > logits[best]) best = expert;  // a NaN is passed on by its weight
+        for (int32_t index = 0; index < size; index++) {
+            if (skips(index) || std::find(places, places + place, index) != places + place) continue;
+            if (best < 0 || numbers[index] > numbers[best]) best = index;  // a NaN is passed on by its weight
         }
-        chosen[place] = best;
-        weights[place] = std::exp(logits[best] - most) / total;
-        chosen_total += weights[place];
+        places[place] = best;
     }
-    if (!experts.normalizes) return;
-    for (int32_t place = 0; place < experts.per_token; place++) weights[place] /= chosen_total;
+}
+
+// Of a row's products with the router, which become scores, the indices and weights of the experts that it is sent to.
+// ranks: memory for as many numbers.
+void choose_experts(const Experts& experts, float* scores, float* ranks, int32_t* chosen, float* weights) {
+    const int32_t count = experts.count, groups = experts.group_count, size = count / groups;
+    if (experts.scoring == SOFTMAX) {
+        const float most = *std::max_element(scores, scores + count);
+        float total = 0;
+        for (int32_t expert = 0; expert < count; expert++) total += scores[expert] = std::exp(scores[expert] - most);
+        for (int32_t expert = 0; expert < count; expert++) scores[expert] /= total;
+    } else {
+        for (int32_t expert = 0; expert < count; expert++) scores[expert] = 1.0f / (1.0f + std::exp(-scores[expert]));
+    }
+    for (int32_t expert = 0; expert < count; expert++)
+        ranks[expert] = scores[expert] + (experts.score_bias == nullptr ? 0.0f : experts.score_bias[expert]);
+    bool is_open[EXPERT_GROUPS_MAX];
+    std::fill(is_open, is_open + groups, experts.groups_per_token == groups);
+    if (experts.groups_per_token < groups) {
+        float group_ranks[EXPERT_GROUPS_MAX];
+        int32_t leaders[EXPERT_GROUPS_MAX], best[EXPERT_GROUPS_MAX];
+        const auto none = [](int32_t) { return false; };
+        for (int32_t group = 0; group < groups; group++) {
+            largest_of(ranks + group * size, size, experts.group_leaders, leaders, none);
+            group_ranks[group] = 0;
+            for (int32_t leader = 0; leader < experts.group_leaders; leader++)
+                group_ranks[group] += ranks[group * size + leaders[leader]];
+        }
+        largest_of(group_ranks, groups, experts.groups_per_token, best, none);
+        for (int32_t place = 0; place < experts.groups_per_token; place++) is_open[best[place]] = true;
+    }
+    largest_of(ranks, count, experts.per_token, chosen, [&](int32_t expert) { return !is_open[expert / size]; });
+    float chosen_total = 1e-20f;  // sigmoids may all be zeros
+    for (int32_t place = 0; place < experts.per_token; place++) chosen_total += weights[place] = scores[chosen[place]];
+    for (int32_t place = 0; place < experts.per_token; place++)
+        weights[place] = experts.scale * (experts.normalizes ? weights[place] / chosen_total : weights[place]);
 }
 
 bool has_output_norms(const Model& model) {
@@ -517,6 +548,7 @@ void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, 
 template <class T>
 void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
                   int32_t activation, const Rows<T>& activated, const void* next) {
+    const int64_t middle = gate_up.parts[0].block_count / 2 * LANES;
     product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
         const int64_t n = first_block / 2 * LANES;
         for (int row = 0; row < count; row++) {
@@ -526,6 +558,7 @@ void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix
                 up = add(up, load(bias + first_block * LANES + LANES));
             }
             store(activated.at(first_row + row, n), mul(activate<T>(activation, gate), up));
+            if (n + LANES == middle) activated.pad(first_row + row, middle);
         }
     });
 }
@@ -545,7 +578,7 @@ void Engine::make_room_for_experts(const Model& model) {
     for (auto* numbers : {&chosen_weights_, &expert_weights_}) numbers->resize(places);
     for (auto* numbers : {&expert_firsts_, &expert_nexts_}) numbers->resize(count + 1);
     shared_weights_.assign(rows_, 1.0f);
-    chances_.of<float>(rows_ * rounded_up(count, LANES));
+    chances_.of<float>(2 * rows_ * rounded_up(count, LANES));
     gathered_.of<T>(readable(rows_) * padded_depth(model.hidden_size));
     mixed_.of<T>(readable(rows_) * padded_depth(model.intermediate_size));
 }
@@ -580,7 +613,9 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
     team.meet();
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         const int64_t first = row * experts.per_token;
-        choose_experts(experts, chances + row * padded_count, chosen_.data() + first, chosen_weights_.data() + first);
+        float* scores = chances + row * padded_count;
+        choose_experts(experts, scores, scores + rows_ * padded_count, chosen_.data() + first,
+                       chosen_weights_.data() + first);
         if (experts.shared_gate == nullptr) continue;
         Lanes sum = zero();
         for (int64_t n = 0; n < size; n += LANES) sum = fma(load(x.at(row, n)), load(experts.shared_gate + n), sum);
@@ -589,8 +624,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
     team.meet();
     if (thread == 0) sort_by_expert(experts);
     team.meet();
-    // The rows, and where their activated numbers end, are written in the same piece of work. rows_at: where they are added;
-    // null: to the same rows.
+    // rows_at: where the rows are added; null: to the same rows.
     const auto go_through = [&](const Rows<const T>& some, int64_t count, int64_t middle, const Matrix& gate_up,
                                 const Matrix& down, const int32_t* rows_at, const float* weights) {
         const auto activated = rows_for<T>(mixed_.of<T>(0), count, middle);
@@ -618,14 +652,11 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
             const int64_t row = expert_rows_[first + index];
             for (int64_t n = 0; n < size; n += LANES) std::memcpy(some.at(index, n), x.at(row, n), sizeof(T) * LANES);
             some.pad(index, size);
-            rows_for<T>(mixed_.of<T>(0), count, experts.middle).pad(index, experts.middle);
         }
         go_through(some, count, experts.middle, experts.gate_up[expert], experts.down[expert],
                    expert_rows_.data() + first, expert_weights_.data() + first);
     }
     if (experts.shared_middle == 0) return;
-    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;)
-        rows_for<T>(mixed_.of<T>(0), rows_, experts.shared_middle).pad(row, experts.shared_middle);
     go_through(x, rows_, experts.shared_middle, experts.shared_gate_up, experts.shared_down, nullptr,
                    shared_weights_.data());
 }
@@ -884,11 +915,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     float* qkv = qkv_.of<float>(rows * qkv_size);
     T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
     const auto attended = rows_for<T>(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
-    const auto activated = rows_for<T>(activated_.of<T>(readable(rows) * padded_depth(middle)), rows, middle);
-    for (int64_t row = 0; row < rows; row++) {
-        attended.pad(row, query_size);
-        activated.pad(row, middle);
-    }
+    activated_.of<T>(readable(rows) * padded_depth(middle));
+    for (int64_t row = 0; row < rows; row++) attended.pad(row, query_size);
     quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle})));
     angles_.of<float>(model.rotary_count * rows * shape.head_dim);
     float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
@@ -973,6 +1001,8 @@ bool Engine::compute(const Model& model, const Step& step) {
                 mix(thread, model, layer, x, hidden);
                 continue;
             }
+            const int64_t own_middle = layer.gate_up.parts[0].block_count / 2 * LANES;
+            const auto activated = rows_for<T>(activated_.of<T>(0), rows, own_middle);
             gate(thread, x, rows, layer.gate_up, layer.gate_up_bias, layer.activation, activated,
                  first_read<T>(thread, layer.down, rows));
             team.meet();

@@ -25,14 +25,21 @@ struct Matrix {
     WeightPart parts[3];
 };
 
-// A mixture of experts: each row is sent to the per_token most probable ones. normalizes: their probabilities are divided by
-// their sum. gate_up, down: [count], as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what
-// all rows go through; without blocks there is none. shared_gate: [hidden_size], or null.
+enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
+
+// A mixture of experts: each row is sent to the per_token best ones. normalizes: their scores are divided by their sum; then
+// they are multiplied with scale. score_bias: [count], added to what chooses, or null. They are chosen from the
+// groups_per_token best of group_count groups, which count by the sum of their group_leaders best. gate_up, down: [count],
+// as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what all rows go through; without
+// blocks there is none. shared_gate: [hidden_size], or null.
+constexpr int EXPERT_GROUPS_MAX = 64;
 struct Experts {
     Matrix router, shared_gate_up, shared_down;
     const Matrix *gate_up, *down;
-    const float* shared_gate;
+    const float *shared_gate, *score_bias;
     int32_t count, per_token, normalizes, middle, shared_middle;
+    int32_t scoring, group_count, groups_per_token, group_leaders;
+    float scale;
 };
 
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate

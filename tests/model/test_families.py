@@ -47,6 +47,8 @@ GGUF_KINDS = (
     "qwen3-moe",
     "olmoe",
     "granite-moe",
+    "glm4-moe",
+    "dots1",
 )
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -57,6 +59,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 
 
 def read(class_name: str, **fields: Any) -> ModelConfig:
@@ -188,6 +191,13 @@ def test_a_cap_may_be_switched_off() -> None:
             {**MIXTURE, "routed_scaling_factor": 2.5},
             "routed_scaling_factor in config.json is 2.5",
         ),
+        ("Glm4MoeForCausalLM", {**ROUTED, "scoring_func": "softmax"}, "scoring_func in config.json is 'softmax'"),
+        ("Glm4MoeForCausalLM", {**ROUTED, "topk_method": "greedy"}, "topk_method in config.json is 'greedy'"),
+        ("Glm4MoeForCausalLM", {**ROUTED, "moe_layer_freq": 2}, "moe_layer_freq in config.json is 2"),
+        ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 3}, "8 experts are in 3 groups"),
+        ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 8}, "that a group counts by is 2, allowed is 1 to 1"),
+        ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 4, "topk_group": 1}, "for each token is 3, allowed is 1 to 2"),
+        ("Qwen3MoeForCausalLM", {**MIXTURE, "moe_intermediate_size": 32, "n_group": 2}, "n_group in config.json is 2"),
         ("GraniteForCausalLM", {"layer_types": ["mamba"] * 6}, "layer_types in config.json is ['mamba'"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling in config.json is 0, but it must be above 0"),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported"),
@@ -324,6 +334,37 @@ def test_images_tensors_are_left_out_under_old_and_new_names(
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert "images are not served" in caplog.text
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    tiny_checkpoints: ModuleType,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """DeepSeek's and GLM's checkpoints have one such layer, behind the others and named like them."""
+    caplog.set_level("INFO")
+    plain = tiny_checkpoint("glm4-moe")
+    config = json.loads((plain / "config.json").read_text())
+    tensors = load_file(plain / "model.safetensors")
+    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    further = f"model.layers.{config['num_hidden_layers']}."
+    more = {name.replace(last, further): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    more |= {f"{further}{name}.weight": torch.zeros(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+    save_file({**tensors, **more, f"{further}eh_proj.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    tiny_checkpoints.write_family_gguf(tmp_path, tmp_path / "model.gguf")
+    expected = tensors_of(open_checkpoint(plain))
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        caplog.clear()
+        found = tensors_of(open_checkpoint(path))
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert "layers that predict further tokens are not used" in caplog.text
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelLoadError, match="has no place for"):
+        open_checkpoint(tmp_path)
 
 
 def test_exaone_3_has_names_of_its_own_for_fields() -> None:

@@ -69,6 +69,8 @@ KINDS = (
     "qwen3-moe",
     "olmoe",
     "granite-moe",
+    "glm4-moe",
+    "dots1",
 )
 VOCAB_SIZE = 320
 

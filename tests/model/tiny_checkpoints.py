@@ -277,6 +277,24 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.75,
+    "first_k_dense_replace": 1,
+}
+FAMILY_KINDS |= {
+    "glm4-moe": (
+        "glm4_moe",
+        {**_ROUTED, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0},
+    ),
+    "dots1": ("dots1", {**_ROUTED, "head_dim": 32, "sliding_window": None, "num_hidden_layers": 3}),
+}
 # transformers computes these as Llamas and names that class; their makers' configs have names of their own.
 _PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -306,6 +324,9 @@ def write_checkpoint(
             parameter.normal_(0.0, 0.1, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=BOS_TOKEN_ID,
@@ -430,7 +451,14 @@ _FAMILY_METADATA: dict[str, str] = {
     "num_experts_per_tok": "add_expert_used_count",
     "moe_intermediate_size": "add_expert_feed_forward_length",
     "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
+    "n_routed_experts": "add_expert_count",
+    "n_shared_experts": "add_expert_shared_count",
+    "n_group": "add_expert_group_count",
+    "topk_group": "add_expert_group_used_count",
+    "first_k_dense_replace": "add_leading_dense_block_count",
+    "routed_scaling_factor": "add_expert_weights_scale",
 }
+_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite")
 _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "mixtral", "smollm3")
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
@@ -438,6 +466,7 @@ _ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
 }
 
 
@@ -451,12 +480,19 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
     model_type = config["model_type"]
     architecture = _ARCHITECTURES.get(model_type, model_type)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    further = config.get("num_nextn_predict_layers", 0)
+    config["num_hidden_layers"] += further
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
+    if further:
+        writer.add_nextn_predict_layers(further)
     for field, method in _FAMILY_METADATA.items():
         is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
         if config.get(field) is not None and not is_other_norm:
             getattr(writer, method)(config[field])
+    if model_type in _ROUTED_BY_SIGMOID:
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -483,6 +519,7 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

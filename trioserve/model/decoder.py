@@ -52,9 +52,15 @@ class _Experts:
     """A mixture: of each expert only the rows that it was chosen for are computed, one expert after the other, so that
     the order of a row's sum is that of the experts, whatever else is in the step."""
 
-    def __init__(self, linear: MakeLinear, hidden: int, mlp: ExpertsConfig, kernels: Kernels) -> None:
+    def __init__(
+        self, linear: MakeLinear, name: str, hidden: int, mlp: ExpertsConfig, kernels: Kernels, device: torch.device
+    ) -> None:
         self._mlp = mlp
+        self._name = name
         self._router = linear(hidden, False, router=mlp.expert_count)
+        self._score_bias: Tensor | None = None
+        if mlp.has_score_bias:
+            self._score_bias = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
         self._experts = [
             _Mlp(linear, f"experts.{expert}.", hidden, mlp.intermediate_size, mlp.activation, kernels)
             for expert in range(mlp.expert_count)
@@ -70,11 +76,32 @@ class _Experts:
         gate = () if self._shared_gate is None else (self._shared_gate,)
         self.linears = (self._router, *parts, *shared, *gate)
 
+    def slots(self) -> Iterator[TensorSlot]:
+        """Of what is no product."""
+        bias = self._score_bias
+        if bias is not None:
+            yield TensorSlot(f"{self._name}.router.score_bias", tuple(bias.shape), bias.dtype, bias.copy_)
+
+    def _chosen(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, experts_per_token] each: the weights of the experts that are chosen, and which these are."""
+        mlp = self._mlp
+        products = self._router(values).float()
+        # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+        scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()
+        ranked = scores if self._score_bias is None else scores + self._score_bias
+        if mlp.groups_per_token < mlp.group_count:
+            groups = ranked.view(len(ranked), mlp.group_count, -1)
+            best = groups.topk(mlp.group_leaders, dim=-1).values.sum(-1).topk(mlp.groups_per_token, dim=-1).indices
+            is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            ranked = groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
+        chosen = ranked.topk(mlp.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if mlp.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zeros
+        return weights * mlp.scale, chosen
+
     def __call__(self, values: Tensor) -> Tensor:
-        chances = self._router(values).float().softmax(-1)
-        weights, chosen = chances.topk(self._mlp.experts_per_token, dim=-1)
-        if self._mlp.normalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._chosen(values)
         weights = weights.to(values.dtype)
         result = torch.zeros_like(values)
         for expert in sorted(set(chosen.flatten().tolist())):
@@ -83,7 +110,6 @@ class _Experts:
         if self._shared is not None:
             shared = self._shared(values)
             if self._shared_gate is not None:
-                # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
                 shared = self._shared_gate(values).double().sigmoid().to(shared.dtype) * shared
             result += shared
         return result
@@ -134,7 +160,7 @@ class _Layer:
         self._output = linear(self._query_size, attention.has_output_bias, o_proj=hidden)
         self._mlp: _Mlp | _Experts
         if isinstance(mlp, ExpertsConfig):
-            self._mlp = _Experts(linear, hidden, mlp, kernels)
+            self._mlp = _Experts(linear, name, hidden, mlp, kernels, device)
         else:
             middle, activation = mlp.intermediate_size, mlp.activation
             self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias)
@@ -154,6 +180,8 @@ class _Layer:
         ):
             if part is not None:
                 yield from part.slots()
+        if isinstance(self._mlp, _Experts):
+            yield from self._mlp.slots()
 
     def __call__(
         self,

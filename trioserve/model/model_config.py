@@ -25,18 +25,21 @@ __all__ = [
     "QkNorm",
     "RopeScaling",
     "RotaryConfig",
+    "Scoring",
 ]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
 QkNorm = Literal["none", "head", "heads", "row"]
+Scoring = Literal["softmax", "sigmoid"]
 
 # A damaged header must not make us build a tuple with a billion layers or ask torch for a petabyte. The largest models
 # of these families have 126 layers, 128 heads and dimensions below 200,000.
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
 EXPERTS_MAX = 1_024
+EXPERT_GROUPS_MAX = 64
 DIMENSION_MAX = 2**24
 CONTEXT_TOKENS_MAX = 2**31 - 1  # positions are int32 in the step tensors
 
@@ -206,12 +209,16 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
-    """A mixture of experts in the place of an MLP (arXiv 2101.03961): a router's softmax over all experts chooses
-    experts_per_token of them, and a token's result is the sum of theirs, weighed by their probabilities.
+    """A mixture of experts in the place of an MLP (arXiv 2101.03961): a router's scores of all experts choose
+    experts_per_token of them, and a token's result is the sum of theirs, weighed by their scores.
 
-    intermediate_size: of each expert, which is an MLP. normalizes: the chosen probabilities are divided by their sum.
-    shared_size: intermediate size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its
-    result is multiplied by the sigmoid of a product of the token with a vector.
+    intermediate_size: of each expert, which is an MLP. scoring: the softmax of a router's products over all experts, or
+    the sigmoid of each. normalizes: the chosen scores are divided by their sum. scale: what they are multiplied by
+    then. has_score_bias: each expert has a number that is added to its score where experts are chosen, and not where
+    they are weighed (arXiv 2408.15664). group_count: experts are chosen from the groups_per_token best of so many
+    groups of neighbours; a group counts by the sum of the group_leaders best of its experts. shared_size: intermediate
+    size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its result is multiplied by the
+    sigmoid of a product of the token with a vector.
     """
 
     expert_count: int
@@ -219,6 +226,12 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     intermediate_size: int
     normalizes: bool
     activation: Activation = "silu"
+    scoring: Scoring = "softmax"
+    scale: float = 1.0
+    has_score_bias: bool = False
+    group_count: int = 1
+    groups_per_token: int = 1
+    group_leaders: int = 1
     shared_size: int = 0
     has_shared_gate: bool = False
 
@@ -226,6 +239,17 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         _count("the number of experts", self.expert_count, EXPERTS_MAX)
         _count("the number of experts for each token", self.experts_per_token, self.expert_count)
         _count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)
+        _positive_number("the experts' scale", self.scale)
+        _count("the number of groups of experts", self.group_count, min(EXPERT_GROUPS_MAX, self.expert_count))
+        _count("the number of groups for each token", self.groups_per_token, self.group_count)
+        size = self.expert_count // self.group_count
+        if size * self.group_count != self.expert_count:
+            raise ModelLoadError(
+                f"{self.expert_count} experts are in {self.group_count} groups, but each group must have as many: "
+                "the checkpoint's config is damaged"
+            )
+        _count("the number of experts that a group counts by", self.group_leaders, size)
+        _count("the number of experts for each token", self.experts_per_token, self.groups_per_token * size)
         if self.shared_size:
             _count("the shared expert's intermediate size", self.shared_size, DIMENSION_MAX)
 

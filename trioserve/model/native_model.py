@@ -36,6 +36,7 @@ from trioserve_kernels.native import (
     HEAD_DIM_MAX,
     NORM_KINDS,
     QK_NORMS,
+    SCORINGS,
     Engine,
     ExpertsStruct,
     LayerStruct,
@@ -58,8 +59,6 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
-    if len({layer.mlp.intermediate_size for layer in config.layers if isinstance(layer.mlp, MlpConfig)}) > 1:
-        return "intermediate_size differs from layer to layer"
     head_dim = config.heads.head_dim
     sizes = [("hidden_size", config.hidden_size), ("head_dim", head_dim)]
     for layer in config.layers:
@@ -315,6 +314,9 @@ class _Layer:
         self.down_bias = _singles(hidden) if has_bias else None
         has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
         self.shared_gate = _singles(hidden) if has_gate else None
+        self.score_bias: Float32Array | None = None
+        if isinstance(mlp, ExpertsConfig) and mlp.has_score_bias:
+            self.score_bias = _singles(mlp.expert_count)
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
@@ -362,9 +364,15 @@ class _Layer:
             shared_gate=None if self.shared_gate is None else address(self.shared_gate),
             count=mlp.expert_count,
             per_token=mlp.experts_per_token,
+            score_bias=None if self.score_bias is None else address(self.score_bias),
             normalizes=mlp.normalizes,
             middle=mlp.intermediate_size,
             shared_middle=mlp.shared_size,
+            scoring=SCORINGS[mlp.scoring],
+            group_count=mlp.group_count,
+            groups_per_token=mlp.groups_per_token,
+            group_leaders=mlp.group_leaders,
+            scale=mlp.scale,
             **shared,
         )
 
@@ -389,6 +397,9 @@ class _Layer:
         if self.shared_gate is not None:
             shape = (1, self.shared_gate.size)
             yield Slot(f"{name}.shared_gate.weight", shape, "float32", functools.partial(_copy, self.shared_gate))
+        if self.score_bias is not None:
+            fill = functools.partial(_copy, self.score_bias)
+            yield Slot(f"{name}.router.score_bias", self.score_bias.shape, "float32", fill)
         for norm, weight in (
             ("attention_norm", self.attention_norm),
             ("attention_output_norm", self.attention_output_norm),

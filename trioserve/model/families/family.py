@@ -12,7 +12,10 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["Family", "GgufNaming", "Naming"]
+__all__ = ["SHARED_EXPERTS", "Family", "GgufNaming", "Naming"]
+
+# How DeepSeek's models, and those that took over their mixtures, name what every token goes through.
+SHARED_EXPERTS = {f"shared.{part}_proj": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,7 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "clip_qkv": (0, 0.0),
     "decoder_sparse_step": (1,),
     "embedding_multiplier": (1, 1.0),
+    "first_k_dense_replace": (0,),
     "final_logit_softcapping": (0, 0.0),
     "hidden_act": ("silu",),
     "hidden_activation": ("silu",),
@@ -92,6 +96,8 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "logit_scale": (1, 1.0),
     "logits_scaling": (1, 1.0),
     "mlp_only_layers": ([],),
+    "moe_layer_freq": (1,),
+    "n_group": (0, 1),
     "n_routed_experts": (0,),
     "n_shared_experts": (0,),
     "no_rope_layer_interval": (0,),
@@ -113,6 +119,8 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "scoring_func": ("softmax",),
     "shared_expert_intermediate_size": (0,),
     "shared_intermediate_size": (0,),
+    "topk_group": (0, 1),
+    "topk_method": ("greedy",),
     "use_bidirectional_attention": (False,),
     "use_parallel_residual": (False,),
     "use_post_norm": (False,),

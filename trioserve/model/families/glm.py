@@ -1,12 +1,13 @@
-"""GLM-4: half of each head is turned, neighbours together. Since 0414 there are norms behind attention and MLP, too."""
+"""GLM-4: half of each head is turned, neighbours together. Since 0414 there are norms behind attention and MLP, too.
+GLM-4.5: halves of that half are turned together, and most layers are mixtures as DeepSeek-V3's."""
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, ModelConfig
 
-__all__ = ["GLM", "GLM4"]
+__all__ = ["GLM", "GLM4", "GLM4_MOE"]
 
 
 def _describe_glm(fields: ModelFields) -> ModelConfig:
@@ -27,6 +28,18 @@ def _described(fields: ModelFields, family: str, *, has_output_norms: bool) -> M
     layer = LayerConfig(attention=attention, mlp=fields.mlp(), has_output_norms=has_output_norms)
     norm_eps = fields.number_or("rms_norm_eps", 1.5625e-7)
     return fields.described(family, (layer,) * fields.layer_count, norm_eps=norm_eps)
+
+
+def _describe_glm4_moe(fields: ModelFields) -> ModelConfig:
+    head_dim = fields.head_dim(128)
+    attention = fields.attention(
+        head_dim=128,
+        has_bias=fields.flag_or("attention_bias", False),
+        rotary=fields.rotary(head_dim, rotated_dims=fields.part_of_head(head_dim, 0.5)),
+        qk_norm="head" if fields.flag_or("use_qk_norm", False) else "none",
+    )
+    layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in fields.routed_by_sigmoid()]
+    return fields.described("glm4_moe", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
 
 
 GLM = Family(
@@ -54,4 +67,12 @@ GLM4 = Family(
         pairs_adjacent=True,
     ),
     gguf=GgufNaming(architecture="glm4", modules={"gate_proj": "ffn_up", "up_proj": "ffn_up"}, pairs_adjacent=True),
+)
+GLM4_MOE = Family(
+    name="glm4_moe",
+    classes=("Glm4MoeForCausalLM",),
+    model_type="glm4_moe",
+    describe=_describe_glm4_moe,
+    transformers=Naming(modules=SHARED_EXPERTS),
+    gguf=GgufNaming(architecture="glm4moe", modules={"mlp_norm": "post_attention_norm"}),
 )

@@ -22,6 +22,7 @@ from trioserve.model.model_config import (
     ModelConfig,
     RopeScaling,
     RotaryConfig,
+    Scoring,
 )
 
 __all__ = ["ModelFields", "RopeReader", "is_long", "windowed_layers"]
@@ -175,6 +176,43 @@ class ModelFields(Fields):
             normalizes=normalizes,
             **choices,
         )
+
+    def routed_mlps(self, scoring: Scoring, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
+        """As DeepSeek's models have them, and those that took over their router: some dense layers first, then mixtures
+        with experts that every token goes through besides.
+
+        scoring: where the file does not say it. choices: by ExpertsConfig's names.
+        """
+        said = self.text_or("scoring_func", scoring)
+        if said != scoring:
+            raise self.wrong("scoring_func", f"{scoring!r} for this family")
+        if (every := self.whole_or("moe_layer_freq", 1)) != 1:
+            raise self.wrong("moe_layer_freq", f"1, and not every {every}th layer")
+        middle = self.whole("moe_intermediate_size")
+        group_count = self.whole_or("n_group", 1)
+        experts = self.experts(
+            "n_routed_experts",
+            middle,
+            normalizes=self.flag_or("norm_topk_prob", False),
+            **{
+                "scoring": scoring,
+                "scale": self.number_or("routed_scaling_factor", 1.0),
+                "group_count": group_count,
+                "groups_per_token": self.whole_or("topk_group", group_count),
+                "shared_size": middle * self.whole_or("n_shared_experts", 0),
+                **choices,
+            },
+        )
+        dense_count = self.whole_or("first_k_dense_replace", 0)
+        dense = [self.mlp()] * min(max(dense_count, 0), self.layer_count)
+        return [*dense, *[experts] * (self.layer_count - len(dense))]
+
+    def routed_by_sigmoid(self) -> list[MlpConfig | ExpertsConfig]:
+        """As those of DeepSeek-V3: chosen from groups, with a bias."""
+        if (method := self.text_or("topk_method", "noaux_tc")) != "noaux_tc":
+            raise self.wrong("topk_method", f"'noaux_tc' for this family, and not {method!r}")
+        leaders = 2 if self.whole_or("n_group", 1) > 1 else 1
+        return self.routed_mlps("sigmoid", has_score_bias=True, group_leaders=leaders)
 
     def activation(self, *names: str, default: str) -> Activation:
         """Which one the first of these fields that is there names."""

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.cohere import COHERE, COHERE2
 from trioserve.model.families.cwm import CWM
+from trioserve.model.families.dots import DOTS1
 from trioserve.model.families.ernie import ERNIE45
 from trioserve.model.families.exaone import EXAONE, EXAONE4
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from trioserve.model.families.glm import GLM, GLM4
+from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
 from trioserve.model.families.granite import GRANITE, GRANITE_MOE
 from trioserve.model.families.helium import HELIUM
 from trioserve.model.families.hyperclovax import HYPERCLOVAX
@@ -58,6 +59,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     OLMOE,
     GRANITE_MOE,
+    GLM4_MOE,
+    DOTS1,
 )
 
 

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
-from trioserve.model.loading.gguf_config import ROPE_FACTORS_NAMES, model_config_from, sampling_defaults_from
-from trioserve.model.loading.names import GGUF, TensorPlace, match_tensors
+from trioserve.model.loading.gguf_config import (
+    ROPE_FACTORS_NAMES,
+    further_layers,
+    model_config_from,
+    sampling_defaults_from,
+)
+from trioserve.model.loading.names import GGUF, FurtherLayers, TensorPlace, match_tensors
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain, read_sample
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
@@ -27,7 +32,11 @@ class GgufCheckpoint:
         self.files: tuple[Path, ...] = (path,)
         self.config: ModelConfig = model_config_from(file, context_tokens)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        self._places = match_tensors(self.config, shapes, GGUF, ignored=ROPE_FACTORS_NAMES.__contains__)
+        further = FurtherLayers(self.config, GGUF, further_layers(file))
+        self._places = match_tensors(
+            self.config, shapes, GGUF, ignored=lambda name: name in ROPE_FACTORS_NAMES or further.has(name)
+        )
+        further.tell()
         self._stored = file.tensors
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = None

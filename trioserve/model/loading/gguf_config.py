@@ -12,7 +12,7 @@ from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
-__all__ = ["ROPE_FACTORS_NAMES", "model_config_from", "sampling_defaults_from"]
+__all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
 
 SOURCE = "the file's metadata"
 ROPE_FACTORS_NAME = "rope_freqs.weight"
@@ -48,7 +48,13 @@ _KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
+_SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -81,13 +87,17 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
-        "use_qk_norm": name == "command-r" and "blk.0.attn_q_norm.weight" in file.tensors,
+        "use_qk_norm": name in ("command-r", "glm4moe") and "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "norm_topk_prob": name == "qwen3moe",  # no key says it
+        "norm_topk_prob": raw.flag_or(f"{name}.expert_weights_norm", name == "qwen3moe"),
         "use_sliding_window": True,
         "max_window_layers": 0,
         "bos_token_id": raw.whole_or("tokenizer.ggml.bos_token_id", None),
     }
+    if (number := raw.whole_or(f"{name}.expert_gating_func", None)) is not None:
+        values["scoring_func"] = _SCORINGS.get(number, f"llama.cpp's number {number}")
+    if further := further_layers(file):
+        values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
@@ -102,6 +112,12 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         dtype_name=_dtype_name(file),
     )
     return family.config_from(fields)
+
+
+def further_layers(file: GgufFile) -> int:
+    """How many layers come behind the model's, to predict further tokens."""
+    fields = Fields(file.metadata, SOURCE)
+    return fields.whole_or(f"{fields.text_or('general.architecture', None)}.nextn_predict_layers", 0)
 
 
 def sampling_defaults_from(metadata: dict[str, object]) -> dict[str, float | int]:

@@ -1,12 +1,14 @@
 """Tensor names out there to names in here, which tensors of which shape a model must have, and where each one lies.
 
 In here: "embed.weight", "layers.{i}.{module}.weight" or ".bias", "norm.weight", "lm_head.weight" (absent when tied).
+A few are called by their own names, which stand whole among a format's modules: "layers.{i}.router.score_bias".
 Matrices are [out, in]; rotary positions pair index j with j + head_dim / 2, as in transformers, and those of a part of
 a head pair the first indices of either half.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +20,29 @@ import numpy.typing as npt
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Naming
 from trioserve.model.families.registry import family_named
-from trioserve.model.model_config import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import (
+    LAYERS_MAX,
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+)
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
-__all__ = ["GGUF", "TRANSFORMERS", "Format", "Shape", "TensorPlace", "match_tensors", "outside_name", "tensor_shapes"]
+__all__ = [
+    "GGUF",
+    "TRANSFORMERS",
+    "Format",
+    "FurtherLayers",
+    "Shape",
+    "TensorPlace",
+    "match_tensors",
+    "outside_name",
+    "tensor_shapes",
+]
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
@@ -83,6 +104,7 @@ TRANSFORMERS = Format(
         "up_proj": "mlp.up_proj",
         "down_proj": "mlp.down_proj",
         "router": "mlp.gate",
+        "router.score_bias": "mlp.gate.e_score_correction_bias",
         "experts.gate_proj": "mlp.experts.{expert}.gate_proj",
         "experts.up_proj": "mlp.experts.{expert}.up_proj",
         "experts.down_proj": "mlp.experts.{expert}.down_proj",
@@ -113,6 +135,7 @@ GGUF = Format(
         "up_proj": "ffn_up",
         "down_proj": "ffn_down",
         "router": "ffn_gate_inp",
+        "router.score_bias": "exp_probs_b.bias",
         "experts.gate_proj": "ffn_gate_exps",
         "experts.up_proj": "ffn_up_exps",
         "experts.down_proj": "ffn_down_exps",
@@ -124,6 +147,27 @@ GGUF = Format(
     "blk",
     lambda family: family_named(family).gguf or Naming(),
 )
+
+
+class FurtherLayers:
+    """Layers behind a model's own, which predict further tokens: not used, and said so once."""
+
+    def __init__(self, config: ModelConfig, format: Format, count: int) -> None:
+        """count: as the file says; 0 are none."""
+        first = config.layer_count
+        prefix = format.naming_of(config.family).layers or format.layers
+        self._prefixes = tuple(f"{prefix}.{index}." for index in range(first, first + min(count, LAYERS_MAX)))
+        self._tensor_count = 0
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor out there is one of theirs."""
+        is_theirs = name.startswith(self._prefixes)
+        self._tensor_count += is_theirs
+        return is_theirs
+
+    def tell(self) -> None:
+        if self._tensor_count:
+            logger.info("layers that predict further tokens are not used tensors=%d", self._tensor_count)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -153,6 +197,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     elif attention.qk_norm != "none":
         norms += [("q_norm", queries), ("k_norm", keys)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
+    if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
+        shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
     for module, rows, columns, has_bias in (
         ("q_proj", queries, hidden, attention.has_bias),
         ("k_proj", keys, hidden, attention.has_bias),
@@ -196,6 +242,8 @@ def outside_name(name: str, family: str, format: Format) -> str:
         path = path[2:]
     expert = path.pop(1) if path[0] == "experts" else ""
     module = ".".join(path)
+    if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
+        return f"{layer}{whole}"
     usual = naming.modules.get(module) or format.modules[module]
     return f"{layer}{usual.format(expert=expert)}.{kind}"
 

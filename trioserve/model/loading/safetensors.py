@@ -24,7 +24,7 @@ from trioserve.model.loading.hf_config import (
     sampling_defaults_from,
     sees_images,
 )
-from trioserve.model.loading.names import TRANSFORMERS, match_tensors
+from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors
 from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import QuantizedMatrix, quantized_matrices
 from trioserve.model.loading.stored_tensor import StoredTensor
@@ -91,7 +91,10 @@ class SafetensorsCheckpoint:
         self._matrices = matrices
         self._stored: dict[str, FileTensor | QuantizedMatrix] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        further = Fields(config, "config.json").whole_or("num_nextn_predict_layers", 0)
+        self._further = FurtherLayers(self.config, TRANSFORMERS, further)
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
+        self._further.tell()
         for place in self._places.values():
             if place.name in matrices and place.shape[1:] != matrices[place.name].shape[1:]:
                 raise ModelLoadError(
@@ -110,6 +113,8 @@ class SafetensorsCheckpoint:
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
+            return True
+        if self._further.has(name):
             return True
         # Some writers give each quantized module a bias, of zeros where the model has none.
         module, _, kind = name.rpartition(".")
