@@ -72,7 +72,8 @@ NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT, FLAW_NOTHING_ALLOWED = 0, 1, 2, 3  
 class WeightFormat(enum.IntEnum):
     """How a packed weight is stored: in the model's dtype, or quantized. See cpu/quantized.h, whose numbers these are.
 
-    Scales and mins are float16, for 32 numbers; WIDE has float32 and a min, FINE float32 scales for 16 numbers.
+    Scales and mins are float16, for 32 numbers; WIDE has float32 and a min, FINE float32 scales for 16 numbers. With 2
+    and 3 bits FINE has small scales, which a float16 for 256 numbers multiplies. CURVE is a table of 16 numbers.
     """
 
     DENSE = 0
@@ -82,11 +83,15 @@ class WeightFormat(enum.IntEnum):
     Q4_WIDE = 4
     Q8_FINE = 5
     Q8_WIDE = 6
+    Q2_FINE = 7
+    Q3_FINE = 8
+    Q4_CURVE = 9
+    Q4_CURVE_WIDE = 10
 
     @property
     def bits(self) -> int:
         """Of a number, without scales; of a quantized format."""
-        return 4 if self in (WeightFormat.Q4, WeightFormat.Q4_MIN, WeightFormat.Q4_WIDE) else 8
+        return int(self.name[1])
 
 
 GGML_FORMATS = {
@@ -95,9 +100,13 @@ GGML_FORMATS = {
     "Q5_0": (6, WeightFormat.Q8),
     "Q5_1": (7, WeightFormat.Q8_WIDE),
     "Q8_0": (8, WeightFormat.Q8),
+    "Q2_K": (10, WeightFormat.Q2_FINE),
+    "Q3_K": (11, WeightFormat.Q3_FINE),
     "Q4_K": (12, WeightFormat.Q4_WIDE),
     "Q5_K": (13, WeightFormat.Q8_WIDE),
     "Q6_K": (14, WeightFormat.Q8_FINE),
+    "IQ4_NL": (20, WeightFormat.Q4_CURVE),
+    "IQ4_XS": (23, WeightFormat.Q4_CURVE_WIDE),
 }
 """ggml's number of each type of blocks, and the format that holds them without loss."""
 BLOCK_FORMATS = {**GGML_FORMATS, "Q4_F32": (1000, WeightFormat.Q4_WIDE), "Q8_F32": (1001, WeightFormat.Q8_WIDE)}

@@ -2,7 +2,9 @@
 //
 // A packed weight lies in panels of 32 outputs. A panel has a record for each 32 of K: the scales of its outputs, their
 // mins, and the values. A weight is scale * value + min. Values lie in units of 64 bytes, 4 neighbouring k of 16 outputs,
-// the two blocks of the panel in turn; of 4 bits, unit 2i is in the low halves and unit 2i + 1 in the high ones.
+// the two blocks of the panel in turn; of 4 bits, unit 2i is in the low halves and unit 2i + 1 in the high ones, of 2 bits
+// four units share their bytes in the same way. Of 3 bits the lower two lie so, and the third of unit i is bit i of 64 bytes
+// behind them. Scales of scales and of mins, float16, stand before each 8 records.
 #pragma once
 
 #include <cmath>
@@ -14,12 +16,17 @@ namespace trioserve {
 
 constexpr int64_t RECORD_DEPTH = 32;
 
-// 8 bits stand for -128 to 127; 4 bits for 0 to 15 with a min and for -8 to 7 without.
-enum WeightFormat : int32_t { DENSE = 0, Q8 = 1, Q4 = 2, Q4_MIN = 3, Q4_WIDE = 4, Q8_FINE = 5, Q8_WIDE = 6 };
+// 8 bits stand for -128 to 127; 4 bits for 0 to 15 with a min and for -8 to 7 without, or for one of a table's 16 numbers;
+// 3 bits for -4 to 3; 2 bits for 0 to 3.
+enum WeightFormat : int32_t {
+    DENSE = 0, Q8 = 1, Q4 = 2, Q4_MIN = 3, Q4_WIDE = 4, Q8_FINE = 5, Q8_WIDE = 6, Q2_FINE = 7, Q3_FINE = 8, Q4_CURVE = 9,
+    Q4_CURVE_WIDE = 10
+};
 
 // ggml's numbers, and two of our own: a float32 scale and a float32 min of 32 numbers, which are stored as in Q4_0 and Q8_0.
 enum StorageType : int32_t {
-    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, Q4_F32 = 1000, Q8_F32 = 1001
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+    IQ4_XS = 23, Q4_F32 = 1000, Q8_F32 = 1001
 };
 
 struct f16 {
@@ -30,6 +37,9 @@ inline float to_float(f16 value) { return _cvtsh_ss(value.bits); }
 inline void store(f16* to, float value) { to->bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
 #if defined(__AVX512F__)
+inline Lanes lanes_of(__m128i bytes, bool are_signed) {
+    return _mm512_cvtepi32_ps(are_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
 inline Lanes load(const f16* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -37,6 +47,11 @@ inline void store(int8_t* to, Lanes whole) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
 }
 #else
+inline Lanes lanes_of(__m128i bytes, bool are_signed) {
+    const __m128i upper = _mm_srli_si128(bytes, 8);
+    return {_mm256_cvtepi32_ps(are_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)),
+            _mm256_cvtepi32_ps(are_signed ? _mm256_cvtepi8_epi32(upper) : _mm256_cvtepu8_epi32(upper))};
+}
 inline Lanes load(const f16* from) {
     const __m128i* halves = reinterpret_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
@@ -49,16 +64,56 @@ inline void store(int8_t* to, Lanes whole) {
 }
 #endif
 
-template <int BITS_, class Scale_, int GROUP, bool HAS_MIN_>
+// What 4 bits stand for where that is no row of whole numbers, plus 128.
+struct NoTable {};
+struct Iq4Table {  // of IQ4_NL and IQ4_XS
+    static constexpr uint8_t NUMBERS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+};
+
+// Scale: of what is stored. A scale of 8 bits is multiplied with one for 8 records; unsigned, its upper half is the min.
+template <int BITS_, class Scale_, int GROUP, bool HAS_MIN_, class Table_ = NoTable>
 struct Format {
     using Scale = Scale_;
+    using Table = Table_;
     static constexpr int BITS = BITS_;
-    static constexpr bool HAS_MIN = HAS_MIN_;
-    static constexpr int OFFSET = BITS == 8 ? 128 : HAS_MIN ? 0 : 8;  // of what is stored
-    static constexpr int PARTS = int(RECORD_DEPTH) / GROUP;           // with a scale of their own
+    static constexpr bool HAS_MIN = HAS_MIN_, HAS_TABLE = !std::is_same_v<Table, NoTable>;
+    static constexpr bool IS_NESTED = sizeof(Scale) == 1;
+    static constexpr bool HAS_BYTES = BITS == 8 || HAS_TABLE;  // of what is multiplied
+    static constexpr int OFFSET = HAS_BYTES ? 128 : HAS_MIN ? 0 : 1 << (BITS - 1);
+    static constexpr int PARTS = int(RECORD_DEPTH) / GROUP;  // with a scale of their own
     static constexpr int64_t MINS = PARTS * PANEL * int64_t(sizeof(Scale));
-    static constexpr int64_t VALUES = HAS_MIN ? 2 * MINS : MINS;
+    static constexpr int64_t VALUES = HAS_MIN && !IS_NESTED ? 2 * MINS : MINS;
+    static constexpr int64_t THIRD_BITS = VALUES + PANEL * RECORD_DEPTH / 4;
     static constexpr int64_t BYTES = VALUES + PANEL * RECORD_DEPTH * BITS / 8;
+    static constexpr int64_t OUTER = IS_NESTED ? (HAS_MIN ? 2 : 1) * PANEL * int64_t(sizeof(f16)) : 0;
+    static constexpr int64_t OUTER_RECORDS = 8;
+
+    // Before a record, from its panel's beginning, or from another record that outer scales stand before.
+    static constexpr int64_t start(int64_t record) {
+        return record * BYTES + (IS_NESTED ? (record / OUTER_RECORDS + 1) * OUTER : 0);
+    }
+    static constexpr int64_t outer_start(int64_t record) { return start(record / OUTER_RECORDS * OUTER_RECORDS) - OUTER; }
+    static constexpr int64_t panel_bytes(int64_t records) {
+        return records * BYTES + (IS_NESTED ? rounded_up(records, OUTER_RECORDS) / OUTER_RECORDS * OUTER : 0);
+    }
+
+    // Of the 16 outputs of a block.
+    static Lanes scale(const uint8_t* record, [[maybe_unused]] const uint8_t* outer, int part, int block) {
+        const int64_t place = part * PANEL + block * LANES;
+        if constexpr (!IS_NESTED) return load(reinterpret_cast<const Scale*>(record) + place);
+        else return mul(lanes_of(inner(record + place, 0), !HAS_MIN), load(reinterpret_cast<const f16*>(outer) + block * LANES));
+    }
+    static Lanes min(const uint8_t* record, [[maybe_unused]] const uint8_t* outer, int part, int block) {
+        const int64_t place = part * PANEL + block * LANES;
+        if constexpr (!IS_NESTED) return load(reinterpret_cast<const Scale*>(record + MINS) + block * LANES);
+        else return mul(lanes_of(inner(record + place, 4), false), load(reinterpret_cast<const f16*>(outer) + PANEL + block * LANES));
+    }
+
+private:
+    static __m128i inner(const uint8_t* at, int shift) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        return HAS_MIN ? _mm_and_si128(_mm_srli_epi16(bytes, shift), _mm_set1_epi8(15)) : bytes;
+    }
 };
 
 // use(Format<...>()) for a quantized format.
@@ -70,6 +125,10 @@ inline auto with_format(int32_t format, const Use& use) {
         case Q4_MIN: return use(Format<4, f16, 32, true>());
         case Q4_WIDE: return use(Format<4, float, 32, true>());
         case Q8_FINE: return use(Format<8, float, 16, false>());
+        case Q2_FINE: return use(Format<2, uint8_t, 16, true>());
+        case Q3_FINE: return use(Format<3, int8_t, 16, false>());
+        case Q4_CURVE: return use(Format<4, f16, 32, false, Iq4Table>());
+        case Q4_CURVE_WIDE: return use(Format<4, float, 32, false, Iq4Table>());
         default: return use(Format<8, float, 32, true>());
     }
 }
@@ -77,15 +136,20 @@ inline auto with_format(int32_t format, const Use& use) {
 inline int64_t record_count(int64_t k) { return padded_depth(k) / RECORD_DEPTH; }
 
 inline int64_t quantized_bytes(int32_t format, int64_t n, int64_t k) {
-    return with_format(format, [=](auto f) { return panel_count(block_count(n)) * record_count(k) * decltype(f)::BYTES; });
+    return with_format(format, [=](auto f) {
+        return panel_count(block_count(n)) * decltype(f)::panel_bytes(record_count(k));
+    });
 }
 
 // --- one row's 32 numbers of K ---------------------------------------------------------------------------------------
 
-// values: as they are stored, before two of 4 bits share a byte. Of scales and mins the second is for the upper 16.
+// values: as they are stored, before some share a byte. Of scales and mins the second is for the upper 16. inner, outer:
+// instead of them, where scales have scales; outer's second is of the mins.
 struct Group {
     uint8_t values[RECORD_DEPTH];
     float scales[2], mins[2];
+    uint8_t inner[2];
+    f16 outer[2];
 };
 
 inline float single_at(const uint8_t* from) {
@@ -94,11 +158,13 @@ inline float single_at(const uint8_t* from) {
     return value;
 }
 
-inline float half_at(const uint8_t* from) {
+inline f16 f16_at(const uint8_t* from) {
     f16 value;
     std::memcpy(&value, from, sizeof value);
-    return to_float(value);
+    return value;
 }
+
+inline float half_at(const uint8_t* from) { return to_float(f16_at(from)); }
 
 // Q4_K and Q5_K: the scale and the min of one of 8 groups have 6 bits each, in 12 bytes.
 inline void read_six_bits(const uint8_t* from, int64_t group, float& scale, float& min) {
@@ -111,13 +177,21 @@ inline void read_six_bits(const uint8_t* from, int64_t group, float& scale, floa
     }
 }
 
+// Q3_K: the scales of 16 groups have 6 bits each, in 12 bytes.
+inline int signed_six_bits(const uint8_t* from, int64_t group) {
+    return ((from[group % 8] >> (group / 8 * 4) & 15) | (from[8 + group % 4] >> (group / 4 * 2) & 3) << 4) - 32;
+}
+
 inline int64_t storage_row_bytes(int32_t storage, int64_t k) {
     switch (storage) {
-        case Q4_0: return k / 32 * 18;
+        case Q4_0: case IQ4_NL: return k / 32 * 18;
         case Q4_1: return k / 32 * 20;
         case Q5_0: return k / 32 * 22;
         case Q5_1: return k / 32 * 24;
         case Q8_0: return k / 32 * 34;
+        case Q2_K: return k / 256 * 84;
+        case Q3_K: return k / 256 * 110;
+        case IQ4_XS: return k / 256 * 136;
         case Q4_K: return k / 256 * 144;
         case Q5_K: return k / 256 * 176;
         case Q4_F32: return k / 32 * 24;
@@ -134,6 +208,10 @@ inline int32_t format_of(int32_t storage) {
         case Q4_K: case Q4_F32: return Q4_WIDE;
         case Q5_0: case Q8_0: return Q8;
         case Q6_K: return Q8_FINE;
+        case Q2_K: return Q2_FINE;
+        case Q3_K: return Q3_FINE;
+        case IQ4_NL: return Q4_CURVE;
+        case IQ4_XS: return Q4_CURVE_WIDE;
         default: return Q8_WIDE;
     }
 }
@@ -145,8 +223,31 @@ inline void read_group(const uint8_t* row, int64_t group, Group& to) {
         const uint8_t* block = row + group * 34;
         to.scales[0] = half_at(block);
         for (int n = 0; n < 32; n++) to.values[n] = block[2 + n] ^ 0x80;
-    } else if constexpr (STORAGE == Q4_0 || STORAGE == Q4_1) {
-        constexpr int START = STORAGE == Q4_0 ? 2 : 4;
+    } else if constexpr (STORAGE == Q2_K) {
+        const uint8_t* block = row + group / 8 * 84;
+        group %= 8;
+        to.outer[0] = f16_at(block + 80);
+        to.outer[1] = f16_at(block + 82);
+        to.outer[1].bits ^= 0x8000;  // mins are subtracted
+        for (int part = 0; part < 2; part++) to.inner[part] = block[2 * group + part];
+        for (int n = 0; n < 32; n++) to.values[n] = block[16 + group / 4 * 32 + n] >> (group % 4 * 2) & 3;
+    } else if constexpr (STORAGE == Q3_K) {
+        const uint8_t* block = row + group / 8 * 110;
+        group %= 8;
+        to.outer[0] = f16_at(block + 108);
+        for (int part = 0; part < 2; part++) to.inner[part] = uint8_t(signed_six_bits(block + 96, 2 * group + part));
+        for (int n = 0; n < 32; n++) {
+            const int low = block[32 + group / 4 * 32 + n] >> (group % 4 * 2) & 3;
+            to.values[n] = uint8_t(low | (block[n] >> group & 1) << 2);
+        }
+    } else if constexpr (STORAGE == IQ4_XS) {
+        const uint8_t* block = row + group / 8 * 136;
+        group %= 8;
+        const int high = (block[2] | block[3] << 8) >> (2 * group) & 3;
+        to.scales[0] = half_at(block) * float(((block[4 + group / 2] >> (group % 2 * 4) & 15) | high << 4) - 32);
+        for (int n = 0; n < 32; n++) to.values[n] = block[8 + group * 16 + n % 16] >> (n / 16 * 4) & 15;
+    } else if constexpr (STORAGE == Q4_0 || STORAGE == Q4_1 || STORAGE == IQ4_NL) {
+        constexpr int START = STORAGE == Q4_1 ? 4 : 2;
         const uint8_t* block = row + group * (START + 16);
         to.scales[0] = half_at(block);
         to.mins[0] = STORAGE == Q4_1 ? half_at(block + 2) : 0.0f;
@@ -213,6 +314,7 @@ inline void quantize_group(const float* from, int64_t count, Group& to) {
         high = std::max(high, from[n]);
         doubt += from[n] * 0.0f;
     }
+    static_assert(!F::IS_NESTED && !F::HAS_TABLE);
     constexpr float MOST = F::HAS_MIN ? 15.0f : 127.0f, LEAST = F::HAS_MIN ? 0.0f : -127.0f;
     const float start = F::HAS_MIN ? rounded_to_half(low) : 0.0f;
     const float scale = rounded_to_half(F::HAS_MIN ? (high - start) / MOST : std::max(high, -low) / MOST);
@@ -225,27 +327,54 @@ inline void quantize_group(const float* from, int64_t count, Group& to) {
     to.mins[0] = start;
 }
 
-// Where the record of one of a matrix's outputs begins; place: which of the panel's 32 outputs it is.
+// The panel of one of a matrix's blocks of outputs.
 template <class F, class Byte>
-inline Byte* record_of(Byte* packed, int64_t block, int64_t records, int64_t record) {
-    return packed + (block / PANEL_BLOCKS * records + record) * F::BYTES;
+inline Byte* panel_of(Byte* packed, int64_t block, int64_t records) {
+    return packed + block / PANEL_BLOCKS * F::panel_bytes(records);
 }
 
+// place: which of the panel's 32 outputs it is.
 template <class F>
-inline void write_group(const Group& from, uint8_t* record, int64_t place) {
+inline void write_group(const Group& from, uint8_t* panel, int64_t index, int64_t place) {
     using Scale = typename F::Scale;
-    for (int part = 0; part < F::PARTS; part++) {
-        store(reinterpret_cast<Scale*>(record) + part * PANEL + place, from.scales[part]);
+    uint8_t* record = panel + F::start(index);
+    if constexpr (F::IS_NESTED) {
+        f16* outer = reinterpret_cast<f16*>(panel + F::outer_start(index)) + place;
+        for (int kind = 0; kind < (F::HAS_MIN ? 2 : 1); kind++) outer[kind * PANEL] = from.outer[kind];
+        for (int part = 0; part < F::PARTS; part++) record[part * PANEL + place] = from.inner[part];
+    } else {
+        for (int part = 0; part < F::PARTS; part++)
+            store(reinterpret_cast<Scale*>(record) + part * PANEL + place, from.scales[part]);
         if constexpr (F::HAS_MIN) store(reinterpret_cast<Scale*>(record + F::MINS) + place, from.mins[0]);
     }
-    uint8_t* to = record + F::VALUES + place * 4;  // a block's unit is 16 outputs of 4 bytes, and the next one's follows
-    if constexpr (F::BITS == 8) {
-        for (int unit = 0; unit < 8; unit++) std::memcpy(to + unit * PANEL * 4, from.values + unit * 4, 4);
-    } else {
-        for (int pair = 0; pair < 4; pair++)
-            for (int n = 0; n < 4; n++)
-                to[pair * PANEL * 4 + n] = uint8_t(from.values[pair * 8 + n] | from.values[pair * 8 + 4 + n] << 4);
-    }
+    // Bytes 4 * place and so on of each unit; a block's unit is 16 outputs of 4 bytes, and the next one's follows.
+    constexpr int LOW_BITS = F::BITS == 3 ? 2 : F::BITS, SHARERS = 8 / LOW_BITS;
+    uint8_t* to = record + F::VALUES + place * 4;
+    for (int unit = 0; unit < 8; unit += SHARERS)
+        for (int n = 0; n < 4; n++) {
+            int byte = 0;
+            for (int sharer = 0; sharer < SHARERS; sharer++)
+                byte |= (from.values[(unit + sharer) * 4 + n] & ((1 << LOW_BITS) - 1)) << (sharer * LOW_BITS);
+            to[unit / SHARERS * PANEL * 4 + n] = uint8_t(byte);
+        }
+    if constexpr (F::BITS == 3)
+        for (int n = 0; n < 4; n++) {
+            int byte = 0;
+            for (int unit = 0; unit < 8; unit++) byte |= from.values[unit * 4 + n] >> 2 << unit;
+            record[F::THIRD_BITS + place * 4 + n] = uint8_t(byte);
+        }
+}
+
+// Number n of an output's 32, as products have it.
+template <class F>
+inline int stored_value(const uint8_t* record, int64_t place, int64_t n) {
+    constexpr int LOW_BITS = F::BITS == 3 ? 2 : F::BITS, SHARERS = 8 / LOW_BITS;
+    const int64_t unit = n / 4, byte = place * 4 + n % 4;
+    const int shared = record[F::VALUES + unit / SHARERS * PANEL * 4 + byte];
+    int value = shared >> (unit % SHARERS * LOW_BITS) & ((1 << LOW_BITS) - 1);
+    if constexpr (F::BITS == 3) value |= (record[F::THIRD_BITS + byte] >> unit & 1) << 2;
+    if constexpr (F::HAS_TABLE) value = F::Table::NUMBERS[value];
+    return value;
 }
 
 // fill(row, record, group) gives what is written to blocks first_block, first_block + block_step, ... of `to`.
@@ -258,7 +387,7 @@ inline void pack_groups(int64_t n, int64_t k, uint8_t* to, int64_t first_block, 
         const int64_t place = block % PANEL_BLOCKS * LANES + row % LANES;
         for (int64_t record = 0; record < records; record++) {
             fill(row, record, group);
-            write_group<F>(group, record_of<F>(to, block, records, record), place);
+            write_group<F>(group, panel_of<F>(to, block, records), record, place);
         }
     }
 }
@@ -276,6 +405,10 @@ inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64
         switch (storage) {
             case Q4_0: return pack(std::integral_constant<int, Q4_0>());
             case Q4_1: return pack(std::integral_constant<int, Q4_1>());
+            case Q2_K: return pack(std::integral_constant<int, Q2_K>());
+            case Q3_K: return pack(std::integral_constant<int, Q3_K>());
+            case IQ4_NL: return pack(std::integral_constant<int, IQ4_NL>());
+            case IQ4_XS: return pack(std::integral_constant<int, IQ4_XS>());
             case Q5_0: return pack(std::integral_constant<int, Q5_0>());
             case Q5_1: return pack(std::integral_constant<int, Q5_1>());
             case Q8_0: return pack(std::integral_constant<int, Q8_0>());
@@ -291,30 +424,35 @@ inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64
 // values: float32 [n, k]; format: Q8 or Q4_MIN.
 inline void pack_values(int32_t format, const float* values, int64_t n, int64_t k, uint8_t* to, int64_t first_block,
                         int64_t block_step) {
-    with_format(format, [&](auto f) {
+    const auto pack = [&](auto f) {
         pack_groups<decltype(f)>(n, k, to, first_block, block_step, [&](int64_t row, int64_t record, Group& group) {
             const int64_t start = record * RECORD_DEPTH;
             quantize_group<decltype(f)>(values + row * k + start, std::min(RECORD_DEPTH, k - start), group);
         });
-    });
+    };
+    if (format == Q8)
+        pack(Format<8, f16, 32, false>());
+    else
+        pack(Format<4, f16, 32, true>());
 }
 
 // One output's k weights as numbers.
 inline void dequantize_row(int32_t format, const uint8_t* packed, int64_t output, int64_t k, float* to) {
     with_format(format, [=](auto f) {
         using F = decltype(f);
-        using Scale = typename F::Scale;
         const int64_t block = output / LANES, place = output % PANEL;
+        const uint8_t* panel = panel_of<F>(packed, block, record_count(k));
         for (int64_t record = 0; record < record_count(k); record++) {
-            const uint8_t* from = record_of<F>(packed, block, record_count(k), record);
-            const Scale* scales = reinterpret_cast<const Scale*>(from) + place;
-            const float min = F::HAS_MIN ? to_float(reinterpret_cast<const Scale*>(from + F::MINS)[place]) : 0.0f;
+            const uint8_t *from = panel + F::start(record), *outer = panel + F::outer_start(record);
             const int64_t count = std::min(RECORD_DEPTH, k - record * RECORD_DEPTH);
-            for (int64_t n = 0; n < count; n++) {
-                const uint8_t* unit = from + F::VALUES + (F::BITS == 8 ? n / 4 : n / 8) * PANEL * 4 + place * 4;
-                const int value = F::BITS == 8 ? unit[n % 4] : unit[n % 4] >> (n / 4 % 2 * 4) & 15;
-                const float scale = to_float(scales[n * F::PARTS / RECORD_DEPTH * PANEL]);
-                to[record * RECORD_DEPTH + n] = scale * float(value - F::OFFSET) + min;
+            alignas(64) float scales[LANES], mins[LANES] = {};
+            for (int part = 0; part < F::PARTS; part++) {
+                store(scales, F::scale(from, outer, part, int(block % PANEL_BLOCKS)));
+                if constexpr (F::HAS_MIN) store(mins, F::min(from, outer, part, int(block % PANEL_BLOCKS)));
+                const float scale = scales[output % LANES], min = mins[output % LANES];
+                const int64_t first = part * RECORD_DEPTH / F::PARTS, end = first + RECORD_DEPTH / F::PARTS;
+                for (int64_t n = first; n < std::min(end, count); n++)
+                    to[record * RECORD_DEPTH + n] = scale * float(stored_value<F>(from, place, n) - F::OFFSET) + min;
             }
         }
     });

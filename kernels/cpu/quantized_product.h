@@ -66,8 +66,17 @@ constexpr int QUANTIZED_TILE_ROWS = 6;
 
 using Bytes = __m512i;
 inline Bytes load_bytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
-inline Bytes low_halves(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-inline Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+template <int BITS>
+inline Bytes low_bits(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8((1 << BITS) - 1)); }
+template <int BITS>
+inline Bytes behind(Bytes a) { return _mm512_srli_epi16(a, BITS); }
+inline Bytes with_third_bits(Bytes a, Bytes bits) {
+    return _mm512_or_si512(a, _mm512_and_si512(_mm512_slli_epi16(bits, 2), _mm512_set1_epi8(4)));
+}
+inline Bytes looked_up(const uint8_t* table, Bytes places) {
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), places);
+}
 
 template <class F>
 struct Dot {
@@ -81,6 +90,7 @@ struct Dot {
         sum = _mm512_set1_epi32(group.starts[part]);
         if (F::PARTS == 1) sum = _mm512_add_epi32(sum, _mm512_set1_epi32(group.starts[1]));
         if (F::OFFSET == 8) sum = _mm512_srai_epi32(sum, 4);
+        if (F::OFFSET == 4) sum = _mm512_srai_epi32(sum, 5);
     }
     void add(Bytes weights, int32_t values) { sum = _mm512_dpbusd_epi32(sum, weights, _mm512_set1_epi32(values)); }
     Lanes value(const RowGroup&) const { return _mm512_cvtepi32_ps(sum); }
@@ -95,29 +105,44 @@ inline Bytes load_bytes(const uint8_t* from) {
     const __m256i* halves = reinterpret_cast<const __m256i*>(from);
     return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
 }
-inline __m256i low_half(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-inline Bytes low_halves(Bytes a) { return {low_half(a.low), low_half(a.high)}; }
-inline Bytes high_halves(Bytes a) {
-    return {low_half(_mm256_srli_epi16(a.low, 4)), low_half(_mm256_srli_epi16(a.high, 4))};
+template <int BITS>
+inline Bytes low_bits(Bytes a) {
+    const __m256i ones = _mm256_set1_epi8((1 << BITS) - 1);
+    return {_mm256_and_si256(a.low, ones), _mm256_and_si256(a.high, ones)};
+}
+template <int BITS>
+inline Bytes behind(Bytes a) { return {_mm256_srli_epi16(a.low, BITS), _mm256_srli_epi16(a.high, BITS)}; }
+inline Bytes with_third_bits(Bytes a, Bytes bits) {
+    const __m256i four = _mm256_set1_epi8(4);
+    return {_mm256_or_si256(a.low, _mm256_and_si256(_mm256_slli_epi16(bits.low, 2), four)),
+            _mm256_or_si256(a.high, _mm256_and_si256(_mm256_slli_epi16(bits.high, 2), four))};
+}
+inline Bytes looked_up(const uint8_t* table, Bytes places) {
+    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(numbers, places.low), _mm256_shuffle_epi8(numbers, places.high)};
 }
 
 template <class F>
 struct Dot {
-    // Of 4 bits in 16 bit lanes: 32 products of at most 15 * 127 in two lanes fit.
+    // Of few bits in 16 bit lanes: 32 products of at most 15 * 127 in two lanes fit.
     __m256i low, high;
+    int part_;
 
     static __m256i pairs(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
     static __m256i product(__m256i weights, __m256i values) {
-        if constexpr (F::BITS == 4) return _mm256_maddubs_epi16(weights, values);
+        if constexpr (!F::HAS_BYTES) return _mm256_maddubs_epi16(weights, values);
         // Of signed weights the sign goes to the values: 2 * 128 * 127 fits 16 bits, 2 * 255 * 127 does not.
         const __m256i signed_ = _mm256_xor_si256(weights, _mm256_set1_epi8(char(0x80)));
         return pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(signed_), _mm256_sign_epi8(values, signed_)));
     }
     static __m256i sum(__m256i a, __m256i b) {
-        return F::BITS == 4 ? _mm256_add_epi16(a, b) : _mm256_add_epi32(a, b);
+        return F::HAS_BYTES ? _mm256_add_epi32(a, b) : _mm256_add_epi16(a, b);
     }
 
-    void start(const RowGroup&, int) { low = high = _mm256_setzero_si256(); }
+    void start(const RowGroup&, int part) {
+        low = high = _mm256_setzero_si256();
+        part_ = part;
+    }
     void add(Bytes weights, int32_t values) {
         const __m256i same = _mm256_set1_epi32(values);
         low = sum(low, product(weights.low, same));
@@ -125,8 +150,9 @@ struct Dot {
     }
     Lanes value(const RowGroup& group) const {
         __m256i a = low, b = high;
-        if constexpr (F::BITS == 4) {
-            const __m256i offset = _mm256_set1_epi32(F::OFFSET == 0 ? 0 : (group.starts[0] + group.starts[1]) / 16);
+        if constexpr (!F::HAS_BYTES) {
+            const int32_t starts = group.starts[part_] + (F::PARTS == 1 ? group.starts[1] : 0);
+            const __m256i offset = _mm256_set1_epi32(F::OFFSET == 0 ? 0 : starts / 128 * F::OFFSET);
             a = _mm256_add_epi32(pairs(a), offset);
             b = _mm256_add_epi32(pairs(b), offset);
         }
@@ -139,17 +165,45 @@ struct Dot {
 };
 #endif
 
+// The units of a block's record, one after the other.
+template <class F>
+struct Units {
+    static constexpr int LOW_BITS = F::BITS == 3 ? 2 : F::BITS, SHARERS = 8 / LOW_BITS;
+    Bytes shared, third;
+
+    Bytes next(const uint8_t* record, unsigned unit, int block) {
+        if (unit % SHARERS == 0) shared = load_bytes(record + F::VALUES + (unit / SHARERS * PANEL_BLOCKS + block) * 64);
+        if constexpr (F::BITS == 8) return shared;
+        Bytes values = low_bits<LOW_BITS>(shared);
+        shared = behind<LOW_BITS>(shared);
+        if constexpr (F::BITS == 3) {
+            if (unit == 0) third = load_bytes(record + F::THIRD_BITS + block * 64);
+            values = with_third_bits(values, third);
+            third = behind<1>(third);
+        }
+        if constexpr (F::HAS_TABLE) values = looked_up(F::Table::NUMBERS, values);
+        return values;
+    }
+};
+
 // sums [ROWS, 32] = rows times one panel. fetch: an address from which as much is brought into the caches as is read.
 template <class F, int ROWS>
 inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel, float* sums,
                            const uint8_t* fetch) {
-    using Scale = typename F::Scale;
     constexpr int UNITS = 8 / F::PARTS;
     const int64_t stride = records * RECORD_DEPTH;
     Lanes sum[ROWS][PANEL_BLOCKS];
     for (int row = 0; row < ROWS; row++)
         for (int block = 0; block < PANEL_BLOCKS; block++) sum[row][block] = zero();
+    [[maybe_unused]] const uint8_t* outer = panel;
     for (int64_t record = 0; record < records; record++, panel += F::BYTES) {
+        if (F::IS_NESTED && record % F::OUTER_RECORDS == 0) {
+            outer = panel;
+            panel += F::OUTER;
+            for (int64_t byte = 0; byte < F::OUTER; byte += 64, fetch += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T0);
+        }
+        Units<F> units[PANEL_BLOCKS];
         for (int64_t byte = 0; byte < F::BYTES; byte += 64, fetch += 64)
             _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T0);
         for (int part = 0; part < F::PARTS; part++) {
@@ -162,11 +216,7 @@ inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t reco
             for (int index = 0; index < UNITS; index++) {
                 const int unit = part * UNITS + index;
                 Bytes weights[PANEL_BLOCKS];
-                for (int block = 0; block < PANEL_BLOCKS; block++) {
-                    const int at = (F::BITS == 8 ? unit : unit / 2) * PANEL_BLOCKS + block;
-                    const Bytes raw = load_bytes(panel + F::VALUES + at * 64);
-                    weights[block] = F::BITS == 8 ? raw : index % 2 == 0 ? low_halves(raw) : high_halves(raw);
-                }
+                for (int block = 0; block < PANEL_BLOCKS; block++) weights[block] = units[block].next(panel, unit, block);
                 for (int row = 0; row < ROWS; row++) {
                     int32_t values;
                     std::memcpy(&values, x + row * stride + record * RECORD_DEPTH + unit * 4, sizeof values);
@@ -174,17 +224,19 @@ inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t reco
                 }
             }
             for (int block = 0; block < PANEL_BLOCKS; block++) {
-                const int64_t place = block * LANES;
-                const Lanes scale = load(reinterpret_cast<const Scale*>(panel) + part * PANEL + place);
+                const Lanes scale = F::scale(panel, outer, part, block);
                 for (int row = 0; row < ROWS; row++) {
                     const RowGroup& group = groups[row * records + record];
                     const Lanes both = mul(scale, set(group.scale));
                     sum[row][block] = fma(dot[row][block].value(group), both, sum[row][block]);
                 }
                 if constexpr (F::HAS_MIN) {
-                    const Lanes min = load(reinterpret_cast<const Scale*>(panel + F::MINS) + place);
-                    for (int row = 0; row < ROWS; row++)
-                        sum[row][block] = fma(min, set(groups[row * records + record].scaled_sum), sum[row][block]);
+                    const Lanes min = F::min(panel, outer, part, block);
+                    for (int row = 0; row < ROWS; row++) {
+                        const RowGroup& group = groups[row * records + record];
+                        const float of_part = group.scale * (float(group.starts[part]) * (-1.0f / 128.0f));
+                        sum[row][block] = fma(min, set(F::PARTS == 1 ? group.scaled_sum : of_part), sum[row][block]);
+                    }
                 }
             }
         }
@@ -206,11 +258,10 @@ inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups
 #if defined(__AMX_BF16__)
 // A record's weights in bfloat16, in the order of packed weights. Inlined, the constants stay in registers.
 template <class F>
-__attribute__((always_inline)) inline void dequantize_record(const uint8_t* record, bf16* to, int64_t block_stride) {
-    using Scale = typename F::Scale;
+__attribute__((always_inline)) inline void dequantize_record(const uint8_t* record, const uint8_t* outer, bf16* to, int64_t block_stride) {
     // A stored value is shuffled into the bits of a power of two: what a lane then has is the sum of both.
-    constexpr int BYTE = F::BITS == 4 ? 2 : 1;
-    constexpr float POWER = F::BITS == 4 ? 128.0f : 32768.0f;
+    constexpr int BYTE = F::HAS_BYTES ? 1 : 2;
+    constexpr float POWER = F::HAS_BYTES ? 32768.0f : 128.0f;
     constexpr __mmask64 VALUE_BYTES = 0x1111111111111111u << BYTE, LOW_WORDS = 0x3333333333333333u;
     const __m512i power = _mm512_castps_si512(set(POWER));
     const __m512i firsts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12));
@@ -219,12 +270,12 @@ __attribute__((always_inline)) inline void dequantize_record(const uint8_t* reco
     // stays: by half of it in the mean, while what bfloat16 holds exactly stays what it is.
     const Lanes raised = set(1.0f + 0.6931472f / 256.0f);
     const __m512i fifteen_bits = _mm512_set1_epi32(int(0xfffffe00u));  // so that a weight of 0 is 0
+    Units<F> units;
     for (int index = 0; index < PANEL_BLOCKS * F::PARTS; index++) {
         const int block = index / F::PARTS, part = index % F::PARTS;
-        const Scale* scales = reinterpret_cast<const Scale*>(record) + block * LANES;
-        const __m512i exact = _mm512_castps_si512(mul(load(scales + part * PANEL), raised));
+        const __m512i exact = _mm512_castps_si512(mul(F::scale(record, outer, part, block), raised));
         const Lanes scale = _mm512_castsi512_ps(_mm512_and_si512(exact, fifteen_bits));
-        const Lanes min = F::HAS_MIN ? mul(load(scales + F::MINS / sizeof(Scale)), raised) : zero();
+        const Lanes min = F::HAS_MIN ? mul(F::min(record, outer, part, block), raised) : zero();
         const Lanes start = fma(scale, set(-POWER - F::OFFSET), min);
         const auto number = [&](__m512i bytes, int n) {
             const __m512i places = _mm512_slli_epi32(_mm512_add_epi32(firsts, _mm512_set1_epi32(n)), 8 * BYTE);
@@ -237,14 +288,9 @@ __attribute__((always_inline)) inline void dequantize_record(const uint8_t* reco
                 _mm512_storeu_si512(
                     pair, _mm512_mask_shuffle_epi8(number(bytes, n + 1), LOW_WORDS, number(bytes, n), high_words));
         };
-        constexpr int LOADS = F::BITS / F::PARTS;
-        const uint8_t* unit = record + F::VALUES + (part * LOADS * PANEL_BLOCKS + block) * 64;
+        constexpr int UNITS = 8 / F::PARTS;
 #pragma GCC unroll 8
-        for (int n = 0; n < LOADS; n++, unit += PANEL_BLOCKS * 64) {
-            const Bytes raw = load_bytes(unit);
-            store_unit(F::BITS == 8 ? raw : low_halves(raw));
-            if (F::BITS == 4) store_unit(high_halves(raw));
-        }
+        for (int n = 0; n < UNITS; n++) store_unit(units.next(record, part * UNITS + n, block));
     }
 }
 
@@ -273,9 +319,10 @@ inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, cons
     };
     for (int64_t record = 0; record <= records; record++) {
         if (record < records) {
-            for (int64_t byte = 0; byte < F::BYTES; byte += 64, fetch += 64)
+            const int64_t bytes = F::start(record + 1) - F::start(record);
+            for (int64_t byte = 0; byte < bytes; byte += 64, fetch += 64)
                 _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T1);
-            dequantize_record<F>(from + record * F::BYTES, numbers_of(record), block_stride);
+            dequantize_record<F>(from + F::start(record), from + F::outer_start(record), numbers_of(record), block_stride);
         }
         if (record == 0) continue;
         finish_writes();
@@ -309,9 +356,10 @@ inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>
     const int64_t depth = x.depth, records = depth / RECORD_DEPTH, block_stride = depth * LANES;
     const int64_t first_block = piece.panel * PANEL_BLOCKS, first_row = piece.first_row, end_row = piece.end_row;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
-    const uint8_t* panel = w + piece.panel * records * F::BYTES;
+    const uint8_t* panel = w + piece.panel * F::panel_bytes(records);
     const bool is_kept = end_row - first_row > ROWS_TOGETHER;
-    const int64_t depth_max = is_kept ? AMX_DEPTH : depth;
+    // Where scales have scales, parts begin where these do.
+    const int64_t depth_max = !is_kept ? depth : F::IS_NESTED ? F::OUTER_RECORDS * RECORD_DEPTH : AMX_DEPTH;
     const auto meanwhile = [&] { finishing.some(); };
     for (int64_t row = first_row; row < end_row; row += AMX_SUM_ROWS) {
         const int rows = int(std::min<int64_t>(AMX_SUM_ROWS, end_row - row));
@@ -323,7 +371,7 @@ inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>
             const bf16* values = x.at(row, start);
             bf16* weights = numbers + (end_row - first_row > AMX_SUM_ROWS ? start * LANES : 0);
             if (done > 0) {
-                const int64_t start_byte = start / RECORD_DEPTH * F::BYTES;
+                const int64_t start_byte = F::start(start / RECORD_DEPTH) - F::OUTER;
                 dequantize_and_multiply<F>(values, depth, done, panel + start_byte, part / RECORD_DEPTH, weights,
                                            block_stride, is_kept, sums, start == 0, next + start_byte);
             }
@@ -362,7 +410,7 @@ inline void compute_quantized_piece(const Piece& piece, const Rows<const T>& x, 
         float* sums = finishing.sums();
         with_format(format, [&](auto f) {
             using F = decltype(f);
-            const uint8_t* panel = w + piece.panel * records * F::BYTES;
+            const uint8_t* panel = w + piece.panel * F::panel_bytes(records);
             const int tiles = (rows + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
             for (int index = 0, row = 0; index < tiles; index++) {
                 const int height = (rows - row + tiles - index - 1) / (tiles - index);

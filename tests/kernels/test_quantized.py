@@ -36,6 +36,8 @@ OWN_BLOCK_BYTES = {"Q4_F32": 24, "Q8_F32": 40}  # of 32 numbers: two float32, th
 # Where a type's float16 scales stand in its block, or our own types' float32.
 SCALES_AT: dict[str, tuple[int, ...]] = {
     "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     **dict.fromkeys(OWN_BLOCK_BYTES, (0, 4)),
 }
@@ -293,7 +295,7 @@ def test_weights_are_rounded_to_the_next_bfloat16(engine: Engine, block_type: st
     exact, rounded = weight.values, rounded_weights(engine, weight)
     assert np.array_equal(rounded, floats_of(bfloat16_bits(rounded)))
     steps = np.exp2(np.floor(np.log2(np.maximum(np.abs(exact), 1e-30))) - 7)
-    has_min = block_type in SCALES_AT and block_type != "Q6_K"
+    has_min = block_type in SCALES_AT and block_type not in ("Q3_K", "Q6_K")
     slack = rounding_of_starts(exact) if has_min else 2.0**-14 * np.abs(exact)
     assert (np.abs(rounded - exact) <= 0.7 * steps + slack).all()
     assert (rounded[exact == 0] == 0).all() or has_min

@@ -15,6 +15,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 # moves the largest values by a further part.
 LARGEST_ERROR = {"F32": 0.0, "F16": 2.0**-12, "BF16": 2.0**-9, "Q8_0": 0.5 / 127, "Q4_0": 0.5 / 8, "Q4_1": 0.9 / 15}
 LARGEST_ERROR |= {"Q5_0": 0.5 / 16, "Q5_1": 0.9 / 31, "Q4_K": 0.9 / 15, "Q5_K": 0.9 / 31, "Q6_K": 0.5 / 31}
+LARGEST_ERROR |= {"Q2_K": 0.9 / 3, "Q3_K": 0.5 / 3, "IQ4_NL": 0.5 / 6, "IQ4_XS": 0.5 / 6}
 
 
 @pytest.mark.slow
@@ -35,7 +36,10 @@ def test_quantized_checkpoints_stay_near_the_original(
                     assert error.max() > largest_error / 20, "an error this small means that nothing was quantized"
 
 
-@pytest.mark.parametrize("quant_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "quant_type",
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"],
+)
 def test_every_tensor_is_what_the_gguf_package_makes_of_it(
     tiny_gguf: Callable[..., Path], quant_type: str, tensors_of: Any
 ) -> None:

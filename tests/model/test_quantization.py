@@ -150,7 +150,7 @@ def test_a_step_s_bytes_are_what_is_kept(tiny_gguf: Callable[..., Path], step_dr
 
 def test_what_is_already_small_enough_is_kept() -> None:
     assert {name: weight_format("int4", "layers.0.q_proj.weight", name) for name in BLOCK_FORMATS} == {
-        name: format if "4" in name else WeightFormat.Q4_MIN for name, (_, format) in BLOCK_FORMATS.items()
+        name: format if format.bits <= 4 else WeightFormat.Q4_MIN for name, (_, format) in BLOCK_FORMATS.items()
     }
     for quantization, tensor in (
         ("int8", "layers.0.q_proj.weight"),
@@ -158,7 +158,7 @@ def test_what_is_already_small_enough_is_kept() -> None:
         ("int4", "embed.weight"),
     ):
         assert {name: weight_format(quantization, tensor, name) for name in BLOCK_FORMATS} == {
-            name: WeightFormat.Q8 if "4" in name else format for name, (_, format) in BLOCK_FORMATS.items()
+            name: WeightFormat.Q8 if format.bits <= 4 else format for name, (_, format) in BLOCK_FORMATS.items()
         }
     for name, (_, format) in BLOCK_FORMATS.items():
         assert weight_format("file", "embed.weight", name) == format

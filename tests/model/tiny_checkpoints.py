@@ -298,6 +298,7 @@ FAMILY_KINDS |= {
 # transformers computes these as Llamas and names that class; their makers' configs have names of their own.
 _PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+GGUF_QUANT_TYPES += ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
 
 
 def write_checkpoint(
@@ -621,8 +622,8 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray, quant_type: str) -> 
     writer.add_tensor(name, stored, raw_dtype=kind)
 
 
-# gguf reads the K quants but cannot write them. These are plain quantizers (nearest value, no search for the best
-# scales) into the layouts of llama.cpp's block_q4_K, block_q5_K and block_q6_K: 256 values a block.
+# gguf reads the K quants and the IQ4 ones but cannot write them. These are plain quantizers (nearest value, no search
+# for the best scales) into the layouts of llama.cpp's block_q2_K and so on: 256 values a block, of IQ4_NL 32.
 
 
 def _quantized_k4_k5(values: np.ndarray, bits: int) -> np.ndarray:
@@ -666,7 +667,71 @@ def _quantized_k6(values: np.ndarray) -> np.ndarray:
     return np.concatenate([low, high, scales.view(np.uint8), d.view(np.uint8)], axis=-1).reshape(values.shape[0], -1)
 
 
+def _quantized_k2(values: np.ndarray) -> np.ndarray:
+    groups = values.reshape(-1, 16, 16)
+    lows = np.minimum(groups.min(axis=-1), 0.0)
+    steps = (groups.max(axis=-1) - lows) / 3
+    d = np.maximum(steps.max(axis=-1, keepdims=True) / 15, 1e-7).astype(np.float16)
+    d_min = np.maximum((-lows).max(axis=-1, keepdims=True) / 15, 1e-7).astype(np.float16)
+    scales = np.clip(np.ceil(steps / d), 0, 15).astype(np.uint8)
+    mins = np.clip(np.round(-lows / d_min), 0, 15).astype(np.uint8)
+    step = np.maximum(d.astype(np.float32) * scales, 1e-8)[..., None]
+    low = (d_min.astype(np.float32) * mins)[..., None]
+    q = np.clip(np.round((groups + low) / step), 0, 3).astype(np.uint8)
+    parts = [scales | mins << 4, _two_bits(q), d.view(np.uint8), d_min.view(np.uint8)]
+    return np.concatenate(parts, axis=-1).reshape(values.shape[0], -1)
+
+
+def _quantized_k3(values: np.ndarray) -> np.ndarray:
+    groups = values.reshape(-1, 16, 16)
+    steps = np.abs(groups).max(axis=-1) / 3
+    d = np.maximum(steps.max(axis=-1, keepdims=True) / 31, 1e-7).astype(np.float16)
+    scales = np.clip(np.ceil(steps / d), 1, 31).astype(np.uint8)
+    step = (d.astype(np.float32) * scales)[..., None]
+    q = (np.clip(np.round(groups / step), -4, 3) + 4).astype(np.uint8)
+    thirds = (q >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    six = scales + 32
+    low = (six[:, :8] & 15) | (six[:, 8:] & 15) << 4
+    high = ((six >> 4).reshape(-1, 4, 4) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8)
+    parts = [thirds.sum(axis=1, dtype=np.uint8), _two_bits(q & 3), low, high, d.view(np.uint8)]
+    return np.concatenate(parts, axis=-1).reshape(values.shape[0], -1)
+
+
+def _two_bits(q: np.ndarray) -> np.ndarray:
+    """[blocks, 64]: of 128 numbers each 32nd in one byte."""
+    quarters = q.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return quarters.sum(axis=2, dtype=np.uint8).reshape(-1, 64)
+
+
+def _quantized_iq4(values: np.ndarray, group_count: int) -> np.ndarray:
+    """group_count: 1 of IQ4_NL, 8 of IQ4_XS."""
+    import gguf.quants
+
+    numbers = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float32)
+    groups = values.reshape(-1, group_count, 32)
+    steps = np.abs(groups).max(axis=-1) / 113
+    if group_count == 1:
+        d, scales = steps.astype(np.float16), np.ones(steps.shape, dtype=np.uint8)
+    else:
+        d = np.maximum(steps.max(axis=-1, keepdims=True) / 31, 1e-8).astype(np.float16)
+        scales = np.clip(np.ceil(steps / d), 1, 31).astype(np.uint8)
+    step = np.maximum(d.astype(np.float32) * scales, 1e-8)[..., None]
+    q = np.abs((groups / step)[..., None] - numbers).argmin(axis=-1).astype(np.uint8)
+    halves = (q[..., :16] | q[..., 16:] << 4).reshape(-1, group_count * 16)
+    parts = [d.view(np.uint8)]
+    if group_count == 8:
+        six = (scales + 32).astype(np.uint16)
+        high = ((six >> 4) << np.arange(0, 16, 2, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
+        low = (six[:, ::2] & 15) | (six[:, 1::2] & 15) << 4
+        parts += [high[:, None].view(np.uint8), low.astype(np.uint8)]
+    return np.concatenate([*parts, halves], axis=-1).reshape(values.shape[0], -1)
+
+
 _K_QUANTIZERS = {
+    "Q2_K": _quantized_k2,
+    "Q3_K": _quantized_k3,
+    "IQ4_NL": lambda values: _quantized_iq4(values, 1),
+    "IQ4_XS": lambda values: _quantized_iq4(values, 8),
     "Q4_K": lambda values: _quantized_k4_k5(values, 4),
     "Q5_K": lambda values: _quantized_k4_k5(values, 5),
     "Q6_K": _quantized_k6,

@@ -54,9 +54,13 @@ STORAGE_TYPES = {
     6: StorageType("Q5_0", 32, 22),
     7: StorageType("Q5_1", 32, 24),
     8: StorageType("Q8_0", 32, 34),
+    10: StorageType("Q2_K", 256, 84),
+    11: StorageType("Q3_K", 256, 110),
     12: StorageType("Q4_K", 256, 144),
     13: StorageType("Q5_K", 256, 176),
     14: StorageType("Q6_K", 256, 210),
+    20: StorageType("IQ4_NL", 32, 18),
+    23: StorageType("IQ4_XS", 256, 136),
     30: StorageType("BF16", 1, 2),
 }
 
