@@ -198,7 +198,12 @@ def make_driver(*, model: FakeModel | None = None, connected: bool = False, **se
     defaults = {"block_count": 64, "block_size": 4, "max_num_seqs": 4, "step_tokens_max": 8}
     merged = {**defaults, **settings}
     merged.setdefault("context_tokens_max", merged["block_count"] * merged["block_size"])
-    executor = FakeExecutor(block_count=merged["block_count"], block_size=merged["block_size"], model=model)
+    executor = FakeExecutor(
+        block_count=merged["block_count"],
+        block_size=merged["block_size"],
+        model=model,
+        state_slot_count=merged.get("state_slot_count", 0) + merged.get("snapshot_slot_count", 0),
+    )
     connector = FakeConnector(executor) if connected else None
     core = EngineCore(CoreSettings(**merged), connector=connector, mask_maker=MasksAtOnce(executor.model.vocab_size))
     return Driver(core, executor, connector)

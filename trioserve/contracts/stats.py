@@ -19,6 +19,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens that were forced by a guide and so taken without being sampled,
     requests that asked to be held and were not, since too much was held already, and what went wrong with the
     connector, by kind (empty without one).
+
+    Where the model has layers that keep a state: states_used of states_total slots belong to requests, and of
+    snapshots_total slots for copies snapshots_kept hold what the prefix cache can find. 0 elsewhere.
     """
 
     running_count: int
@@ -40,6 +43,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     forced_tokens_total: int
     holds_refused_total: int
     transfer_faults_total: dict[TransferFault, int]
+    states_total: int = 0
+    states_used: int = 0
+    snapshots_total: int = 0
+    snapshots_kept: int = 0
 
     @property
     def kv_usage(self) -> float:

@@ -19,10 +19,21 @@ __all__ = [
     "IsAbandoned",
     "LaunchingExecutor",
     "ScheduledChunk",
+    "StateSpan",
     "StepPlan",
     "StepResult",
     "never_abandoned",
 ]
+
+
+class StateSpan(msgspec.Struct, frozen=True):
+    """Some of a chunk's tokens, `count` of them, and where the state of layers that keep one lies before and behind
+    them. reads: its slot before the first token; None: nothing came before, and the state is zeros. writes: its slot
+    behind the last. With a count of 0 one is a copy of the other."""
+
+    count: int
+    reads: int | None
+    writes: int
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True):
@@ -38,7 +49,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     last known one, computed in the same step at the positions behind it. Only a decode has one. A token is sampled
     after the last known token and after each draft token, as if all before it were known. The block table covers the
     draft, too. mask_row: the row of the plan's masks that says which tokens may come next; each draft token has one
-    more, behind it. None: all may.
+    more, behind it. None: all may. states: of a model with layers that keep a state: its tokens, in spans that follow
+    one another. No other chunk of the plan reads or writes a slot that one of these writes.
     """
 
     request: EngineRequest
@@ -50,6 +62,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     draft: tuple[int, ...] = ()
     awaits_token: bool = False
     mask_row: int | None = None
+    states: tuple[StateSpan, ...] = ()
 
     @property
     def row_count(self) -> int:

@@ -70,6 +70,7 @@ class EngineCore:
         self.settings = settings
         self.pool = BlockPool(settings.block_count)
         self.cache = PrefixCache(self.pool, settings.block_size, hash_block=hash_block)
+        assert connector is None or settings.state_slot_count == 0, "a connector carries KV, and no states"
         self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
         self.scheduler = Scheduler(
             settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
@@ -211,6 +212,7 @@ class EngineCore:
         events: list[EngineEvent] = []
         staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
         publishes, block_size = self.settings.enable_prefix_caching, self.settings.block_size
+        states = self.scheduler.states
         chunks, token_ids = plan.chunks, result.token_ids
         lacking: Collection[RequestId] = result.errors
         if plan.is_ahead:
@@ -222,7 +224,10 @@ class EngineCore:
                 # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
                 live.computed_count += chunk.count
                 if publishes and live.computed_count >= (live.chain.block_count + 1) * block_size:
-                    self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
+                    marks = None if live.state is None else live.state.marks(block_size)
+                    self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks, marks)
+                if states is not None and live.state is not None:
+                    states.note_computed(live.state, live.computed_count)
             if live.abort_reason is None:
                 staying.append((chunk, live, token_id))
             elif live.steps_in_flight == 0:  # otherwise the step behind reads its blocks
@@ -286,6 +291,7 @@ class EngineCore:
         scheduler, transfers = self.scheduler, self.transfers
         blocks_held = 0 if transfers is None else self.pool.held_count
         blocks_free, blocks_cached = self.pool.free_count, self.pool.cached_count
+        states = scheduler.states
         return EngineStats(
             running_count=len(scheduler.running),
             waiting_count=len(self._live) - len(scheduler.running),
@@ -306,6 +312,10 @@ class EngineCore:
             loaded_tokens_total=0 if transfers is None else transfers.loaded_tokens_total,
             holds_refused_total=0 if transfers is None else transfers.holds_refused_total,
             transfer_faults_total={} if transfers is None else dict(transfers.faults.totals),
+            states_total=0 if states is None else states.own.block_count,
+            states_used=0 if states is None else states.own.used_count,
+            snapshots_total=0 if states is None else states.snapshots.block_count,
+            snapshots_kept=0 if states is None else states.kept_count,
         )
 
     def prompt_saved(self, request_id: RequestId) -> tuple[int, int]:

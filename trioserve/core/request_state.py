@@ -20,6 +20,7 @@ from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.request import EngineRequest
 from trioserve.core.drafting import Drafter
 from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.state_slots import OwnState
 
 __all__ = ["LiveRequest", "RequestStatus"]
 
@@ -72,6 +73,7 @@ class LiveRequest:
         "prompt_logprobs_count",
         "request",
         "reserved_blocks",
+        "state",
         "status",
         "steps_in_flight",
         "tokens",
@@ -88,6 +90,7 @@ class LiveRequest:
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []
         self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
+        self.state: OwnState | None = None  # while it runs, if the model's layers keep one
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
         self.overtaken_count = 0  # by those who came later and fitted, while it did not
         self.chain = PrefixChain(request.cache_salt)

@@ -25,13 +25,14 @@ import msgspec
 
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.remote_loads import RemoteLoads
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.settings import CoreSettings
+from trioserve.core.state_slots import OwnState, StateSlots
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -47,6 +48,7 @@ class Scheduler:
         self._pool = pool
         self._cache = cache
         self._loads = loads
+        self.states = StateSlots.made(settings, cache)
         self.waiting = WaitingQueue()
         self.running: dict[RequestId, LiveRequest] = {}
         self.preemptions_total = 0
@@ -89,7 +91,11 @@ class Scheduler:
         for live, count in zip(lives, planned.values(), strict=True):
             start, tokens = live.computed_count, live.tokens
             samples = start + count == len(tokens) and not live.is_pooled
-            chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
+            if live.state is None:
+                chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
+            else:
+                spans = self._spans(live.state, start, count)
+                chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples, states=spans))
         if self._settings.draft_tokens_max and not self._somebody_waits():
             self._add_drafts(chunks)
         return chunks, lives, admitted, [live.request.id for live in preempted]
@@ -137,6 +143,7 @@ class Scheduler:
                     live.blocks,
                     samples=start + count >= known_count and not live.is_pooled,
                     awaits_token=start == known_count,
+                    states=() if live.state is None else self._spans(live.state, start, count),
                 )
             )
         return chunks, lives, admitted
@@ -171,6 +178,10 @@ class Scheduler:
         live.move(RequestStatus.WAITING)
         live.blocks_wanted = 0
         self.waiting.put_back(live)
+
+    def _spans(self, state: OwnState, start: int, count: int) -> tuple[StateSpan, ...]:
+        assert self.states is not None, "it runs, and has a state"
+        return self.states.spans(state, start, count)
 
     def _running_in_turn(self) -> list[LiveRequest]:
         running = self.running.values()
@@ -267,6 +278,10 @@ class Scheduler:
             live.reserved_blocks = []
         live.computed_count = 0
         live.chain.restart()
+        state, live.state = live.state, None
+        if state is not None:
+            assert self.states is not None
+            self.states.release(state)
 
     def _admit(
         self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
@@ -289,6 +304,8 @@ class Scheduler:
         is a hit only behind that one.
         """
         free_seqs = self._settings.max_num_seqs - len(self.running)
+        if self.states is not None:
+            free_seqs = min(free_seqs, self.states.available_count)
         loads = self._loads
         if free_seqs == 0 or budget == 0 or not self._somebody_waits():
             return []
@@ -356,7 +373,7 @@ class Scheduler:
         if admission.planned and live.blocks_wanted > self._pool.available_count:
             return False
         hit_blocks = self._match(live)
-        if self._next_hash(live) in admission.being_computed:
+        if self._is_being_computed(live, admission):
             live.chain.restart()
             admission.free_seqs -= 1  # bounds how many are passed over
             return True
@@ -406,6 +423,8 @@ class Scheduler:
         count = min(live.due_count, admission.budget)
         end = live.computed_count + count
         self._extend(live, end)
+        if self.states is not None:
+            live.state = self.states.take(live.chain, len(live.tokens), live.computed_count)
         admission.planned[live.request.id] = count
         admission.being_computed.update(self._hashes_of_step(live, end, count))
         admission.budget -= count
@@ -417,7 +436,23 @@ class Scheduler:
         return self._settings.enable_prefix_caching and not live.needs_every_row
 
     def _match(self, live: LiveRequest) -> list[BlockIndex]:
-        return self._cache.match(live.chain, live.tokens) if self._takes_hits(live) else []
+        if not self._takes_hits(live):
+            return []
+        can_go_on = None if self.states is None else self.states.has_snapshot
+        return self._cache.match(live.chain, live.tokens, can_go_on)
+
+    def _is_being_computed(self, live: LiveRequest, admission: _Admission) -> bool:
+        """Whether it will find more when the step is over than now: its next block, or, where a state is needed, one of
+        its blocks with a snapshot behind it."""
+        if self.states is None:
+            return self._next_hash(live) in admission.being_computed
+        if not admission.being_computed or not self._takes_hits(live):
+            return False
+        full_count = (len(live.tokens) - 1) // self._settings.block_size
+        hashes = (
+            self._cache.hash_at(live.chain, index, live.tokens) for index in range(live.chain.block_count, full_count)
+        )
+        return not admission.being_computed.isdisjoint(hashes)
 
     def _next_hash(self, live: LiveRequest) -> BlockHash | None:
         """The hash of the first full block that is not a hit; None when there is none, or hits are not wanted."""
@@ -430,7 +465,12 @@ class Scheduler:
 
     def _hashes_of_step(self, live: LiveRequest, end: int, count: int) -> Iterator[BlockHash]:
         """The full blocks that computing the `count` tokens before position `end` will complete. Decodes are left out:
-        nobody waits for these."""
+        nobody waits for these. Where a state is needed: those behind which a snapshot is to be taken, now or later."""
+        if live.state is not None:
+            for snapshot_end in live.state.snapshot_ends:
+                if snapshot_end > live.computed_count:
+                    yield self._cache.hash_at(live.chain, snapshot_end // self._settings.block_size - 1, live.tokens)
+            return
         if self._settings.enable_prefix_caching and count > 1:
             for index in range(live.chain.block_count, end // self._settings.block_size):
                 yield self._cache.hash_at(live.chain, index, live.tokens)

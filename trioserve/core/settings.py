@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["CoreSettings", "check_overlap"]
+__all__ = ["CoreSettings", "check_overlap", "check_states"]
 
 
 def check_overlap(overlap_steps: bool, draft_tokens_max: int) -> None:
@@ -17,6 +17,15 @@ def check_overlap(overlap_steps: bool, draft_tokens_max: int) -> None:
         raise StartupError(
             f"--overlap-steps plans a step before the one in flight has come back, and --speculative-ngram "
             f"{draft_tokens_max} has to know what that one brought: give one of them"
+        )
+
+
+def check_states(state_slot_count: int, draft_tokens_max: int) -> None:
+    """Raises StartupError for drafts of a model whose layers keep a state."""
+    if state_slot_count > 0 and draft_tokens_max > 0:
+        raise StartupError(
+            f"this model's layers keep a state that a wrong draft token would have changed for good, so "
+            f"--speculative-ngram {draft_tokens_max} cannot be had with it: leave it out"
         )
 
 
@@ -43,6 +52,10 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         answered without being held. (So that one reader that is slow does not take the others' room.)
     keeps_kv: False for a model that attends to all tokens of a prompt at once and keeps nothing (an encoder): nobody
         has blocks, there need not be any, and every request is pooled and computed whole.
+    state_slot_count: slots for the state of layers that keep one for a whole sequence, in the place of keys and values
+        for each token. Every sequence in the batch has one, so no more than these run. 0: the model has no such layers.
+    snapshot_slot_count: further slots, for copies of such states as they were at the end of a block that the prefix
+        cache has: a prefix that is found there can only be gone on with where there is one. 0: nothing is found.
     load_failure_policy: whether a request whose KV does not come computes it here, or ends with an error.
     Raises StartupError when the limits contradict each other.
     """
@@ -62,16 +75,26 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     held_share_max: float = 0.5
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     keeps_kv: bool = True
+    state_slot_count: int = 0
+    snapshot_slot_count: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_count", "block_size", "context_tokens_max", "max_num_seqs", "step_tokens_max"):
             value = getattr(self, name)
             if value < (1 if name != "block_count" or self.keeps_kv else 0):
                 raise StartupError(f"{name} is {value}, it must be at least 1")
-        for name in ("draft_tokens_max", "draft_step_tokens_max", "overtakes_max"):
+        for name in (
+            "draft_tokens_max",
+            "draft_step_tokens_max",
+            "overtakes_max",
+            "state_slot_count",
+            "snapshot_slot_count",
+        ):
             if getattr(self, name) < 0:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
         check_overlap(self.overlap_steps, self.draft_tokens_max)
+        check_states(self.state_slot_count, self.draft_tokens_max)
+        assert self.state_slot_count > 0 or self.snapshot_slot_count == 0, "snapshots of what nobody has"
         for name in ("hold_seconds_max", "remote_kv_seconds_max"):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:

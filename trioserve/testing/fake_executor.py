@@ -116,11 +116,18 @@ class FakeExecutor:
 
     errors: requests that fail at their next chunk, with the sentence for the client; change it at any time. A failing
     chunk leaves garbage in its slots, as a real one may. plans: how many were executed. keeps_kv: False plays a model
-    that needs no blocks, since it computes every prompt whole.
+    that needs no blocks, since it computes every prompt whole. state_slot_count: above 0 plays a model with layers that
+    keep a state, in so many slots; snapshots are among them.
     """
 
     def __init__(
-        self, *, block_count: int, block_size: int = 16, model: FakeModel | None = None, keeps_kv: bool = True
+        self,
+        *,
+        block_count: int,
+        block_size: int = 16,
+        model: FakeModel | None = None,
+        keeps_kv: bool = True,
+        state_slot_count: int = 0,
     ) -> None:
         self.keeps_kv = keeps_kv
         self.block_count = block_count
@@ -130,6 +137,8 @@ class FakeExecutor:
         self.plans = 0
         # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
+        # The same for each state; what stands in one that nobody wrote yet is as wrong as can be.
+        self._states: list[tuple[int, str | None] | None] = [None] * state_slot_count
         # What the last plan gave, for one that was made ahead of it; a request that has no entry has failed there.
         self._last_plan: StepPlan | None = None
         self._last_token_ids: dict[RequestId, int | None] = {}
@@ -291,6 +300,7 @@ class FakeExecutor:
         assert not (plan.is_ahead and plan.preempted), "somebody lost its blocks while a step reads them"
         masked = [chunk for chunk in plan.chunks if chunk.mask_row is not None]
         assert (plan.masks is not None) == bool(masked), "masks without rows, or rows without masks"
+        self._check_states(plan.chunks)
         rows = [(chunk.mask_row or 0) + index for chunk in masked for index in range(1 + len(chunk.draft))]
         assert plan.masks is None or sorted(rows) == list(range(plan.masks.row_count)), f"the masks' rows are {rows}"
         for chunk in chunks:
@@ -326,6 +336,7 @@ class FakeExecutor:
         if chunk.request.id in self.errors:
             self._spoil(chunk)
             return
+        self._write_states(chunk)
         parent = 0
         if chunk.start > 0:
             # What this chunk's KV becomes depends on what stands before it, whoever wrote that.
@@ -336,7 +347,42 @@ class FakeExecutor:
             parent = self.model.digest((token_id,), parent)
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
+    def _write_states(self, chunk: ScheduledChunk) -> None:
+        """What a state becomes depends on what it was, whoever left it there."""
+        name, salt, position = chunk.request.id, chunk.request.cache_salt, chunk.start
+        for span in chunk.states:
+            found = (0, salt) if span.reads is None else self._states[span.reads]
+            expected = (self.model.digest(chunk.tokens[:position]), salt)
+            assert found == expected, (
+                f"{name}: state {span.reads} before position {position} is {found}, not {expected}"
+            )
+            tokens = chunk.tokens[position : position + span.count]
+            self._states[span.writes] = (self.model.digest(tokens, found[0]), salt)
+            position += span.count
+
+    def _check_states(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Every chunk has its spans, and no other chunk touches what one of them writes."""
+        touched: dict[int, RequestId] = {}
+        written: set[int] = set()
+        for chunk in chunks:
+            name = chunk.request.id
+            assert bool(chunk.states) == bool(self._states), f"{name}: spans {chunk.states}, {len(self._states)} states"
+            if not chunk.states:
+                continue
+            assert not chunk.draft, f"{name} drafts, and has a state"
+            assert sum(span.count for span in chunk.states) == chunk.count, f"{name}: {chunk.states} of {chunk.count}"
+            writes = [span.writes for span in chunk.states]
+            assert len(set(writes)) == len(writes), f"{name} writes a state twice: {chunk.states}"
+            for slot in writes:
+                assert slot not in touched, f"{name} writes state {slot}, which {touched[slot]} has in the same step"
+            for span in chunk.states:
+                assert span.reads is None or span.reads not in written, f"{name} reads what is written: {chunk.states}"
+            touched |= {slot: name for span in chunk.states for slot in (span.reads, span.writes) if slot is not None}
+            written |= set(writes)
+
     def _spoil(self, chunk: ScheduledChunk) -> None:
+        for span in chunk.states:
+            self._states[span.writes] = None
         if not self.keeps_kv:
             return
         for position in range(chunk.start, chunk.start + chunk.row_count):

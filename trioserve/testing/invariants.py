@@ -28,6 +28,10 @@ def check_core(core: EngineCore) -> None:
     waiting: list[LiveRequest] = []
     for live in core.live_requests():
         _check_progress(core, live)
+        is_running = live.status is RequestStatus.RUNNING
+        assert (live.state is not None) == (is_running and core.settings.state_slot_count > 0), (
+            f"{live.request.id} is {live.status.value}, and has {'no state' if live.state is None else 'a state'}"
+        )
         if live.status is RequestStatus.RUNNING:
             _check_running(core, live)
             running.append(live)
@@ -45,6 +49,7 @@ def check_core(core: EngineCore) -> None:
     for live, _reason in core.flights.ended.values():
         _check_ended(core, live)
     _check_claims(core, owners)
+    _check_states(core, owners)
     _check_holds(core)
     _check_sharing(core, owners)
     _check_order(core, waiting, loading, ready)
@@ -58,6 +63,7 @@ def check_idle(core: EngineCore) -> None:
     assert not list(core.live_requests())
     assert stats.running_count == stats.waiting_count == stats.blocks_used == stats.blocks_held == 0, stats
     assert not core.flights.ended, "nothing lives, but something has blocks"
+    assert stats.states_used == 0, "nothing lives, but something has a state"
     assert core.next_deadline() is None, "nothing lives, but something is waited for"
     assert core.schedule(0.0) is None, "nothing lives, but there is something to compute"
 
@@ -148,6 +154,30 @@ def _check_claims(core: EngineCore, owners: list[LiveRequest]) -> None:
         assert core.pool.hold_count(block) == holds[block], (
             f"block {block} has {holds[block]} holds, but counts {core.pool.hold_count(block)}"
         )
+
+
+def _check_states(core: EngineCore, owners: list[LiveRequest]) -> None:
+    """Every slot has the users that the requests say, and every snapshot belongs to something that can be found."""
+    states = core.scheduler.states
+    if states is None:
+        return
+    states.check(core.cache.resident_contents())
+    own, snapshots = Counter[int](), Counter[int]()
+    for live in owners:
+        state = live.state
+        assert state is not None, f"{live.request.id} runs without a state"
+        own[state.slot] += 1
+        written = [slot for _end, slot in state.being_written]
+        snapshots.update(written if state.source is None else [*written, state.source])
+        assert live.steps_in_flight or not written, f"{live.request.id} has a snapshot written, and no step writes it"
+        assert live.steps_in_flight or state.source is None, f"{live.request.id} goes on holding what it has read"
+    for pool, users in ((states.own, own), (states.snapshots, snapshots)):
+        for index in range(pool.block_count):
+            slot = BlockIndex(index)
+            assert pool.user_count(slot) == users[slot], (
+                f"state {slot} has {users[slot]} users, but counts {pool.user_count(slot)}"
+            )
+    assert max(own.values(), default=1) == 1, "two requests have one state"
 
 
 def _holds(core: EngineCore) -> list[Hold]:

@@ -54,6 +54,7 @@ CALLS = (
 WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
 GUIDED_WORLDS_SHARE = 0.4
 RESUMING_WORLDS_SHARE = 0.4
+STATE_WORLDS_SHARE = 0.4
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
 OUTPUT_TOKENS_MAX = 10
 
@@ -65,12 +66,18 @@ class Generator:
         self._rng = rng
         self._random = rng.random
         self.world = self._drawn_world()
-        # Of a source of its own, so that a world without guides has the history that it had before there were any.
-        self._guide_rng = Random(line_of(self.world))
+        # Of a source of its own, so that a world without states has the history that it had before there were any.
+        self._state_rng = Random(line_of(self.world) + "states")
+        can_have_states = self.world.keeps_kv and not (self.world.has_connector or self.world.draft_tokens)
+        if can_have_states and self._state_rng.random() < STATE_WORLDS_SHARE:
+            slots = {"states": self._state_rng.randint(1, 6), "snapshots": self._state_rng.choice((0, 1, 2, 3, 8))}
+            self.world = msgspec.structs.replace(self.world, **slots)
+        # The same holds for guides.
+        self._guide_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)))
         has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
         self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
         # The same holds for responses that go on.
-        self._resume_rng = Random(line_of(self.world) + "resume")
+        self._resume_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)) + "resume")
         can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
         self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0
         self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone

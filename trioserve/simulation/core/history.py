@@ -50,6 +50,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     keeps_kv: False is an encoder: there are no blocks, and every request is pooled; block_count and block_size only say
     how long a prompt may be.
+
+    states, snapshots: slots for the states of layers that keep one, and for copies of them; 0: there are none.
     """
 
     block_count: int
@@ -69,6 +71,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     load_seconds: float = 1.0
     fails_without_kv: bool = False
     keeps_kv: bool = True
+    states: int = 0
+    snapshots: int = 0
 
     @property
     def context_tokens_max(self) -> int:

@@ -50,5 +50,7 @@ def _blocks_lacking(core: EngineCore, live: LiveRequest) -> int:
     needed = -(-len(live.tokens) // core.settings.block_size) if core.settings.keeps_kv else 0
     if not core.settings.enable_prefix_caching or live.needs_every_row:
         return needed
-    hits = core.cache.match(PrefixChain(live.request.cache_salt), live.tokens)
+    states = core.scheduler.states
+    can_go_on = None if states is None else states.has_snapshot
+    hits = core.cache.match(PrefixChain(live.request.cache_salt), live.tokens, can_go_on)
     return needed - sum(not core.pool.is_idle(block) for block in hits)

@@ -82,7 +82,11 @@ class Simulation:
         model = FakeModel(vocab_size=world.vocab_size, stop_token_id=0, stop_period=world.stop_period)
         block_count = world.block_count if world.keeps_kv else 0
         self.executor = FakeExecutor(
-            block_count=block_count, block_size=world.block_size, model=model, keeps_kv=world.keeps_kv
+            block_count=block_count,
+            block_size=world.block_size,
+            model=model,
+            keeps_kv=world.keeps_kv,
+            state_slot_count=world.states + world.snapshots,
         )
         self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
         self._masks = LateMasks(world.vocab_size)
@@ -91,6 +95,8 @@ class Simulation:
                 block_count=block_count,
                 block_size=world.block_size,
                 keeps_kv=world.keeps_kv,
+                state_slot_count=world.states,
+                snapshot_slot_count=world.snapshots,
                 context_tokens_max=world.context_tokens_max,
                 max_num_seqs=world.max_num_seqs,
                 step_tokens_max=world.step_tokens_max,
@@ -267,6 +273,9 @@ class Simulation:
         )
         for chunk in plan.chunks:
             self.live[chunk.request.id].take_chunk(chunk)
+            self._count("snapshots written", max(0, len(chunk.states) - 1))
+            reads = chunk.states[0].reads if chunk.states else None
+            self._count("snapshots gone on from", reads is not None and reads >= self.world.states)
         self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
 
     def _fail(self, event: Fail) -> None:

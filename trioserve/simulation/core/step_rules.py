@@ -64,6 +64,8 @@ def check_begun_step(
         ]
         _check_overtaken(core, [entry for entry in waiting if entry not in (*sharing, *loading_later)], overtaking)
         free_seqs = settings.max_num_seqs - len(running) - len(sharing)
+        if core.scheduler.states is not None:
+            free_seqs = min(free_seqs, core.scheduler.states.available_count - len(sharing))
         if (
             free_seqs > 0
             and plan.token_count < settings.step_tokens_max
@@ -206,11 +208,19 @@ def _may_wait_for_a_hit(
     knows_hashes: bool,
 ) -> bool:
     """Whether its next block is being computed by another, so that waiting for a step saves computing it. What a
-    connector has brought can be found after the first step, too."""
+    connector has brought can be found after the first step, too. Where a state is needed, it may wait for as long as
+    another comes to the end of a block that both have."""
     settings = core.settings
     if _is_ready(entry) or not settings.enable_prefix_caching or entry.needs_every_row:
         return False
     block_size = settings.block_size
+    if settings.state_slot_count:
+        first = (entry.request.cache_salt, *entry.known[:block_size])
+        return not knows_hashes or any(
+            first == (chunk.request.cache_salt, *chunk.tokens[:block_size])
+            and chunk.start < len(chunk.request.known_token_ids)
+            for chunk in chunks
+        )
     for chunk in chunks:
         other = live.get(chunk.request.id)
         if other is None:

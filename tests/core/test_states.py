@@ -1,0 +1,175 @@
+"""Layers that keep a state: who has which slot, when a copy of it is taken, and who goes on from one.
+
+The fake executor plays a state as the digest of all tokens that were put into it, and looks at it before each chunk.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import RequestId
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_executor import FakeExecutor
+
+SLOTS = {"state_slot_count": 4, "snapshot_slot_count": 4, "step_tokens_max": 16}
+
+
+def in_use(driver):
+    stats = driver.core.stats()
+    return stats.states_used, stats.snapshots_kept
+
+
+@pytest.mark.parametrize(
+    ("script", "expect"),
+    [
+        pytest.param("a:9 | b:a9+3", "a0-8* | b8-11*", id="from the end of the last full block"),
+        pytest.param("a:8 | b:a8+3", "a0-7* | b4-10*", id="which leaves a token to be computed"),
+        pytest.param("a:3 | b:a3+5", "a0-2* | b0-7*", id="a prompt without a full block leaves none"),
+        pytest.param("a:9 | b:a6+3", "a0-8* | b0-8*", id="what both have ends where there is no copy"),
+        pytest.param(
+            "a:9 | b:a6+3 | c:a6+4", "a0-8* | b0-8* | c4-9*", id="but then one is taken there, for the third who has it"
+        ),
+        pytest.param("a:9#x | b:a9+3", "a0-8* | b0-11*", id="nothing is found under another salt"),
+        pytest.param("a:9 | b:a9+3=p", "a0-8* | b0-11*", id="who needs every row computes all"),
+        pytest.param(
+            "a:9 b:a9+0 c:a9+0", "a0-8* | b8* c8*", id="the same prompts at once wait for the first to be computed"
+        ),
+        pytest.param(
+            "a:25 b:a25+0", "a0-15 | a16-24* | b24*", id="also while it comes in chunks, where each block is computed"
+        ),
+        pytest.param(
+            "a:9>6 | | | | | b:a9+9", "a0-8* | a9* | a10* | a11* | a12* | a13* b8-17*", id="decodes take none"
+        ),
+    ],
+)
+def test_a_prompt_goes_on_from_the_copy_of_a_state(check, script, expect):
+    check(script, expect, **SLOTS)
+
+
+def test_without_room_for_copies_every_prompt_is_computed_whole(check):
+    check("a:9 | b:a9+3", "a0-8* | b0-11*", **{**SLOTS, "snapshot_slot_count": 0})
+
+
+def test_without_a_prefix_cache_there_are_no_copies(check):
+    driver = check("a:9 | b:a9+3", "a0-8* | b0-11*", **SLOTS, enable_prefix_caching=False)
+    assert driver.core.stats().snapshots_total == 0
+
+
+def test_no_more_run_than_there_are_states(check):
+    check("a:4>2 b:4>2 c:4>2", "a0-3* b0-3* | a4* b4* | c0-3* | c4*", **{**SLOTS, "state_slot_count": 2})
+
+
+def test_the_copy_that_was_used_longest_ago_goes_first(check):
+    # c takes the place of b's, since a's was used after it.
+    check(
+        "a:5 | b:5 | d:a5+1 | c:5 | e:a5+2 | f:b5+2",
+        "a0-4* | b0-4* | d4-5* | c0-4* | e4-6* | f0-6*",
+        **{**SLOTS, "snapshot_slot_count": 2},
+    )
+
+
+def test_a_copy_that_is_read_is_not_written_in_the_same_step(check):
+    # b reads the only one, so c, which is computed beside it, takes none.
+    driver = check("a:5 | b:a5+1 c:5", "a0-4* | b4-5* c0-4*", **{**SLOTS, "snapshot_slot_count": 1})
+    assert in_use(driver) == (0, 1)
+
+
+def test_a_copy_is_gone_with_the_block_that_it_belongs_to(check):
+    driver = check("a:5 | b:15", "a0-4* | b0-14*", block_count=4, **SLOTS)
+    assert in_use(driver) == (0, 1), "b's, and not a's, whose blocks b has"
+    assert driver.core.stats().blocks_cached == 3
+
+
+@pytest.mark.parametrize("moment", ("before", "during", "between"))
+def test_whoever_leaves_gives_its_slots_back(drive, moment):
+    driver = drive(**SLOTS)
+    driver.add("a", tuple(range(40)), 4)
+    if moment == "between":
+        driver.step()
+        assert in_use(driver) == (1, 0)
+    plan = None if moment == "before" else driver.core.schedule(0.0)
+    if plan is not None and moment == "during":
+        assert in_use(driver) == (1, 0)
+    driver.abort("a")
+    if plan is not None:
+        driver.take_result(plan, driver.executor.execute(plan, driver.core.abandonment(plan)))
+    assert in_use(driver) == (0, 0)
+    driver.run()
+
+
+@pytest.mark.parametrize("moment", ("it is written", "it is read"))
+def test_a_copy_that_nobody_finished_is_given_back(drive, moment):
+    driver = drive(**SLOTS)
+    prompt = tuple(range(9))
+    if moment == "it is read":
+        driver.add("a", prompt, 1)
+        driver.step()
+    kept = in_use(driver)[1]
+    driver.add("b", prompt, 4)
+    plan = driver.core.schedule(0.0)
+    assert len(plan.chunks[0].states) == (2 if moment == "it is written" else 1)
+    driver.abort("b")
+    driver.take_result(plan, driver.executor.execute(plan, driver.core.abandonment(plan)))
+    assert in_use(driver) == (0, kept)
+    driver.run()
+
+
+def test_a_request_that_fails_leaves_no_copy(check):
+    driver = check("a:9 ?a | b:a9+3", "a0-8* | b0-11*", **SLOTS)
+    assert in_use(driver) == (0, 1)
+
+
+def test_a_preempted_request_starts_over_from_its_copy(drive):
+    driver = drive(block_count=6, block_size=4, **SLOTS)
+    driver.add("a", tuple(range(9)), 12)
+    driver.add("b", tuple(range(100, 109)), 12)
+    preempted = []
+    starts = []
+    for _ in range(200):
+        plan = driver.step()
+        if plan is None:
+            break
+        preempted += plan.preempted
+        starts += [chunk.start for chunk in plan.chunks if chunk.request.id in plan.admitted]
+    assert preempted, "there is room for both"
+    assert starts[:2] == [0, 0]
+    driver.run()
+
+
+def test_a_step_planned_ahead_goes_on_with_the_state_of_the_one_in_flight(drive):
+    driver = drive(overlap_steps=True, **{**SLOTS, "step_tokens_max": 4})
+    driver.add("a", tuple(range(11)), 3)
+    plans = [driver.core.schedule(0.0), driver.core.schedule_ahead(0.0)]
+    first, second = (plan.chunks[0].states[0] for plan in plans)
+    assert (first.reads, second.reads) == (None, first.writes)
+    for plan in plans:
+        driver.take_result(plan, driver.executor.execute(plan))
+    driver.run()
+    assert in_use(driver) == (0, 1)
+
+
+def test_drafts_are_refused_in_a_sentence():
+    with pytest.raises(StartupError, match="a wrong draft token would have changed for good"):
+        CoreSettings(block_count=4, context_tokens_max=64, state_slot_count=2, draft_tokens_max=3)
+
+
+def test_a_connector_carries_no_states():
+    executor = FakeExecutor(block_count=4)
+    with pytest.raises(AssertionError, match="carries KV, and no states"):
+        EngineCore(
+            CoreSettings(block_count=4, context_tokens_max=64, state_slot_count=2), connector=FakeConnector(executor)
+        )
+
+
+def test_a_wrong_state_is_noticed(drive):
+    """The executor is not kinder than a model."""
+    driver = drive(**SLOTS)
+    driver.add("a", tuple(range(4)), 4)
+    driver.step()
+    slot = driver.core.scheduler.running[RequestId("a")].state.slot
+    driver.executor._states[slot] = (1, None)
+    with pytest.raises(AssertionError, match="before position 4 is"):
+        driver.step()
