@@ -114,9 +114,10 @@ async def open_engine(
     cpu_kernels: Literal["auto", "native", "torch"] = "auto",
     gpu_kernels: Literal["torch", "triton"] = "torch",
     quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
-    max_model_len: int | None = None,
+    max_model_len: int | str | None = None,
     max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
+    max_num_batched_tokens: int | str = 512,
+    wide_prompt_stretch: float = 1.5,
     block_size: int = 16,
     kv_cache_memory: float | None = None,
     gpu_memory_utilization: float = 0.9,
@@ -167,9 +168,12 @@ async def open_engine(
         cpu_kernels: what computes on a CPU; "auto" takes native kernels if they can be had.
         gpu_kernels: what computes on a GPU.
         quantization: how native kernels keep weights; "auto" keeps a quantized file's bits, else dtype.
-        max_model_len: tokens of prompt and response together. Default: what the model takes and the KV cache holds.
+        max_model_len: tokens of prompt and response together, as a number or such as "32k" or "32K". Default, and
+            "auto": what the model takes and the KV cache holds.
         max_num_seqs: sequences that are computed at a time.
         max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
+        wide_prompt_stretch: how much longer a step may take, as a factor above 1, for prompts that need several, while
+            others get tokens in it.
         block_size: tokens in one KV block.
         kv_cache_memory: KV cache in GiB. Default: on a CPU at most 4, on a GPU what is left.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache, above 0 and up to 1.
@@ -651,7 +655,15 @@ def _core_settings(
         context_tokens_max = checkpoint.config.context_tokens_default
     else:
         # Without a wish, what fits: a long context alone must not keep a small machine from serving.
-        context_tokens_max = min(context_tokens_max, runner.block_count * runner.block_size)
+        held = runner.block_count * runner.block_size
+        if held < context_tokens_max:
+            logger.info(
+                "the context is %d tokens, as many as the KV cache holds, of the %d that the model takes: "
+                "--kv-cache-memory gives it more",
+                held,
+                context_tokens_max,
+            )
+        context_tokens_max = min(context_tokens_max, held)
     keeps_kv = not isinstance(checkpoint, EncoderDirectory)
     return CoreSettings(
         block_count=runner.block_count,
@@ -660,6 +672,7 @@ def _core_settings(
         max_num_seqs=config.max_num_seqs,
         # An encoder's prompts are computed whole, so that a step has room for the longest one.
         step_tokens_max=max(config.max_num_batched_tokens, 0 if keeps_kv else context_tokens_max),
+        wide_prompt_stretch=config.wide_prompt_stretch,
         enable_prefix_caching=config.enable_prefix_caching and keeps_kv,
         overlap_steps=config.overlap_steps,
         draft_tokens_max=config.speculative_ngram if keeps_kv else 0,

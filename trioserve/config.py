@@ -42,6 +42,9 @@ ENVIRONMENT_PREFIX = "TRIOSERVE_"
 OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|(.*_)?SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
 """Ours that are no options, and those that Kubernetes sets for a service of our name."""
 
+TOKEN_COUNTS = frozenset({"max_model_len", "max_num_batched_tokens"})
+"""Numbers of tokens that may be long, and so may end in k or K."""
+
 
 def _about(description: str, unit: str | None = None, **bounds: float) -> Meta:
     # mypy knows no Meta whose bounds come together; Meta checks them itself
@@ -251,11 +254,15 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "how native kernels keep weights: file keeps a quantized file's bits, int8 and int4 quantize any checkpoint, "
         "none keeps --dtype; auto takes file where it can, else none")] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
-        "tokens of prompt and response together; default: what the model takes", "TOKENS")] = None
+        "tokens of prompt and response together, such as 8192, 32k or 32K; auto and the default: what the model takes "
+        "and the KV cache holds", "TOKENS")] = None
     max_num_seqs: Annotated[int, _about(
         "sequences that are computed at a time", "N", ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, _about(
         "tokens computed in one step; longer prompts are computed in chunks", "TOKENS", ge=1)] = 512
+    wide_prompt_stretch: Annotated[float, _about(
+        "how much longer a step may take for prompts that need several, while others get tokens in it: smaller is "
+        "steadier for these, larger is sooner for the prompt", "FACTOR", gt=1, le=1000)] = 1.5
     block_size: Annotated[int, _about(
         "tokens in one KV block", "TOKENS", ge=1, le=256)] = 16
     kv_cache_memory: Annotated[Annotated[float, Meta(gt=0)] | None, _about(
@@ -496,10 +503,23 @@ def _convert(kind: type[ConfigType], values: Mapping[str, tuple[str, object]], *
             hint = f": did you mean {closest}?" if closest else f"; there are: {', '.join(sorted(known))}"
             raise StartupError(f"{spelling} is no option{hint}")
         try:
+            if name in TOKEN_COUNTS and isinstance(value, str):
+                value = _token_count(value)
             converted[name] = msgspec.convert(value, _hints(kind)[name], strict=strict)
         except msgspec.ValidationError:
             raise StartupError(f"{spelling} is {value!r}, allowed is {_allowed(_hints(kind)[name])}") from None
     return kind(**converted)
+
+
+def _token_count(text: str) -> object:
+    """32k is 32,000 and 32K 32,768, as in vLLM; so are m and M, g and G. auto and -1 are None. Other texts stay."""
+    if text in ("auto", "-1"):
+        return None
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kKmMgG])", text)
+    if match is None:
+        return text
+    base = 1000 if match[2].islower() else 1024
+    return int(float(match[1]) * base ** (1 + "kmg".index(match[2].lower())))
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, object]]:

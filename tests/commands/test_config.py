@@ -53,6 +53,29 @@ def test_a_value_out_of_range_is_told_with_what_is_allowed(flags, environment, s
         assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("25.6k", 25_600),
+        ("1M", 1_048_576),
+        ("auto", None),
+        ("-1", None),
+    ],
+)
+def test_a_context_may_end_in_k_or_be_what_fits(text, count):
+    assert config(f"--max-model-len={text}").max_model_len == count
+    assert make_config(max_model_len=text if count != 4096 else count).max_model_len == count
+
+
+@pytest.mark.parametrize("text", ["32kk", "k", "1.k", "-2k", "0k"])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(StartupError, match=r"--max-model-len is .*, allowed is a whole number of at least 2"):
+        config(f"--max-model-len={text}")
+
+
 def test_mistakes_in_a_file_are_told_with_its_name(tmp_path: Path):
     file = tmp_path / "trioserve.toml"
     for text, words in (

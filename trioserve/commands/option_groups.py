@@ -19,7 +19,8 @@ GROUPS = {
         "speculative_ngram"
     ),
     "memory and batches": _words(
-        "kv_cache_memory gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens enable_prefix_caching"
+        "kv_cache_memory gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
+        "wide_prompt_stretch enable_prefix_caching"
     ),
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin frontend max_connections max_body_bytes "

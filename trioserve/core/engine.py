@@ -162,7 +162,7 @@ class EngineCore:
             tuple(preempted),
             masks=masks,
         )
-        self._begin(plan, lives)
+        self._begin(plan, lives, now)
         return plan
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
@@ -180,7 +180,7 @@ class EngineCore:
         token_count = sum(chunk.count for chunk in chunks)
         masks = self._guided.begin(chunks, lives)
         plan = StepPlan(self._steps_total, tuple(chunks), token_count, tuple(admitted), is_ahead=True, masks=masks)
-        self._begin(plan, lives)
+        self._begin(plan, lives, now)
         return plan
 
     def is_abandoned(self, plan: StepPlan) -> bool:
@@ -195,7 +195,7 @@ class EngineCore:
         """The step of an abandoned plan ended without a result: let its requests go. Nothing of it is published, since
         nobody can say how far it came."""
         assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
-        lives = self._land(plan, now)
+        lives = self._land(plan, now, is_whole=False)
         events: list[EngineEvent] = []
         for live in lives:
             live.steps_in_flight -= 1
@@ -208,7 +208,7 @@ class EngineCore:
         """Take the response to `plan`, the oldest in flight: first the aborts that came while it ran, then the tokens
         of those that stay."""
         assert len(result.token_ids) == len(plan.chunks)
-        lives = self._land(plan, now)
+        lives = self._land(plan, now, is_whole=True)
         events: list[EngineEvent] = []
         staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
         publishes, block_size = self.settings.enable_prefix_caching, self.settings.block_size
@@ -450,16 +450,18 @@ class EngineCore:
             live.prompt_logprobs_count += len(new)
             events.append(PromptLogprobs(live.request.id, tuple(new)))
 
-    def _begin(self, plan: StepPlan, lives: list[LiveRequest]) -> None:
+    def _begin(self, plan: StepPlan, lives: list[LiveRequest], now: float) -> None:
         for live in lives:
             live.steps_in_flight += 1
         self.flights.begin(plan, lives)
+        self.scheduler.pace.begin(now, plan, lives)
         self._steps_total += 1
 
-    def _land(self, plan: StepPlan, now: float) -> list[LiveRequest]:
-        """The plan has come back: its requests, without those that had ended before it. The blocks of these are free,
-        or held by a connector."""
+    def _land(self, plan: StepPlan, now: float, *, is_whole: bool) -> list[LiveRequest]:
+        """The plan has come back, computed to its end or not: its requests, without those that had ended before it. The
+        blocks of these are free, or held by a connector."""
         lives = self.flights.end(plan)
+        self.scheduler.pace.end(now, is_whole=is_whole)
         self._guided.end(plan)
         if not self.flights.ended:
             return lives

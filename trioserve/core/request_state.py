@@ -68,6 +68,7 @@ class LiveRequest:
         "guide",
         "is_pooled",
         "is_whole",
+        "is_wide",
         "loaded_token_count",
         "overtaken_count",
         "prompt_logprobs_count",
@@ -85,6 +86,7 @@ class LiveRequest:
         self.arrival_index = arrival_index
         self.is_pooled = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
+        self.is_wide = False  # when it started, more was due than one step computes
         self.status = RequestStatus.WAITING
         self.tokens = [*request.prompt_token_ids, *request.known_output]
         self.computed_count = 0

@@ -8,6 +8,8 @@ A prompt that is being computed goes on before one that waits, also when the wai
 was begun holds blocks, and finishing it is how they come back. Priorities decide who starts next and who is preempted.
 For the same reason a request whose KV has arrived from elsewhere starts before one that has nothing yet.
 
+Of a prompt that needs several steps each takes what costs the decodes little time (prompt_pace.py).
+
 Draft tokens (drafting.py) come last: they use the tokens and blocks that are left over, and none while anybody waits.
 
 A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
@@ -29,6 +31,7 @@ from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache
+from trioserve.core.prompt_pace import CHUNK_TOKENS_MIN, PromptPace
 from trioserve.core.remote_loads import RemoteLoads
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.settings import CoreSettings
@@ -49,6 +52,7 @@ class Scheduler:
         self._cache = cache
         self._loads = loads
         self.states = StateSlots.made(settings, cache)
+        self.pace = PromptPace(settings.wide_prompt_stretch)
         self.waiting = WaitingQueue()
         self.running: dict[RequestId, LiveRequest] = {}
         self.preemptions_total = 0
@@ -63,24 +67,11 @@ class Scheduler:
         """Returns the chunks of the next step, whose they are, and who was admitted and preempted for it. No chunks:
         nothing to do, or whoever lives waits for a connector."""
         planned: dict[RequestId, int] = {}  # token count of each chunk
-        budget = self._settings.step_tokens_max
-        block_size = self._settings.block_size
         preempted: list[LiveRequest] = []
-        for live in self._running_in_turn():
-            if budget == 0:
-                break
-            if preempted and live.status is not RequestStatus.RUNNING:
-                continue  # lost its blocks to one that came before it in this loop
-            count = len(live.tokens) - live.computed_count
-            if count > budget:
-                count = budget
-            if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
-                budget += self._make_room(live, count, planned, preempted)
-                if live.status is not RequestStatus.RUNNING:
-                    continue  # it was the last in the queue itself
-                self._extend(live, live.computed_count + count)
-            planned[live.request.id] = count
-            budget -= count
+        budget = self._plan_running(planned, preempted)
+        if not planned and self.running:
+            # Decodes lost their blocks, and wide prompts had been left out for them.
+            budget = self._plan_running(planned, preempted)
 
         admitted: list[RequestId] = []
         # With nothing planned everybody who ran has lost its blocks, to holds: then nobody is favoured by waiting.
@@ -100,6 +91,43 @@ class Scheduler:
             self._add_drafts(chunks)
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
+    def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest]) -> int:
+        """Whoever runs goes on, as far as the step's tokens last, and takes the blocks of others for it. Returns the
+        tokens that are left."""
+        budget = self._settings.step_tokens_max
+        block_size = self._settings.block_size
+        wide_left: int | None = None
+        for live in self._running_in_turn():
+            if budget == 0:
+                break
+            if preempted and live.status is not RequestStatus.RUNNING:
+                continue  # lost its blocks to one that came before it in this loop
+            count = len(live.tokens) - live.computed_count
+            if count > budget:
+                count = budget
+            if count > 1 and live.is_wide:
+                if wide_left is None:
+                    wide_left = self._wide_tokens(planned)
+                count = min(count, wide_left)
+                if count == 0:
+                    continue
+                wide_left -= count
+            if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
+                budget += self._make_room(live, count, planned, preempted)
+                if live.status is not RequestStatus.RUNNING:
+                    continue  # it was the last in the queue itself
+                self._extend(live, live.computed_count + count)
+            planned[live.request.id] = count
+            budget -= count
+        return budget
+
+    def _wide_tokens(self, planned: Mapping[RequestId, int]) -> int:
+        """How many tokens of wide prompts the step may take. planned: all its decodes, and maybe more."""
+        decode_count = sum([count == 1 for count in planned.values()])
+        wide_count = sum([live.is_wide and live.due_count > 1 for live in self.running.values()])
+        tokens = self.pace.tokens_max(decode_count, wide_count)
+        return self._settings.step_tokens_max if tokens is None else tokens
+
     def fill_step_ahead(
         self, in_flight: StepPlan, now: float
     ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
@@ -113,10 +141,18 @@ class Scheduler:
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
+        wide_left: int | None = None
         for live, due_count in self._due_behind(ends):
             if budget == 0:
                 break
             count = min(due_count, budget)
+            if count > 1 and live.is_wide:
+                if wide_left is None:
+                    wide_left = self._wide_tokens(planned)
+                count = min(count, wide_left)
+                if count == 0:
+                    continue
+                wide_left -= count
             end = ends.get(live.request.id, live.computed_count) + count
             needed += max(0, self.blocks_for(end) - len(live.blocks) - len(live.reserved_blocks))
             budget -= count
@@ -420,7 +456,10 @@ class Scheduler:
             if self._takes_hits(live):
                 self.prefix_query_tokens_total += len(live.tokens)
                 self.prefix_hit_tokens_total += live.cached_token_count
+        live.is_wide = live.due_count > self._settings.step_tokens_max
         count = min(live.due_count, admission.budget)
+        if live.is_wide and 1 in admission.planned.values():
+            count = min(count, CHUNK_TOKENS_MIN)  # beside decodes it begins with what costs them least
         end = live.computed_count + count
         self._extend(live, end)
         if self.states is not None:

@@ -40,6 +40,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         it waits longer is about what those take that it finds running.
     step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
         does not wait for all of it.
+    wide_prompt_stretch: how much longer, as a factor, a step may last for the chunks of prompts that need several
+        steps, while others decode in it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
     overlap_steps: a step may be planned while the one before it is in flight (EngineCore.schedule_ahead). Not with
         drafts: what a step with draft tokens brings is not one token. draft_tokens_max: draft tokens that a decode may
@@ -66,6 +68,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     overtakes_max: int = 64
     step_tokens_max: int = 512
+    wide_prompt_stretch: float = 1.5
     enable_prefix_caching: bool = True
     overlap_steps: bool = False
     draft_tokens_max: int = 0
@@ -92,6 +95,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 0:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        if not self.wide_prompt_stretch > 1:
+            raise StartupError(f"wide_prompt_stretch is {self.wide_prompt_stretch}, it must be above 1")
         check_overlap(self.overlap_steps, self.draft_tokens_max)
         check_states(self.state_slot_count, self.draft_tokens_max)
         assert self.state_slot_count > 0 or self.snapshot_slot_count == 0, "snapshots of what nobody has"

@@ -236,6 +236,7 @@ async def open_fake_engine(
     context_tokens_max: int = 128,
     max_num_seqs: int = 8,
     step_tokens_max: int = 32,
+    wide_prompt_stretch: float = 1.5,
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
     overlap_steps: bool = False,
@@ -269,9 +270,10 @@ async def open_fake_engine(
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and response, requests that run, tokens
-    a step computes (a longer prompt comes in chunks), draft tokens of a request in a step (speculative_ngram), requests
-    that wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET
-    /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused.
+    a step computes (a longer prompt comes in chunks, as wide as wide_prompt_stretch lets them be), draft tokens of a
+    request in a step (speculative_ngram), requests that wait, the tokens of their prompts and for how long, changes of
+    the prefix cache that are kept for `GET /kv_events` (0: it is off). overlap_steps: a step is planned while another
+    runs, unless the engine is paused.
     tool_call_parser, reasoning_parser: how it writes calls of tools and thoughts: names of families; "auto" takes the
     common format for calls, and no thoughts.
     paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
@@ -305,6 +307,7 @@ async def open_fake_engine(
         context_tokens_max=context_tokens_max,
         max_num_seqs=max_num_seqs,
         step_tokens_max=step_tokens_max,
+        wide_prompt_stretch=wide_prompt_stretch,
         enable_prefix_caching=enable_prefix_caching and keeps_kv,
         keeps_kv=keeps_kv,
         overlap_steps=overlap_steps,

@@ -58,6 +58,10 @@ PARTS = {
         "whole steps on a CPU, native kernels beside plain torch or another checkout",
         "trioserve.bench.inside.step_bench",
     ),
+    "wide": Part(
+        "what streams feel of a prompt that takes many steps, with chunks chosen by time and by tokens",
+        "trioserve.bench.inside.wide_prompt",
+    ),
 }
 
 

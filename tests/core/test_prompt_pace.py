@@ -1,0 +1,201 @@
+"""Wide prompts beside decodes: their chunks are measured in time, on a clock that steps move by a known cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.core.prompt_pace import CHUNK_TOKENS_MIN, PROBE_EVERY
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.invariants import check_idle
+
+ROOM = {"block_count": 20_000, "context_tokens_max": 40_000, "max_num_seqs": 70, "step_tokens_max": 512}
+
+
+class Costs:
+    """What a step takes, in seconds: weights, each decode, each token of a prompt, and what that attends to."""
+
+    def __init__(self, *, decode=0.0002, token=0.0002, attended=1e-8, noise=0.0) -> None:
+        self.decode, self.token, self.attended, self.noise = decode, token, attended, noise
+        self._random = random.Random(1)
+
+    def __call__(self, plan) -> float:
+        seconds = 0.03
+        for chunk in plan.chunks:
+            cost = self.decode if chunk.count == 1 else self.token * chunk.count
+            seconds += cost + self.attended * chunk.count * (chunk.start + chunk.count)
+        return seconds * self._random.uniform(1, 1 + self.noise)
+
+
+class Timed:
+    """A core on a clock that each step moves by its cost. Nothing is computed: that is checked elsewhere."""
+
+    def __init__(self, costs: Costs, decode_count: int = 0, *, overlap_steps: bool = False) -> None:
+        self.core = EngineCore(CoreSettings(**ROOM, overlap_steps=overlap_steps))
+        self.costs = costs
+        self.now = 0.0
+        self.add_decodes(0, decode_count)
+        for _ in range(6 if decode_count else 0):
+            self.step()
+
+    def add(self, name: str, prompt: range, output_tokens_max: int = 1) -> None:
+        self.core.add(
+            EngineRequest(
+                id=RequestId(name),
+                prompt_token_ids=tuple(prompt),
+                output_tokens_max=output_tokens_max,
+                sampling=SamplingParams(),
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+        )
+
+    def add_decodes(self, first: int, end: int) -> None:
+        for index in range(first, end):
+            self.add(f"d{index}", range(100 * index, 100 * index + 3), 4_000)
+
+    def lives(self, name: str) -> bool:
+        return any(live.request.id == name for live in self.core.live_requests())
+
+    def land(self, plan: StepPlan) -> float:
+        seconds = self.costs(plan)
+        self.now += seconds
+        tokens = tuple(1 if chunk.samples else None for chunk in plan.chunks)
+        self.core.update_from_output(plan, StepResult(tokens), self.now)
+        return seconds
+
+    def step(self) -> tuple[float, int]:
+        """Its seconds, and the tokens of wide prompts in it."""
+        plan = self.core.schedule(self.now)
+        assert plan is not None
+        wide = sum(chunk.count for chunk in plan.chunks if chunk.request.id.startswith("wide") and chunk.count > 1)
+        return self.land(plan), wide
+
+    def leave(self) -> None:
+        self.core.abort([live.request.id for live in list(self.core.live_requests())], now=self.now)
+        check_idle(self.core)
+
+
+@pytest.mark.parametrize(
+    ("count", "noise"), [(64, 0.0), (64, 0.3), (16, 0.0), (4, 0.0)], ids=["64", "64 and noise", "16", "4"]
+)
+def test_a_wide_prompt_stretches_steps_by_half_and_comes_to_its_end(count, noise):
+    costs = Costs(noise=noise)
+    timed = Timed(costs, count)
+    alone = max(timed.step()[0] for _ in range(20))
+    timed.add("wide", range(10_000, 42_000))
+    beside = []
+    while timed.lives("wide"):
+        beside.append(timed.step())
+    times = sorted(seconds for seconds, _ in beside)
+    assert times[int(len(times) * 0.99)] <= 1.5 * alone * (1 + noise) + 16 * costs.token
+    # as much is used as is allowed, and the probes alone are without
+    assert sum(tokens for _, tokens in beside) >= 31_000
+    assert sum(times) / len(times) >= 1.25 * alone / (1 + noise)
+    assert sum(1 for _, tokens in beside if not tokens) <= len(beside) // PROBE_EVERY + 2
+    timed.leave()
+
+
+def test_the_deeper_it_is_the_fewer_tokens_a_chunk_has():
+    costs = Costs(attended=4e-8)
+    timed = Timed(costs, 32)
+    timed.add("wide", range(10_000, 42_000))
+    tokens = [timed.step()[1] for _ in range(400)]
+    assert max(tokens[-20:]) * 1.5 < max(tokens[:40])
+    timed.leave()
+
+
+def test_one_beside_one_has_half_the_time():
+    costs = Costs(attended=0.0)
+    timed = Timed(costs, 1)
+    alone = timed.step()[0]
+    timed.add("wide", range(10_000, 42_000))
+    seconds = sorted(timed.step()[0] for _ in range(100))
+    assert seconds[50] == pytest.approx(2 * alone, rel=0.3)
+    timed.leave()
+
+
+def test_alone_it_takes_whole_steps():
+    timed = Timed(Costs())
+    timed.add("wide", range(10_000, 14_096))
+    assert [timed.step()[1] for _ in range(8)] == [512] * 8
+    check_idle(timed.core)
+
+
+def test_a_prompt_that_fits_a_step_is_computed_at_once():
+    costs = Costs()
+    timed = Timed(costs, 16)
+    timed.add("short", range(10_000, 10_496))
+    plan = timed.core.schedule(timed.now)
+    assert [chunk.count for chunk in plan.chunks if chunk.request.id == "short"] == [496]
+    timed.land(plan)
+    timed.leave()
+
+
+def test_two_wide_prompts_share_what_one_may_take():
+    costs = Costs(attended=0.0)
+    timed = Timed(costs, 32)
+    timed.add("wide", range(10_000, 42_000))
+    one = max(timed.step()[1] for _ in range(40))
+    timed.add("wide too", range(50_000, 82_000))
+    two = max(timed.step()[1] for _ in range(40))
+    assert two <= one + CHUNK_TOKENS_MIN
+    timed.leave()
+
+
+def test_more_decodes_are_noticed():
+    """What a step of decodes takes is measured anew when there are many more of them, or many fewer."""
+    costs = Costs(decode=0.002, attended=0.0)
+    timed = Timed(costs, 8)
+    timed.add("wide", range(10_000, 42_000))
+    few = max(timed.step()[1] for _ in range(40))
+    timed.add_decodes(8, 64)
+    for _ in range(20):
+        timed.step()
+    assert max(timed.step()[1] for _ in range(40)) > 2 * few
+    timed.leave()
+
+
+def test_a_wide_prompt_whose_decodes_lose_their_blocks_goes_on(drive):
+    """What was left out beside decodes is not left out when these are gone."""
+    driver = drive(block_count=40, block_size=4, max_num_seqs=4, step_tokens_max=8)
+    for index in range(3):
+        driver.add(f"d{index}", [index, 1, 2], 60)
+    driver.step()
+    driver.add("wide", range(10_000, 10_100), priority=-1)
+    driver.run()
+
+
+def test_steps_that_overlap_and_steps_that_are_dropped():
+    """A step's time begins when the one before it has landed; one that nobody waited for says nothing."""
+    timed = Timed(Costs(), 32, overlap_steps=True)
+    timed.add("wide", range(10_000, 42_000))
+    core, times = timed.core, []
+    plan = core.schedule(timed.now)
+    while timed.lives("wide"):
+        behind = core.schedule_ahead(timed.now)
+        times.append(timed.land(plan))
+        plan = behind or core.schedule(timed.now)
+    times.sort()
+    assert times[int(len(times) * 0.99)] <= 1.5 * (0.03 + 32 * 0.0002) + 16 * timed.costs.token
+    assert len(times) < 32_000 / CHUNK_TOKENS_MIN
+    core.abort([live.request.id for live in list(core.live_requests())], now=timed.now)
+    timed.now += 1_000
+    core.drop_plan(plan, timed.now)
+    check_idle(core)
+    timed.add_decodes(100, 132)
+    timed.step()
+    timed.add("wide", range(10_000, 42_000))
+    assert max(timed.step()[1] for _ in range(10)) < 100
+
+
+def test_a_stretch_of_one_or_less_is_refused():
+    with pytest.raises(StartupError, match=r"wide_prompt_stretch is 1.0, it must be above 1"):
+        CoreSettings(block_count=10, context_tokens_max=100, wide_prompt_stretch=1.0)
