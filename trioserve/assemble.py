@@ -19,7 +19,7 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.engine import in_a_thread
 from trioserve.commands.prompt_naming import load_tokenizer
-from trioserve.config import Config, engine_settings, make_config
+from trioserve.config import Config, drafts_of, engine_settings, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.errors import InvalidRequest, StartupError
@@ -36,6 +36,8 @@ from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import Metrics
+from trioserve.model.drafts.settings import DraftSettings
+from trioserve.model.drafts.vocabulary import check_draft_vocabulary, check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, recommended_sampling, resolve_model
@@ -57,7 +59,7 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from trioserve.model.encoder_runner import EncoderRunner
-    from trioserve.model.runner import ModelRunner
+    from trioserve.model.runner import DraftSource, ModelRunner
 
     Runner = ModelRunner | EncoderRunner
 
@@ -126,6 +128,10 @@ async def open_engine(
     enable_prefix_caching: bool = True,
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
+    speculative_model: str | None = None,
+    speculative_tokens: int = 4,
+    speculative_quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
+    speculative_config: str | dict[str, Any] | None = None,
     step_timeout: float | None = None,
     engine_restarts: int = 3,
     tool_call_parser: str = "auto",
@@ -180,8 +186,12 @@ async def open_engine(
         enforce_eager: compute without CUDA graphs.
         batch_invariant: compute so that the bits of a response depend on its own tokens and the weights alone.
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
-        overlap_steps: plan the next step while one is computed; not with speculative_ngram.
+        overlap_steps: plan the next step while one is computed; not with drafts.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
+        speculative_model: a small model of the same vocabulary that drafts tokens, which a step verifies; None is off.
+        speculative_tokens: that it may draft for a request in a step; fewer, or none, where more do not pay.
+        speculative_quantization: how its weights are kept, as quantization.
+        speculative_config: the same as vLLM takes it, as a dict or as JSON.
         step_timeout: seconds that one step may take; a longer one refuses new requests until it ends; 0 is no limit.
             Default: 60, or ten times the longest step so far if that is more.
         engine_restarts: how often within ten minutes the engine is opened anew, in the same scope, when it breaks: its
@@ -284,6 +294,8 @@ class _Opening:
         self._on_progress = on_progress
         self._on_loaded = on_loaded
         self._path: Path | None = None
+        self._drafts = drafts_of(config)
+        self._draft_path: Path | None = None
         self._tokenizer_path: Path | None = None
         self._checkpoint: Checkpoint | EncoderDirectory | None = None
         self._generation = generation_settings(config.generation_config, config.override_generation_config)
@@ -317,14 +329,22 @@ class _Opening:
                     self._tokenizer_path = await call_abandonable(
                         resolve, config.tokenizer, thread_name=DOWNLOAD_THREAD
                     )
+                if self._drafts is not None and self._drafts.model is not None:
+                    resolve = functools.partial(
+                        resolve_model, revision=self._drafts.revision, progress=self._fetching(self._drafts.model)
+                    )
+                    self._draft_path = await call_abandonable(resolve, self._drafts.model, thread_name=DOWNLOAD_THREAD)
+                if self._drafts is not None and self._drafts.ignored:
+                    logger.warning("of --speculative-config ignored=%s", ",".join(self._drafts.ignored))
             checkpoint = await text.run_cancellable(_opened, self._path, config.max_model_len)
+            draft = await text.run_cancellable(self._open_draft, checkpoint)
             self._defaults = await text.run_cancellable(self._read_defaults, checkpoint)
             runners: list[Runner] = []
             try:
-                runner = await self._load(checkpoint, compute, runners)
+                runner = await self._load(checkpoint, draft, compute, runners)
                 masks = scopes.enter_context(MaskThread(checkpoint.config.vocab_size))
                 connector = await self._connector(checkpoint, runner)
-                settings = _core_settings(config, self._transfers, runner, checkpoint)
+                settings = _core_settings(config, self._transfers, self._drafts, runner, checkpoint, draft)
                 core = EngineCore(settings, connector=connector, mask_maker=masks)
                 await self._note_model(checkpoint, runner)
                 self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
@@ -411,8 +431,32 @@ class _Opening:
             tokenizer.use_chat_template(self._chat_template)
         return tokenizer
 
+    def _open_draft(self, checkpoint: Checkpoint | EncoderDirectory) -> DraftSource | None:
+        """Raises StartupError if nothing can be drafted for this model."""
+        drafts, path = self._drafts, self._draft_path
+        if drafts is None or drafts.model is None or isinstance(checkpoint, EncoderDirectory):
+            return None
+        assert path is not None, "it is found before"
+        from trioserve.model.runner import DraftSource
+
+        draft = _opened(path, None)
+        if isinstance(draft, EncoderDirectory):
+            raise StartupError(
+                f"the draft model {drafts.model} is an encoder, which writes no tokens: name another one"
+            )
+        check_draft_vocabulary(checkpoint.config, draft.config, drafts.model)
+        check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), drafts.model)
+        settings = msgspec.structs.replace(
+            _model_settings(self._config), quantization=drafts.quantization, context_tokens_max=None
+        )
+        return DraftSource(drafts.model, draft, settings, drafts.token_count)
+
     async def _load(
-        self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread, runners: list[Runner]
+        self,
+        checkpoint: Checkpoint | EncoderDirectory,
+        draft: DraftSource | None,
+        compute: WorkerThread,
+        runners: list[Runner],
     ) -> Runner:
         """Weights in the compute thread, the tokenizer and what forms need of it, the first time, in the text thread,
         at the same time. What is put in `runners` is the caller's to close, also when this raises."""
@@ -443,7 +487,7 @@ class _Opening:
                 from trioserve.model.runner import ModelRunner
 
                 runner = ModelRunner.load(
-                    checkpoint, _model_settings(self._config), progress=read, on_compile=compiling
+                    checkpoint, _model_settings(self._config), draft=draft, progress=read, on_compile=compiling
                 )
             runners.append(runner)
             runner.allocate_kv(runner.block_count)
@@ -642,7 +686,12 @@ def _model_settings(config: Config) -> ModelSettings:
 
 
 def _core_settings(
-    config: Config, transfers: ConnectorSettings | None, runner: Runner, checkpoint: Checkpoint | EncoderDirectory
+    config: Config,
+    transfers: ConnectorSettings | None,
+    drafts: DraftSettings | None,
+    runner: Runner,
+    checkpoint: Checkpoint | EncoderDirectory,
+    draft: DraftSource | None,
 ) -> CoreSettings:
     context_tokens_max = checkpoint.config.context_tokens_max
     if config.max_model_len is not None:
@@ -675,7 +724,9 @@ def _core_settings(
         wide_prompt_stretch=config.wide_prompt_stretch,
         enable_prefix_caching=config.enable_prefix_caching and keeps_kv,
         overlap_steps=config.overlap_steps,
-        draft_tokens_max=config.speculative_ngram if keeps_kv else 0,
+        draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,
+        draft_source="text" if draft is None else "model",
+        draft_context_tokens_max=None if draft is None else draft.checkpoint.config.context_tokens_max,
         keeps_kv=keeps_kv,
         hold_seconds_max=config.kv_hold_timeout,
         remote_kv_seconds_max=config.kv_load_timeout,

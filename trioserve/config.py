@@ -33,10 +33,20 @@ from trioserve.contracts.spelling import closest_name
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
 from trioserve.http.limits import FrontendLimits
+from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
 from trioserve.model.loading.settings import generation_settings
 from trioserve.store.settings import StoreSettings
 
-__all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "engine_settings"]
+__all__ = [
+    "Config",
+    "RouteConfig",
+    "ServerConfig",
+    "add_arguments",
+    "config_from",
+    "drafts_of",
+    "engine_settings",
+    "make_config",
+]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
 OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|(.*_)?SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
@@ -283,6 +293,17 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     speculative_ngram: Annotated[int, _about(
         "tokens that a step may draft for a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
+    speculative_model: Annotated[str | None, _about(
+        "a small model with the same vocabulary that drafts tokens, which a step of the model verifies; named as "
+        "--model; default: none", "NAME")] = None
+    speculative_tokens: Annotated[int, _about(
+        "tokens that it may draft for a request in a step; fewer, or none, where more do not pay", "TOKENS", ge=1,
+        le=DRAFT_TOKENS_MAX)] = 4
+    speculative_quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
+        "how its weights are kept, as --quantization")] = "auto"
+    speculative_config: Annotated[str | dict[str, Any] | None, _about(
+        "JSON as in vLLM, in the place of the other --speculative flags, such as "
+        """{"model": "NAME", "num_speculative_tokens": 4}; default: none""", "JSON")] = None
     step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, _about(
         "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "
         "five times that turns /health, too; 0 is no limit; default: 60, or ten times the longest step so far if that "
@@ -382,9 +403,22 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"--tensor-parallel-size is {self.tensor_parallel_size}, but one model is computed by one device here: "
                 "leave it out, or start a server for each device and `trioserve route` before them"
             )
-        check_overlap(self.overlap_steps, self.speculative_ngram)
+        drafts = drafts_of(self)
+        if drafts is not None:
+            check_overlap(self.overlap_steps, drafts.token_count, drafts.source)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
+
+
+def drafts_of(config: Config) -> DraftSettings | None:
+    """Where drafts come from; None: there are none. Raises StartupError."""
+    return draft_settings(
+        ngram=config.speculative_ngram,
+        model=config.speculative_model,
+        token_count=config.speculative_tokens,
+        quantization=config.speculative_quantization,
+        given=config.speculative_config,
+    )
 
 
 ConfigType = TypeVar("ConfigType", bound=ServerConfig)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
 
-from trioserve.config import Config, add_arguments, config_from, make_config
+from trioserve.config import Config, add_arguments, config_from, drafts_of, make_config
 from trioserve.contracts.errors import StartupError
+from trioserve.model.drafts.settings import DraftSettings
 
 
 def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
@@ -120,3 +122,46 @@ def test_a_step_timeout_may_be_none_or_seconds_or_no_limit():
     assert make_config(step_timeout=0.0).step_timeout == 0
     with pytest.raises(StartupError, match="step_timeout is -1"):
         make_config(step_timeout=-1.0)
+
+
+def test_a_draft_model_may_be_named_as_in_vllm_and_shorter():
+    vllm = config("--speculative-config", '{"model": "small", "num_speculative_tokens": 5, "method": "draft_model"}')
+    own = config("--speculative-model", "small", "--speculative-tokens", "5")
+    assert drafts_of(vllm) == drafts_of(own) == DraftSettings(source="model", token_count=5, model="small")
+    given = {"model": "small", "num_speculative_tokens": 2, "quantization": "int4", "revision": "v1"}
+    drafts = drafts_of(make_config(speculative_config=given))
+    assert drafts is not None
+    assert (drafts.quantization, drafts.revision) == ("int4", "v1")
+    ngram = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+    drafts = drafts_of(config("--speculative-config", ngram))
+    assert drafts == DraftSettings(source="text", token_count=4, ignored=("prompt_lookup_max",))
+    assert drafts_of(config("--speculative-ngram", "4")) == DraftSettings(source="text", token_count=4)
+    assert drafts_of(config()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no object"),
+        ('{"model": "small"}', "num_speculative_tokens in --speculative-config is None, allowed is 1 to 15"),
+        ('{"model": "small", "num_speculative_tokens": true}', "is True, allowed is 1 to 15"),
+        ('{"model": "small", "num_speculative_tokens": 16}', "is 16, allowed is 1 to 15"),
+        ('{"num_speculative_tokens": 4}', 'has no "model"'),
+        ('{"model": "small", "num_speculative_tokens": 4, "method": "medusa"}', "is 'medusa', allowed is"),
+        ('{"model": "small", "num_speculative_tokens": 4, "temper": 1}', "has temper, which is not known here"),
+        ('{"model": "small", "num_speculative_tokens": 4, "quantization": "awq"}', "is 'awq', allowed is one of"),
+        ('{"model": "small", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2}', "there is one device"),
+    ],
+)
+def test_a_wrong_speculative_config_is_told_before_a_model_is_loaded(given, sentence):
+    with pytest.raises(StartupError, match=re.escape(sentence)):
+        config("--speculative-config", given)
+
+
+def test_drafts_come_from_one_source():
+    for other in (["--speculative-model", "small"], ["--speculative-config", '{"num_speculative_tokens": 4}']):
+        with pytest.raises(StartupError, match="--speculative-ngram"):
+            config("--speculative-ngram", "4", *other)
+    with pytest.raises(StartupError, match=r"^--overlap-steps .* a draft model has to know what that one brought"):
+        config("--overlap-steps", "--speculative-model", "small")

@@ -16,7 +16,7 @@ GROUPS = {
     ),
     "computing": _words(
         "device threads cpu_kernels gpu_kernels tensor_parallel_size enforce_eager batch_invariant overlap_steps "
-        "speculative_ngram"
+        "speculative_ngram speculative_model speculative_tokens speculative_quantization speculative_config"
     ),
     "memory and batches": _words(
         "kv_cache_memory gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "

@@ -43,7 +43,6 @@ REFUSED = {
     "--allowed-local-media-path": NO_MEDIA,
     "--enable-expert-parallel": "models with experts are not supported: leave it out",
     "--distributed-executor-backend": ONE_DEVICE,
-    "--speculative-config": "drafts come from a request's own text alone here: take --speculative-ngram TOKENS",
     "--cpu-offload-gb": "weights stay where they are computed with: take a smaller or a quantized model",
     "--swap-space": "preempted requests are computed anew: leave it out, or keep KV in host memory with "
     """--kv-transfer-config '{"kv_connector": "host"}'""",

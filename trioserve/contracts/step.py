@@ -15,6 +15,8 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.token_masks import TokenMasks
 
 __all__ = [
+    "DraftTask",
+    "DraftTimes",
     "Executor",
     "IsAbandoned",
     "LaunchingExecutor",
@@ -36,6 +38,27 @@ class StateSpan(msgspec.Struct, frozen=True):
     writes: int
 
 
+class DraftTask(msgspec.Struct, frozen=True):
+    """What a draft model computes for a decode when the step has sampled.
+
+    It has KV of its own for positions 0 .. start - 1, in the same blocks. end: it computes that of the tokens before
+    this position, all of them known, and proposes nothing. None: of every token that is known then, and proposes
+    token_count tokens, or fewer, that may come next.
+    """
+
+    start: int
+    end: int | None
+    token_count: int
+
+
+class DraftTimes(msgspec.Struct, frozen=True):
+    """What a step took: the model itself, and behind it the draft model, which computed pass_count times."""
+
+    step_seconds: float
+    draft_seconds: float
+    pass_count: int
+
+
 class ScheduledChunk(msgspec.Struct, frozen=True):
     """What one request computes in one step: the tokens at positions start .. start + count - 1.
 
@@ -50,7 +73,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     after the last known token and after each draft token, as if all before it were known. The block table covers the
     draft, too. mask_row: the row of the plan's masks that says which tokens may come next; each draft token has one
     more, behind it. None: all may. states: of a model with layers that keep a state: its tokens, in spans that follow
-    one another. No other chunk of the plan reads or writes a slot that one of these writes.
+    one another. No other chunk of the plan reads or writes a slot that one of these writes. draft_task: for the draft
+    model, where there is one; None: nothing.
     """
 
     request: EngineRequest
@@ -63,6 +87,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     awaits_token: bool = False
     mask_row: int | None = None
     states: tuple[StateSpan, ...] = ()
+    draft_task: DraftTask | None = None
 
     @property
     def row_count(self) -> int:
@@ -107,7 +132,8 @@ class StepResult(msgspec.Struct, frozen=True):
     .. start + count, as far as these are prompt tokens. errors: requests that cannot go on, with a sentence for the
     client; the others are not touched. draft_token_ids: by request with a draft, what follows each draft token, if the
     draft tokens up to it are right; shorter than the draft where no token could be chosen. draft_logprobs: as long, for
-    those that asked. pooled: of each chunk that pools, by request.
+    those that asked. pooled: of each chunk that pools, by request. proposed: by request whose draft_task was done, what
+    the draft model says may come next. draft_times: None without a draft model.
     """
 
     token_ids: tuple[int | None, ...]
@@ -117,6 +143,8 @@ class StepResult(msgspec.Struct, frozen=True):
     draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
     draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
     pooled: dict[RequestId, Pooled] = {}
+    proposed: dict[RequestId, tuple[int, ...]] = {}
+    draft_times: DraftTimes | None = None
 
 
 class IsAbandoned:

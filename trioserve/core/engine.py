@@ -233,6 +233,8 @@ class EngineCore:
             elif live.steps_in_flight == 0:  # otherwise the step behind reads its blocks
                 events.append(self._finish(live, live.abort_reason, now))
         self._advance(staying, result, now, events)
+        if self.scheduler.model_drafts is not None:
+            self.scheduler.model_drafts.note_times(plan, result)
         return events
 
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
@@ -370,6 +372,8 @@ class EngineCore:
             if live.guide is not None and reason is None and live.steps_in_flight == 0:
                 forced, reason = self._guided.take_forced(live)
                 token_ids += forced
+            if chunk.draft_task is not None and reason is None and self.scheduler.model_drafts is not None:
+                self.scheduler.model_drafts.take(chunk, live, result)
             events.append(TokensReady(request.id, token_ids, logprobs))
             if reason is not None and live.guide is not None:
                 events.append(self._finish_by_guide(live, reason, now))

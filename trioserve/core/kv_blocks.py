@@ -35,6 +35,7 @@ class BlockPool:
         self._claim_counts = [0] * block_count
         self._hold_counts: dict[BlockIndex, int] = {}  # how many of the claims are holds, where there are any
         self._published = [False] * block_count
+        self._drafted = bytearray(block_count)
         # A stack: the block that was freed last is the one most likely still in a CPU cache.
         self._free = [BlockIndex(index) for index in reversed(range(block_count))]
         self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
@@ -84,6 +85,7 @@ class BlockPool:
                 self.on_evict(block)
             assert self._claim_counts[block] == 0
             self._claim_counts[block] = 1
+            self._drafted[block] = False
             blocks.append(block)
         return blocks
 
@@ -140,6 +142,14 @@ class BlockPool:
         if self._claim_counts[block] == 0:
             del self._cached[block]
             self._free.append(block)
+
+    def note_drafted(self, block: BlockIndex) -> None:
+        """A draft model has its KV, too, of every token of a used block: until it is allocated anew."""
+        assert self._claim_counts[block] > 0
+        self._drafted[block] = True
+
+    def is_drafted(self, block: BlockIndex) -> bool:
+        return bool(self._drafted[block])
 
     def states(self) -> bytes:
         """The BlockState of every block, a byte each. O(blocks), nearly all of it in C: for a look now and then."""

@@ -19,6 +19,7 @@ from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.request import EngineRequest
 from trioserve.core.drafting import Drafter
+from trioserve.core.model_draft import ModelDraft
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.state_slots import OwnState
 
@@ -96,7 +97,7 @@ class LiveRequest:
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
         self.overtaken_count = 0  # by those who came later and fitted, while it did not
         self.chain = PrefixChain(request.cache_salt)
-        self.drafter: Drafter | None = None  # made when it first may draft
+        self.drafter: Drafter | ModelDraft | None = None  # made when it first may draft
         self.guide = request.guide
         self.cached_token_count: int | None = None  # set when it runs for the first time
         self.wants_load = False  # and there was no room for one more

@@ -10,7 +10,8 @@ For the same reason a request whose KV has arrived from elsewhere starts before 
 
 Of a prompt that needs several steps each takes what costs the decodes little time (prompt_pace.py).
 
-Draft tokens (drafting.py) come last: they use the tokens and blocks that are left over, and none while anybody waits.
+Draft tokens (drafting.py, model_draft.py) come last: they use the tokens and blocks that are left over, and none while
+anybody waits. A draft model proposes them at the end of the step before (model_drafts.py).
 
 A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
 nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever.
@@ -30,6 +31,8 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.model_draft import ModelDraft
+from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import CHUNK_TOKENS_MIN, PromptPace
 from trioserve.core.remote_loads import RemoteLoads
@@ -58,6 +61,7 @@ class Scheduler:
         self.preemptions_total = 0
         self.prefix_query_tokens_total = 0
         self.prefix_hit_tokens_total = 0
+        self.model_drafts = ModelDrafts(settings, pool) if settings.draft_source == "model" else None
 
     def blocks_for(self, token_count: int) -> int:
         """None where nobody has KV."""
@@ -89,6 +93,8 @@ class Scheduler:
                 chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples, states=spans))
         if self._settings.draft_tokens_max and not self._somebody_waits():
             self._add_drafts(chunks)
+            if self.model_drafts is not None:
+                self.model_drafts.add_tasks(chunks, lives)
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
     def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest]) -> int:
@@ -291,6 +297,8 @@ class Scheduler:
         if count_max <= 0 or live.output_count == 0:
             return ()
         if live.drafter is None:
+            if self.model_drafts is not None:
+                return ()  # nothing was proposed yet
             tokens_max = live.prompt_count + live.request.output_tokens_max
             live.drafter = Drafter(self._settings.draft_tokens_max, tokens_max)
         draft = live.drafter.draft(live.tokens, count_max)
@@ -312,6 +320,8 @@ class Scheduler:
         if live.reserved_blocks:
             self._pool.release(live.reserved_blocks)
             live.reserved_blocks = []
+        if isinstance(live.drafter, ModelDraft):
+            live.drafter = None  # its KV was in these blocks
         live.computed_count = 0
         live.chain.restart()
         state, live.state = live.state, None

@@ -11,22 +11,27 @@ from trioserve.contracts.errors import StartupError
 __all__ = ["CoreSettings", "check_overlap", "check_states"]
 
 
-def check_overlap(overlap_steps: bool, draft_tokens_max: int) -> None:
+def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: Literal["text", "model"] = "text") -> None:
     """Raises StartupError for both of them together."""
     if overlap_steps and draft_tokens_max > 0:
+        drafts = _drafts(draft_tokens_max, source)
         raise StartupError(
-            f"--overlap-steps plans a step before the one in flight has come back, and --speculative-ngram "
-            f"{draft_tokens_max} has to know what that one brought: give one of them"
+            f"--overlap-steps plans a step before the one in flight has come back, and {drafts} has to know what that "
+            "one brought: give one of them"
         )
 
 
-def check_states(state_slot_count: int, draft_tokens_max: int) -> None:
+def check_states(state_slot_count: int, draft_tokens_max: int, source: Literal["text", "model"] = "text") -> None:
     """Raises StartupError for drafts of a model whose layers keep a state."""
     if state_slot_count > 0 and draft_tokens_max > 0:
         raise StartupError(
             f"this model's layers keep a state that a wrong draft token would have changed for good, so "
-            f"--speculative-ngram {draft_tokens_max} cannot be had with it: leave it out"
+            f"{_drafts(draft_tokens_max, source)} cannot be had with it: leave it out"
         )
+
+
+def _drafts(token_count_max: int, source: Literal["text", "model"]) -> str:
+    return f"--speculative-ngram {token_count_max}" if source == "text" else "a draft model"
 
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +52,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         drafts: what a step with draft tokens brings is not one token. draft_tokens_max: draft tokens that a decode may
         compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up to
         here a CPU waits for the weights anyway, and a draft token costs a twentieth of a step; beyond, it costs as
-        much as it can save.
+        much as it can save. draft_source: where draft tokens come from, a request's own text or a draft model.
+    draft_context_tokens_max: of a draft model; None: as many as the model's own. draft_catch_up_tokens_max: tokens that
+        the draft model computes in one step of those that it has not seen, so that the others do not wait for it.
     hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.
     held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is
@@ -73,6 +80,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: bool = False
     draft_tokens_max: int = 0
     draft_step_tokens_max: int = 16
+    draft_source: Literal["text", "model"] = "text"
+    draft_context_tokens_max: int | None = None
+    draft_catch_up_tokens_max: int = 256
     hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
     remote_kv_seconds_max: float = 10.0
     held_share_max: float = 0.5
@@ -97,8 +107,12 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
         if not self.wide_prompt_stretch > 1:
             raise StartupError(f"wide_prompt_stretch is {self.wide_prompt_stretch}, it must be above 1")
-        check_overlap(self.overlap_steps, self.draft_tokens_max)
-        check_states(self.state_slot_count, self.draft_tokens_max)
+        if self.draft_source not in ("text", "model"):
+            raise StartupError(f'draft_source is "{self.draft_source}", it may be "text" or "model"')
+        if self.draft_catch_up_tokens_max < 1:
+            raise StartupError(f"draft_catch_up_tokens_max is {self.draft_catch_up_tokens_max}, it must be at least 1")
+        check_overlap(self.overlap_steps, self.draft_tokens_max, self.draft_source)
+        check_states(self.state_slot_count, self.draft_tokens_max, self.draft_source)
         assert self.state_slot_count > 0 or self.snapshot_slot_count == 0, "snapshots of what nobody has"
         for name in ("hold_seconds_max", "remote_kv_seconds_max"):
             seconds = getattr(self, name)

@@ -150,12 +150,21 @@ def _layer_columns(layer: LayerConfig) -> int:
     return columns + mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
 
 
-def kv_block_count(config: ModelConfig, settings: ModelSettings, device: DeviceType, dtype: Dtype) -> int:
+def kv_block_count(
+    config: ModelConfig,
+    settings: ModelSettings,
+    device: DeviceType,
+    dtype: Dtype,
+    *,
+    draft_block_bytes: int = 0,
+    draft_block_count: int = 0,
+) -> int:
     """How many KV blocks fit; call it when the weights are loaded. Raises StartupError if not even one does.
 
     kv_cache_bytes if it is set. Else on a CPU 4 GiB or a quarter of the free memory, whichever is less; on CUDA
     memory_share of the whole less what is in use. More than sequences of the model's whole context could ever fill is
-    not avoided here: the core limits how many run.
+    not avoided here: the core limits how many run. draft_block_bytes: of a draft model, for each block;
+    draft_block_count: blocks that only the draft model has.
     """
     budget = settings.kv_cache_bytes
     if budget is None and device == "cuda":
@@ -167,7 +176,8 @@ def kv_block_count(config: ModelConfig, settings: ModelSettings, device: DeviceT
         raise StartupError(
             f"the KV cache is to have {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"
         )
-    block_bytes = kv_block_bytes(config, settings.block_size, dtype)
+    budget -= draft_block_count * draft_block_bytes
+    block_bytes = kv_block_bytes(config, settings.block_size, dtype) + draft_block_bytes
     if budget < block_bytes:
         raise StartupError(
             f"the KV cache may take {max(budget, 0)} bytes, but one block of {settings.block_size} tokens needs "

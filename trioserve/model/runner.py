@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, cast
 
@@ -29,6 +31,8 @@ from trioserve.model.device import (
     token_flops,
     torch_now,
 )
+from trioserve.model.drafts.draft_model import DraftModel
+from trioserve.model.drafts.vocabulary import check_draft_vocabulary
 from trioserve.model.kv_pages import make_kv_pages
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
@@ -43,9 +47,19 @@ from trioserve.model.warm_up_plans import fused_kernel_plans, warm_up_plans
 from trioserve.model.weights import fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
-__all__ = ["ModelRunner"]
+__all__ = ["DraftSource", "ModelRunner"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model: its name for people, its checkpoint, how it is run, and how many tokens it proposes at most."""
+
+    name: str
+    checkpoint: Checkpoint
+    settings: ModelSettings
+    token_count: int
 
 
 class ModelRunner:
@@ -56,9 +70,11 @@ class ModelRunner:
     torch is imported only where it computes: on a GPU, or in the place of the native kernels.
     """
 
-    def __init__(self, model: StepModel, settings: ModelSettings) -> None:
-        """Raises StartupError if not even one KV block fits beside the model; it is the caller's to close, then."""
+    def __init__(self, model: StepModel, settings: ModelSettings, draft: DraftModel | None = None) -> None:
+        """draft: proposes tokens behind each step. Raises StartupError if not even one KV block fits beside the models;
+        they are the caller's to close, then."""
         self._model: StepModel | None = model
+        self._draft = draft
         self.config: ModelConfig = model.config
         self.device = model.device
         self.dtype = model.dtype
@@ -66,7 +82,14 @@ class ModelRunner:
         self._context_tokens_max = min(
             model.config.context_tokens_max, settings.context_tokens_max or model.config.context_tokens_max
         )
-        self.block_count = kv_block_count(model.config, settings, model.device, model.dtype)
+        self.block_count = kv_block_count(
+            model.config,
+            settings,
+            model.device,
+            model.dtype,
+            draft_block_bytes=0 if draft is None else draft.block_bytes,
+            draft_block_count=0 if draft is None else draft.spare_block_count,
+        )
         """Blocks of the KV cache; before allocate_kv, how many fit."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
         """A step leaves no CPU to anybody else."""
@@ -79,30 +102,35 @@ class ModelRunner:
         checkpoint: Checkpoint,
         settings: ModelSettings,
         *,
+        draft: DraftSource | None = None,
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
         """Read the weights into the target number format, tensor by tensor; torch computes in the calling thread alone.
 
         progress(bytes_done, bytes_total) is called after each tensor, on_compile(sentence, seconds) every second while
-        kernels are compiled; what they raise ends the loading.
-        Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there.
+        kernels are compiled; what they raise ends the loading. draft: a model that proposes tokens, loaded first.
+        Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there, or
+        the draft model has another vocabulary.
         """
-        config = checkpoint.config
-        device = pick_device(settings)
-        dtype = pick_dtype(config, settings, device)
-        model = _make_model(checkpoint, settings, dtype, device, on_compile)
-        try:
-            fill_slots(
-                model.slots(),
-                checkpoint.tensors(),
-                bytes_total=checkpoint.weight_bytes,
-                progress=progress,
-                thread_count=model.loading_threads,
+        draft_model = None
+        if draft is not None:
+            check_draft_vocabulary(checkpoint.config, draft.checkpoint.config, draft.name)
+            draft_model = DraftModel(
+                _loaded_model(draft.checkpoint, draft.settings, progress, on_compile),
+                block_size=settings.block_size,
+                token_count_max=draft.token_count,
             )
-            return cls(model, settings)
+        try:
+            model = _loaded_model(checkpoint, settings, progress, on_compile)
+            try:
+                return cls(model, settings, draft_model)
+            except BaseException:
+                model.close()
+                raise
         except BaseException:
-            model.close()
+            if draft_model is not None:
+                draft_model.close()
             raise
 
     @property
@@ -125,8 +153,12 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What block_count blocks take."""
-        return self.block_count * kv_block_bytes(self.config, self.block_size, self.dtype)
+        """What block_count blocks take, in a draft model, too."""
+        block_bytes = kv_block_bytes(self.config, self.block_size, self.dtype)
+        if self._draft is None:
+            return self.block_count * block_bytes
+        spare = self._draft.spare_block_count
+        return self.block_count * block_bytes + (self.block_count + spare) * self._draft.block_bytes
 
     @property
     def step_weight_bytes(self) -> int:
@@ -172,6 +204,8 @@ class ModelRunner:
         assert block_count >= 1
         self.block_count = block_count
         self._model.allocate_kv(block_count)
+        if self._draft is not None:
+            self._draft.allocate_kv(block_count)
 
     def claim_memory(self) -> bool:
         """Claim a small piece of the KV cache's memory ahead of its use; for moments in which there is nothing to
@@ -185,6 +219,8 @@ class ModelRunner:
         one. Uses the KV blocks: call it before the first request."""
         assert self._model is not None, "warm_up after close"
         self._model.warm_up()
+        if self._draft is not None:
+            self._draft.model.warm_up()
         context_max = min(self._context_tokens_max, self.block_count * self.block_size)
         limits = (context_max, self.block_count, self.config.vocab_size)
         for plan in warm_up_plans(*limits):
@@ -196,8 +232,10 @@ class ModelRunner:
     def close(self) -> None:
         """Let weights and KV cache go. The runner cannot be used afterwards."""
         model, self._model = self._model, None
-        if model is not None:
-            model.close()
+        draft, self._draft = self._draft, None
+        for made in (model, draft):
+            if made is not None:
+                made.close()
 
     @property
     def launches(self) -> bool:
@@ -208,7 +246,13 @@ class ModelRunner:
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """See Executor. A request with a token or a logit_bias id outside the vocabulary, or whose logits are not
         finite, gets an error; the rest of the plan is computed."""
-        return self.launch(plan, is_abandoned)()
+        if self._draft is None:
+            return self.launch(plan, is_abandoned)()
+        started_at = time.perf_counter()
+        result = self.launch(plan, is_abandoned)()
+        if result is None:
+            return None
+        return self._draft.propose(plan, result, time.perf_counter() - started_at, is_abandoned)
 
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
         """See LaunchingExecutor."""
@@ -260,6 +304,28 @@ class ModelRunner:
             return step.result(ComputedStep(None))
         computed = model.compute(step.chunks, is_abandoned, plan.masks)
         return None if computed is None else step.result(computed)
+
+
+def _loaded_model(
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    progress: Callable[[int, int], None] | None,
+    on_compile: Callable[[str, float], None],
+) -> StepModel:
+    device = pick_device(settings)
+    model = _make_model(checkpoint, settings, pick_dtype(checkpoint.config, settings, device), device, on_compile)
+    try:
+        fill_slots(
+            model.slots(),
+            checkpoint.tensors(),
+            bytes_total=checkpoint.weight_bytes,
+            progress=progress,
+            thread_count=model.loading_threads,
+        )
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 class _Step:

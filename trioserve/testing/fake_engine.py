@@ -239,6 +239,7 @@ async def open_fake_engine(
     wide_prompt_stretch: float = 1.5,
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
+    draft_model_tokens: int = 0,
     overlap_steps: bool = False,
     waiting_requests_max: int = 16,
     waiting_prompt_tokens_max: int = 1_000_000,
@@ -271,9 +272,10 @@ async def open_fake_engine(
 
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and response, requests that run, tokens
     a step computes (a longer prompt comes in chunks, as wide as wide_prompt_stretch lets them be), draft tokens of a
-    request in a step (speculative_ngram), requests that wait, the tokens of their prompts and for how long, changes of
-    the prefix cache that are kept for `GET /kv_events` (0: it is off). overlap_steps: a step is planned while another
-    runs, unless the engine is paused.
+    request in a step, from its own text (speculative_ngram) or by a draft model that is right and wrong by turns
+    (draft_model_tokens), requests that wait, the tokens of their prompts and for how long, changes of the prefix cache
+    that are kept for `GET /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the
+    engine is paused.
     tool_call_parser, reasoning_parser: how it writes calls of tools and thoughts: names of families; "auto" takes the
     common format for calls, and no thoughts.
     paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
@@ -311,7 +313,8 @@ async def open_fake_engine(
         enable_prefix_caching=enable_prefix_caching and keeps_kv,
         keeps_kv=keeps_kv,
         overlap_steps=overlap_steps,
-        draft_tokens_max=speculative_ngram,
+        draft_tokens_max=speculative_ngram or draft_model_tokens,
+        draft_source="model" if draft_model_tokens else "text",
         hold_seconds_max=hold_seconds_max,
         remote_kv_seconds_max=remote_kv_seconds_max,
         held_share_max=held_share_max,
@@ -340,6 +343,7 @@ async def open_fake_engine(
             block_size=block_size,
             model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
             keeps_kv=keeps_kv,
+            has_draft_model=draft_model_tokens > 0,
         )
         made = None if connector is None else connector(executor, lambda: opened[0].wake())
         core = GatedCore(

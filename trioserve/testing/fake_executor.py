@@ -19,6 +19,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.testing.fake_drafts import FakeDraftModel
 
 __all__ = ["EMBEDDING_SIZE", "NOTHING_MAY_COME", "FakeExecutor", "FakeModel", "IsAllowed"]
 
@@ -117,7 +118,7 @@ class FakeExecutor:
     errors: requests that fail at their next chunk, with the sentence for the client; change it at any time. A failing
     chunk leaves garbage in its slots, as a real one may. plans: how many were executed. keeps_kv: False plays a model
     that needs no blocks, since it computes every prompt whole. state_slot_count: above 0 plays a model with layers that
-    keep a state, in so many slots; snapshots are among them.
+    keep a state, in so many slots; snapshots are among them. has_draft_model: it proposes tokens (fake_drafts.py).
     """
 
     def __init__(
@@ -128,12 +129,16 @@ class FakeExecutor:
         model: FakeModel | None = None,
         keeps_kv: bool = True,
         state_slot_count: int = 0,
+        has_draft_model: bool = False,
     ) -> None:
         self.keeps_kv = keeps_kv
         self.block_count = block_count
         self.block_size = block_size
         self.model = FakeModel() if model is None else model
         self.errors: dict[RequestId, str] = {}
+        self._drafts = (
+            FakeDraftModel(self.model, block_count=block_count, block_size=block_size) if has_draft_model else None
+        )
         self.plans = 0
         # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
@@ -153,6 +158,8 @@ class FakeExecutor:
         if is_abandoned():
             for chunk in plan.chunks:
                 self._spoil(chunk)
+            if self._drafts is not None:
+                self._drafts.abandon(plan)
             return None
         # As in a forward pass: first everything is written, then everything attends.
         for index, chunk in enumerate(plan.chunks):
@@ -164,7 +171,7 @@ class FakeExecutor:
         for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
             if chunk.request.id not in result.errors and not (chunk.samples and token_id is None):
                 self._last_token_ids[chunk.request.id] = token_id
-        return result
+        return result if self._drafts is None else self._drafts.propose(plan, result)
 
     def _sampled(self, plan: StepPlan, chunks: dict[int, ScheduledChunk]) -> StepResult:
         """chunks: those that are computed, by their place in the plan."""
@@ -320,6 +327,7 @@ class FakeExecutor:
                 is_whole = chunk.start == 0 and end == len(prompt)
                 assert is_whole or not pooling.is_whole, f"{name}: {chunk.start} to {end} of what is computed whole"
             assert pooling is not None or self.keeps_kv, f"{name}: goes on without KV"
+            assert chunk.draft_task is None or self._drafts is not None, f"{name} has a task, and nobody does it"
             assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} drafts, and is no decode"
             block_count = -(-(end + len(chunk.draft)) // self.block_size) if self.keeps_kv else 0
             assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"

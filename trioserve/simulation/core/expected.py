@@ -28,8 +28,9 @@ class ExpectedSequence:
     were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since its
     KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and
     a step in flight computes it once more. loaded_count: the tokens whose KV a connector has brought. draft_counts: of
-    its drafts that were verified: how many, their tokens, those of them that were right. overtaken_count_min, _max: how
-    many started before it that came later; of some it is not known whether that was for want of room for it.
+    its drafts that were verified: how many, their tokens, those of them that were right. proposed: what a draft model
+    said in the last step that it was in. overtaken_count_min, _max: how many started before it that came later; of some
+    it is not known whether that was for want of room for it.
     response: all of it, also what was known when it came."""
 
     __slots__ = (
@@ -51,6 +52,7 @@ class ExpectedSequence:
         "overtaken_count_max",
         "overtaken_count_min",
         "prompt_logprobs_count",
+        "proposed",
         "request",
         "response",
         "steps_in_flight",
@@ -65,6 +67,7 @@ class ExpectedSequence:
         self.loaded_count = 0
         self.lacks_kv = False
         self.draft_counts = (0, 0, 0)
+        self.proposed: tuple[int, ...] = ()
         self.forced_count = 0
         self.prompt_logprobs_count = 0
         self.cached_count: int | None = None

@@ -55,6 +55,7 @@ WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
 GUIDED_WORLDS_SHARE = 0.4
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
+DRAFT_MODEL_SHARE = 0.5
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
 OUTPUT_TOKENS_MAX = 10
 
@@ -80,6 +81,9 @@ class Generator:
         self._resume_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)) + "resume")
         can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
         self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0
+        if self.world.draft_tokens:
+            by_model = Random(line_of(self.world) + "draft model").random() < DRAFT_MODEL_SHARE
+            self.world = msgspec.structs.replace(self.world, drafts_by_model=by_model)
         self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))

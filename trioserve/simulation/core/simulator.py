@@ -57,6 +57,7 @@ from trioserve.testing.invariants import check_core, check_idle
 __all__ = ["Simulation"]
 
 STEPS_TO_END_MAX = 20_000  # far more than any history needs; who is not done then is in a circle
+CATCH_UP_TOKENS_MAX = 5  # of a draft model in a step: so few that prompts take several
 EVERYBODY = ""  # in the list of deadlines: the end of a drain
 
 
@@ -87,6 +88,7 @@ class Simulation:
             model=model,
             keeps_kv=world.keeps_kv,
             state_slot_count=world.states + world.snapshots,
+            has_draft_model=world.drafts_by_model,
         )
         self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
         self._masks = LateMasks(world.vocab_size)
@@ -105,6 +107,8 @@ class Simulation:
                 overtakes_max=world.overtakes_max,
                 draft_tokens_max=world.draft_tokens,
                 draft_step_tokens_max=world.draft_step_tokens,
+                draft_source="model" if world.drafts_by_model else "text",
+                draft_catch_up_tokens_max=CATCH_UP_TOKENS_MAX,
                 hold_seconds_max=world.hold_seconds,
                 remote_kv_seconds_max=world.load_seconds,
                 load_failure_policy="fail" if world.fails_without_kv else "recompute",
@@ -276,6 +280,8 @@ class Simulation:
             self._count("snapshots written", max(0, len(chunk.states) - 1))
             reads = chunk.states[0].reads if chunk.states else None
             self._count("snapshots gone on from", reads is not None and reads >= self.world.states)
+            if chunk.draft_task is not None:
+                self._count("draft tasks" if chunk.draft_task.end is None else "draft tasks that only catch up")
         self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
 
     def _fail(self, event: Fail) -> None:
@@ -322,6 +328,7 @@ class Simulation:
             self._take(self.core.update_from_output(plan, result, self.now))
         for chunk, entry, count_before in zip(plan.chunks, entries, counts_before, strict=True):
             entry.take_update(chunk, count_before)
+            entry.proposed = () if result is None else result.proposed.get(entry.request.id, ())
 
     def _wait(self, event: Wait) -> None:
         until = self.now + event.seconds

@@ -44,11 +44,15 @@ def check_begun_step(
     waiting = [
         entry for name, entry in live.items() if not (entry.is_running or (transfers and transfers.is_loading(name)))
     ]
+    by_model = settings.draft_source == "model"
     for chunk in plan.chunks:
         if chunk.draft:
             assert not waiting, f"{chunk.request.id} drafts, and {waiting[0].request.id} waits"
             assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with draft tokens"
-            _check_draft(chunk, settings.draft_tokens_max)
+            _check_draft(chunk, settings.draft_tokens_max, live[chunk.request.id] if by_model else None)
+        if chunk.draft_task is not None:
+            assert not waiting, f"{chunk.request.id} is drafted for, and {waiting[0].request.id} waits"
+            assert chunk.draft_task.token_count <= settings.draft_tokens_max, f"{chunk.request.id}: {chunk.draft_task}"
     waiting.sort(key=_turn)
     overtaking: dict[str, list[str]] = {entry.request.id: _later_ones(entry, plan, live) for entry in waiting}
     for entry in waiting:
@@ -122,13 +126,18 @@ def _goes_on(entry: ExpectedSequence) -> bool:
     return entry.is_running and entry.aborted_for is None and not entry.will_have_ended
 
 
-def _check_draft(chunk: ScheduledChunk, tokens_max: int) -> None:
-    """It fits what the request may have, and it is what followed some earlier place of its text."""
+def _check_draft(chunk: ScheduledChunk, tokens_max: int, proposed_to: ExpectedSequence | None) -> None:
+    """It fits what the request may have, and it is what was proposed to it or followed some earlier place of its text.
+    proposed_to: it, if there is a draft model."""
     name, known, draft = chunk.request.id, list(chunk.tokens), chunk.draft
     assert len(draft) <= tokens_max, f"{name} drafts {len(draft)} tokens, {tokens_max} are allowed"
     output_count = len(known) - len(chunk.request.prompt_token_ids)
     assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} drafts beyond its last token"
     assert output_count > 0, f"{name} drafts before its first token"
+    if proposed_to is not None:
+        proposed = proposed_to.proposed
+        assert draft == proposed[: len(draft)], f"{name} drafts {draft}, and {proposed} was proposed"
+        return
     text = [*known, *draft]
     for place in range(NGRAM_MIN, len(known)):
         if known[place - NGRAM_MIN : place] == known[-NGRAM_MIN:] and text[place : place + len(draft)] == list(draft):

@@ -1,0 +1,130 @@
+"""How many tokens a draft model is asked for, by what steps took and how many of its tokens were right."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.step import DraftTimes
+from trioserve.core.draft_judge import (
+    OTHER_PERIOD,
+    PLAIN_PERIOD,
+    TRIAL_PERIOD_MAX,
+    TRIAL_PERIOD_MIN,
+    TRIAL_TOKENS,
+    DraftJudge,
+)
+from trioserve.core.model_draft import PAUSE_MAX, ModelDraft
+
+TOKENS_MAX = 8
+
+
+def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -> DraftJudge:
+    """It has seen steps of 1 second, and so much for each further row, behind which a pass took pass_seconds."""
+    made = DraftJudge()
+    for rows in (requests, *(requests * (1 + count) for count in range(1, TOKENS_MAX + 1))):
+        times = DraftTimes(1.0 + row_seconds * (rows - requests), pass_seconds * 2, 2)
+        made.note(rows, requests, times, is_usual=True)
+    return made
+
+
+def test_as_long_as_nothing_is_known_as_many_as_may_be_are_tried():
+    assert DraftJudge().token_count([0.7], TOKENS_MAX) == TOKENS_MAX
+    assert DraftJudge().token_count([0.7], 0) == 0
+    assert DraftJudge().token_count([], TOKENS_MAX) == 0
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "pass_seconds", "count"),
+    [
+        (1.0, 0.1, TOKENS_MAX),
+        (0.8, 0.1, 6),
+        (0.5, 0.1, 2),
+        (0.2, 0.1, 1),
+        (0.05, 0.1, 0),
+        (0.8, 0.5, 2),
+        (0.8, 1.0, 0),
+        (0.0, 0.001, 0),
+    ],
+)
+def test_there_are_as_many_as_bring_the_most_tokens_a_second(acceptance, pass_seconds, count):
+    def speed(tokens: int) -> float:
+        return sum(acceptance**place for place in range(tokens + 1)) / (1.0 + tokens * pass_seconds)
+
+    best = max(range(TOKENS_MAX + 1), key=speed)
+    assert judge(pass_seconds=pass_seconds).token_count([acceptance], TOKENS_MAX) == count == best
+
+
+def test_rows_that_cost_what_they_bring_are_not_computed():
+    assert judge(pass_seconds=0.1, requests=4).token_count([0.8] * 4, TOKENS_MAX) > 2
+    assert judge(pass_seconds=0.1, row_seconds=0.25, requests=4).token_count([0.8] * 4, TOKENS_MAX) == 0
+
+
+def test_where_drafts_do_not_pay_they_are_tried_again_and_ever_less_often():
+    made = judge(pass_seconds=2.0)
+    counts = [made.token_count([0.9], TOKENS_MAX) for _ in range(4 * TRIAL_PERIOD_MAX)]
+    trials = [place for place, count in enumerate(counts, start=1) if count]
+    assert {counts[place - 1] for place in trials} == {TRIAL_TOKENS}
+    gaps = [later - earlier for earlier, later in zip([0, *trials], trials, strict=False)]
+    assert gaps[:3] == [TRIAL_PERIOD_MIN, 2 * TRIAL_PERIOD_MIN, 4 * TRIAL_PERIOD_MIN]
+    assert gaps[-1] == TRIAL_PERIOD_MAX
+
+
+def test_where_they_pay_a_step_without_them_is_looked_at_now_and_then():
+    made = judge(pass_seconds=0.1)
+    counts = [made.token_count([0.8], TOKENS_MAX) for _ in range(2 * PLAIN_PERIOD)]
+    assert [place for place, count in enumerate(counts, start=1) if not count] == [PLAIN_PERIOD, 2 * PLAIN_PERIOD]
+    assert {count for count in counts if count} == {6, 7}
+    assert counts[OTHER_PERIOD - 1] == 7
+
+
+def test_what_catching_up_takes_is_no_pass():
+    made = judge(pass_seconds=0.1)
+    for _ in range(100):
+        made.note(2, 1, DraftTimes(1.0, 50.0, 1), is_usual=False)
+    assert made.token_count([0.8], TOKENS_MAX) == 6
+
+
+def test_a_machine_that_becomes_slow_is_noticed():
+    made = judge(pass_seconds=0.1)
+    for _ in range(100):
+        made.note(2, 1, DraftTimes(1.0, 5.0, 1), is_usual=True)
+    assert made.token_count([0.8], TOKENS_MAX) == 0
+
+
+def test_wrong_tokens_are_followed_by_pauses_and_right_ones_end_them():
+    draft = ModelDraft(0)
+    pauses = []
+    for _ in range(8):
+        draft.take_proposed((5, 6), 10)
+        assert draft.draft(range(10), 2) == (5, 6)
+        draft.learn(2, 0)
+        count = 0
+        while draft.is_paused:
+            assert draft.draft(range(10), 2) == ()
+            count += 1
+        pauses.append(count)
+    assert pauses == [1, 2, 4, 8, 16, PAUSE_MAX, PAUSE_MAX, PAUSE_MAX]
+    draft.learn(2, 1)
+    assert not draft.is_paused
+    draft.learn(2, 0)
+    draft.draft((), 2)
+    assert not draft.is_paused
+
+
+def test_the_share_of_right_tokens_follows_the_latest_ones():
+    draft = ModelDraft(0)
+    for _ in range(60):
+        draft.learn(4, 4)
+    assert draft.acceptance > 0.99
+    for _ in range(60):
+        draft.learn(4, 1)  # one in two of those that were looked at
+    assert draft.acceptance == pytest.approx(0.5, abs=0.1)
+
+
+def test_what_was_proposed_for_another_place_is_not_drafted():
+    draft = ModelDraft(0)
+    draft.take_proposed((5, 6, 7), 10)
+    assert draft.draft(range(11), 8) == ()
+    draft.take_proposed((5, 6, 7), 11)
+    assert draft.draft(range(11), 2) == (5, 6)
+    assert draft.draft(range(11), 2) == ()

@@ -1,0 +1,112 @@
+"""Where draft tokens come from: --speculative-ngram, -model and -config as one checked value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+from trioserve.model.settings import QuantizationName
+
+__all__ = ["DRAFT_TOKENS_MAX", "DraftSettings", "draft_settings"]
+
+FLAG = "--speculative-config"
+EXAMPLE = '{"model": "NAME", "num_speculative_tokens": 4}'
+DRAFT_TOKENS_MAX = 15  # with the token before them a step of 16 rows, beyond which a row costs what it can save
+
+IGNORED = frozenset({"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"})
+"""What vLLM has besides, and what is found out here."""
+
+
+class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """source: the request's own text, or a draft model. token_count: of a draft, at most. model: named like any model;
+    None for text. quantization: how its weights are kept. ignored: keys of vLLM's that mean nothing here, to be said in
+    the log."""
+
+    source: Literal["text", "model"]
+    token_count: int
+    model: str | None = None
+    revision: str | None = None
+    quantization: QuantizationName = "auto"
+    ignored: tuple[str, ...] = ()
+
+
+def draft_settings(
+    *, ngram: int, model: str | None, token_count: int, quantization: str, given: str | Mapping[str, Any] | None
+) -> DraftSettings | None:
+    """None: no drafts. given: JSON as vLLM takes it, or what it stands for. Raises StartupError."""
+    if given is not None:
+        if ngram or model is not None:
+            raise StartupError(f"{FLAG} says where drafts come from: leave --speculative-ngram and -model out")
+        return _from_config(_fields(given))
+    if model is not None:
+        if ngram:
+            raise StartupError("drafts come from --speculative-model or from --speculative-ngram: give one of them")
+        return DraftSettings(
+            source="model", token_count=token_count, model=model, quantization=_quantization(quantization)
+        )
+    return DraftSettings(source="text", token_count=ngram) if ngram else None
+
+
+def _from_config(fields: dict[str, Any]) -> DraftSettings:
+    method, model = fields.pop("method", None), fields.pop("model", None)
+    count = fields.pop("num_speculative_tokens", None)
+    if type(count) is not int or not 1 <= count <= DRAFT_TOKENS_MAX:
+        raise StartupError(
+            f"num_speculative_tokens in {FLAG} is {count!r}, allowed is 1 to {DRAFT_TOKENS_MAX}, as in {EXAMPLE}"
+        )
+    ignored = tuple(sorted(IGNORED & fields.keys()))
+    for name in ignored:
+        del fields[name]
+    if model in ("ngram", "[ngram]"):  # as older versions name it
+        method, model = "ngram", None
+    if method == "ngram":
+        _nothing_else(fields)
+        return DraftSettings(source="text", token_count=count, ignored=ignored)
+    if method not in (None, "draft_model"):
+        raise StartupError(f'method in {FLAG} is {method!r}, allowed is "draft_model" or "ngram"')
+    if not isinstance(model, str) or not model:
+        raise StartupError(f'{FLAG} has no "model": name one, as in {EXAMPLE}')
+    devices = fields.pop("draft_tensor_parallel_size", 1)
+    if devices != 1:
+        raise StartupError(f"draft_tensor_parallel_size in {FLAG} is {devices!r}: there is one device, leave it out")
+    revision, quantization = fields.pop("revision", None), fields.pop("quantization", None)
+    _nothing_else(fields)
+    if revision is not None and not isinstance(revision, str):
+        raise StartupError(f"revision in {FLAG} is {revision!r}, it must be a name")
+    return DraftSettings(
+        source="model",
+        token_count=count,
+        model=model,
+        revision=revision,
+        quantization=_quantization("auto" if quantization is None else quantization),
+        ignored=ignored,
+    )
+
+
+def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, str):
+        return dict(given)
+    try:
+        fields = msgspec.json.decode(given)
+    except msgspec.DecodeError as error:
+        raise StartupError(f"{FLAG} is no JSON ({error}): give an object, such as {EXAMPLE}") from None
+    if not isinstance(fields, dict):
+        raise StartupError(f"{FLAG} is no object: give one, such as {EXAMPLE}")
+    return fields
+
+
+def _nothing_else(fields: Mapping[str, Any]) -> None:
+    if fields:
+        raise StartupError(f"{FLAG} has {', '.join(sorted(fields))}, which is not known here: leave it out")
+
+
+def _quantization(name: object) -> QuantizationName:
+    if name not in get_args(QuantizationName):
+        raise StartupError(
+            f"the quantization of the draft model is {name!r}, allowed is one of "
+            f"{', '.join(get_args(QuantizationName))}"
+        )
+    return name  # type: ignore[return-value]  # checked above

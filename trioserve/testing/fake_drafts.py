@@ -1,0 +1,132 @@
+"""A draft model that is not one: what it proposes, right and wrong, and whether its KV held what the core said.
+
+Its KV is played as FakeExecutor plays the model's: a digest of the prefix per slot, in blocks of the same numbers. What
+the core takes for computed has to stand there, from the request's own tokens, whoever computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.step import DraftTask, DraftTimes, ScheduledChunk, StepPlan, StepResult
+
+__all__ = ["FakeDraftModel"]
+
+PHASE_STEPS = 32  # drafts are cheap for so many steps, then dear
+
+
+class Texts(Protocol):
+    """The part of FakeModel that it needs."""
+
+    vocab_size: int
+
+    def digest(self, token_ids: Sequence[int], parent: int = 0) -> int: ...
+
+    def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int: ...
+
+
+class FakeDraftModel:
+    """Proposes what comes next, or that with one wrong token, more than was asked for, or nothing; now and then it does
+    not do what it should, and says so by saying nothing. Which of these follows from the prefix."""
+
+    def __init__(self, model: Texts, *, block_count: int, block_size: int) -> None:
+        self._model = model
+        self._block_size = block_size
+        self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
+
+    def propose(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result with what is proposed. Raises AssertionError when a task contradicts itself, or a block does not
+        hold what it should."""
+        proposed: dict[RequestId, tuple[int, ...]] = {}
+        pass_count = 0
+        for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
+            task, name = chunk.draft_task, chunk.request.id
+            if task is None:
+                continue
+            if token_id is None or name in result.errors:
+                self._spoil(chunk, task, len(chunk.tokens))
+                continue
+            tokens = [*chunk.tokens, token_id]
+            for draft_token, follower in zip(chunk.draft, result.draft_token_ids.get(name, ()), strict=False):
+                if draft_token != tokens[-1]:
+                    break
+                tokens.append(follower)
+            digest = self._read(chunk, task)
+            end = len(tokens) if task.end is None else task.end
+            is_done = self._model.digest(tokens) % 8 != 0
+            for position in range(task.start, end):
+                digest = self._model.digest((tokens[position],), digest)
+                if is_done:
+                    self._put(chunk, position, (digest, chunk.request.cache_salt))
+            if not is_done:
+                continue
+            proposed[name] = ()
+            if task.end is None and task.token_count > 0:
+                pass_count = max(pass_count, task.token_count)
+                # Where the next tokens would stand, and whoever comes there has to compute them anew.
+                self._spoil(chunk, msgspec.structs.replace(task, start=end), end + task.token_count)
+                proposed[name] = self._tokens(chunk.request, tokens, digest, task.token_count)
+        is_cheap = plan.step_index // PHASE_STEPS % 2 == 0
+        times = DraftTimes(1.0, (0.1 if is_cheap else 10.0) * pass_count, pass_count)
+        return msgspec.structs.replace(result, proposed=proposed, draft_times=times)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Leave garbage wherever the step might have written, and nothing stands that others may rely on."""
+        for chunk in plan.chunks:
+            if chunk.draft_task is not None:
+                self._spoil(chunk, chunk.draft_task, len(chunk.tokens))
+
+    def _tokens(self, request: EngineRequest, tokens: list[int], digest: int, count: int) -> tuple[int, ...]:
+        kind = digest % 7
+        if kind == 0:
+            return ()
+        known_count = len(tokens)
+        for index in range(count + 3 if kind == 1 else count):
+            token_id = self._model.next_token_id(request, tokens, digest)
+            if (kind == 2 and index == 1) or kind == 3:
+                token_id = (token_id + 1) % self._model.vocab_size
+            tokens.append(token_id)
+            digest = self._model.digest((token_id,), digest)
+        return tuple(tokens[known_count:])
+
+    def _read(self, chunk: ScheduledChunk, task: DraftTask) -> int:
+        """The digest before the task's first position; all positions before it are compared."""
+        name, digest = chunk.request.id, 0
+        last = len(chunk.tokens) if task.end is None else task.end
+        assert 0 <= task.start <= last <= len(chunk.tokens), f"{name}: a draft task of {task.start} to {last}"
+        assert chunk.samples, f"{name} has a draft task, and samples nothing"
+        assert task.token_count == 0 or task.end is None, f"{name} drafts, and has not caught up"
+        for position in range(task.start):
+            digest = self._model.digest((chunk.tokens[position],), digest)
+            found = self._slots[self._slot(chunk, position)]
+            assert found == (digest, chunk.request.cache_salt), (
+                f"{name}: the draft model's position {position}, in block "
+                f"{chunk.block_table[position // self._block_size]}, holds {found}"
+            )
+        return digest
+
+    def _put(self, chunk: ScheduledChunk, position: int, content: tuple[int, str | None] | None) -> None:
+        """Behind the request's blocks it goes nowhere."""
+        if position // self._block_size < len(chunk.block_table):
+            self._slots[self._slot(chunk, position)] = content
+
+    def _slot(self, chunk: ScheduledChunk, position: int) -> int:
+        return chunk.block_table[position // self._block_size] * self._block_size + position % self._block_size
+
+    def _spoil(self, chunk: ScheduledChunk, task: DraftTask, end: int) -> None:
+        digest = self._model.digest(chunk.tokens[: task.start])
+        for position in range(task.start, end):
+            expected = None
+            if position < len(chunk.tokens):
+                digest = self._model.digest((chunk.tokens[position],), digest)
+                expected = (digest, chunk.request.cache_salt)
+            if position // self._block_size >= len(chunk.block_table):
+                return
+            # What others share, and have computed, is written over with the same.
+            if self._slots[self._slot(chunk, position)] != expected:
+                self._put(chunk, position, None)
