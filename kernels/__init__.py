@@ -64,11 +64,22 @@ class Kernels(Protocol):
     def gather_context(self, pages: Tensor, block_table: Tensor) -> Tensor: ...
 
     def paged_attention_decode(
-        self, queries: Tensor, pages: Tensor, block_table: Tensor, mask: Tensor, score_cap: float | None = None
+        self,
+        queries: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        mask: Tensor,
+        score_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def attention_prompt(
-        self, queries: Tensor, keys_values: Tensor, mask: Tensor | None, score_cap: float | None = None
+        self,
+        queries: Tensor,
+        keys_values: Tensor,
+        mask: Tensor | None,
+        score_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def paged_decode_(
@@ -82,6 +93,7 @@ class Kernels(Protocol):
         parts: int,
         work: DecodeWork,
         score_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None: ...
 
     def paged_chunks_(
@@ -95,6 +107,7 @@ class Kernels(Protocol):
         tiles: Tensor,
         window: int | None,
         score_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None: ...
 
     def choose_tokens(

@@ -54,7 +54,7 @@ DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1}
 QK_NORMS = {"none": 0, "head": 1, "heads": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 _ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 FINISHED, ABANDONED = 0, 1
 BLOCK_OUTPUTS = 16  # of a block of a packed weight
@@ -73,7 +73,8 @@ class WeightFormat(enum.IntEnum):
     """How a packed weight is stored: in the model's dtype, or quantized. See cpu/quantized.h, whose numbers these are.
 
     Scales and mins are float16, for 32 numbers; WIDE has float32 and a min, FINE float32 scales for 16 numbers. With 2
-    and 3 bits FINE has small scales, which a float16 for 256 numbers multiplies. CURVE is a table of 16 numbers.
+    and 3 bits FINE has small scales, which a float16 for 256 numbers multiplies. CURVE is a table of 16 numbers. FLOAT
+    has those of FP4, and bfloat16 scales.
     """
 
     DENSE = 0
@@ -87,6 +88,7 @@ class WeightFormat(enum.IntEnum):
     Q3_FINE = 8
     Q4_CURVE = 9
     Q4_CURVE_WIDE = 10
+    Q4_FLOAT = 11
 
     @property
     def bits(self) -> int:
@@ -107,6 +109,7 @@ GGML_FORMATS = {
     "Q6_K": (14, WeightFormat.Q8_FINE),
     "IQ4_NL": (20, WeightFormat.Q4_CURVE),
     "IQ4_XS": (23, WeightFormat.Q4_CURVE_WIDE),
+    "MXFP4": (39, WeightFormat.Q4_FLOAT),
 }
 """ggml's number of each type of blocks, and the format that holds them without loss."""
 BLOCK_FORMATS = {**GGML_FORMATS, "Q4_F32": (1000, WeightFormat.Q4_WIDE), "Q8_F32": (1001, WeightFormat.Q8_WIDE)}
@@ -136,6 +139,7 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = (
         *((name, MatrixStruct) for name in ("router", "shared_gate_up", "shared_down")),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate", "score_bias")),
+        *((name, _pointer) for name in ("router_bias", "gate_up_bias", "down_bias")),
         *((name, _int) for name in ("count", "per_token", "normalizes", "middle", "shared_middle")),
         *((name, _int) for name in ("scoring", "group_count", "groups_per_token", "group_leaders")),
         ("scale", _float),
@@ -149,7 +153,7 @@ class LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
-        *((name, _pointer) for name in ("query_norm", "key_norm")),
+        *((name, _pointer) for name in ("query_norm", "key_norm", "sinks")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
         ("experts", _pointer),

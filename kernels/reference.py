@@ -27,6 +27,8 @@ from trioserve_kernels.paged import DecodeWork
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "CLAMPED_LIMIT",
+    "CLAMPED_SLOPE",
     "DRAW_TILES",
     "FUSED",
     "NAME",
@@ -40,6 +42,7 @@ __all__ = [
     "decode_mask",
     "gather_context",
     "linear",
+    "multiplier",
     "paged_chunks_",
     "paged_attention_decode",
     "paged_decode_",
@@ -55,11 +58,20 @@ NAME = "torch"
 FUSED = False
 WALKS = False
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
+
+
+def _swish_of_clamped(gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=CLAMPED_LIMIT)
+    return clamped * torch.sigmoid(CLAMPED_SLOPE * clamped)
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "clamped_swiglu": _swish_of_clamped,
 }
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -109,9 +121,18 @@ def rotary_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """[T, 2 * I] to [T, I]: the activation of the first half times the second half (GLU variants, arXiv 2002.05202)."""
+    """[T, 2 * I] to [T, I]: the activation of the first half times the second half (GLU variants, arXiv 2002.05202).
+
+    clamped_swiglu: the first half is at most CLAMPED_LIMIT, g, and its activation g * sigmoid(CLAMPED_SLOPE * g); the
+    second is within CLAMPED_LIMIT of 0, and 1 is added.
+    """
     gate, up = gate_up.chunk(2, -1)
-    return ACTIVATIONS[activation](gate).mul_(up)
+    return ACTIVATIONS[activation](gate).mul_(multiplier(up, activation))
+
+
+def multiplier(up: Tensor, activation: Activation) -> Tensor:
+    """What the second half of activate_and_mul's numbers becomes."""
+    return up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1 if activation == "clamped_swiglu" else up
 
 
 def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> None:
@@ -178,10 +199,16 @@ def gather_context(pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def paged_attention_decode(
-    queries: Tensor, pages: Tensor, block_table: Tensor, mask: Tensor, score_cap: float | None = None
+    queries: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    mask: Tensor,
+    score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One query per sequence over its pages: softmax(q k / sqrt(D) + mask) v. score_cap: c bounds q k / sqrt(D) to
-    c * tanh(q k / sqrt(D) / c); so in all that attends.
+    c * tanh(q k / sqrt(D) / c). sinks: float32 [H], each head's stands in its softmax as one score more, whose value is
+    0. So in all that attends.
 
     queries: [n, H * D] (head-major), block_table: int64 [n, width], rows padded with any page that the sequence owns;
     mask: [n, 1, 1, width * P], as from decode_mask. Returns [n, H * D]. Scores and sums are in float32.
@@ -192,11 +219,16 @@ def paged_attention_decode(
     grouped = queries.view(count, kv_heads, -1, head_dim)
     context = pages.index_select(0, block_table.view(-1)).view(count, width * page_tokens, 2, kv_heads, head_dim)
     keys, values = context.permute(2, 0, 3, 1, 4).unbind(0)
-    return _attention(grouped, keys, values, mask, score_cap).reshape(count, -1)
+    by_row = None if sinks is None else sinks.view(kv_heads, -1, 1)
+    return _attention(grouped, keys, values, mask, score_cap, by_row).reshape(count, -1)
 
 
 def attention_prompt(
-    queries: Tensor, keys_values: Tensor, mask: Tensor | None, score_cap: float | None = None
+    queries: Tensor,
+    keys_values: Tensor,
+    mask: Tensor | None,
+    score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Consecutive tokens of one prompt over the keys and values up to the last of them.
 
@@ -207,20 +239,33 @@ def attention_prompt(
     grouped = queries.view(queries.shape[0], kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     # Key/value heads stand in the place of the batch, and their group is a dimension of stride 0: nothing is repeated.
     keys, values = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1).unbind(0)
-    attended = _attention(grouped, keys, values, mask, score_cap)
+    by_row = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+    attended = _attention(grouped, keys, values, mask, score_cap, by_row)
     return attended.permute(2, 0, 1, 3).reshape(queries.shape[0], -1)
 
 
-def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, score_cap: float | None) -> Tensor:
-    """mask: None is plain causal."""
-    if score_cap is None:
+def _attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    score_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """mask: None is plain causal. sinks: as the scores, with a last dimension of 1."""
+    if score_cap is None and sinks is None:
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
-    scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(1.0 / (math.sqrt(queries.shape[-1]) * score_cap))
-    scores = scores.tanh_().mul_(score_cap)
+    scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(1.0 / math.sqrt(queries.shape[-1]))
+    if score_cap is not None:
+        scores = scores.mul_(1.0 / score_cap).tanh_().mul_(score_cap)
     if mask is None:
         count, context = scores.shape[-2:]
         mask = prompt_mask(context - count, count, context, None, scores.dtype, scores.device)
-    return (scores.add_(mask).softmax(-1) @ values.float()).to(queries.dtype)
+    scores.add_(mask)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(queries.dtype)
 
 
 def paged_decode_(
@@ -233,6 +278,7 @@ def paged_decode_(
     parts: int,
     work: DecodeWork,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """One query per sequence over its pages: row i sees the last `window` of its contexts[i] tokens. A row with a
     context of 0 stands for nobody, and its result is 0.
@@ -243,7 +289,7 @@ def paged_decode_(
     back; work is not used.
     """
     starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
-    _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window, score_cap)
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window, score_cap, sinks)
 
 
 def paged_chunks_(
@@ -256,6 +302,7 @@ def paged_chunks_(
     tiles: Tensor,
     window: int | None,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Chunks of consecutive tokens over their pages: rows row_starts[i] .. row_starts[i + 1] - 1 are the last ones of
     the contexts[i] tokens of chunk i, and each sees the last `window` tokens up to itself.
@@ -264,7 +311,7 @@ def paged_chunks_(
     [m + 1]. tiles: int32 [t, 2], contiguous: of each chunk's every chunk_tile_tokens-th row, the chunk and the row's
     number in it. Here in a loop as above; tiles are not used.
     """
-    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window, score_cap)
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window, score_cap, sinks)
 
 
 def _attend_one_by_one(
@@ -276,6 +323,7 @@ def _attend_one_by_one(
     row_starts: Tensor,
     window: int | None,
     score_cap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     page_tokens = pages.shape[1]
     starts = row_starts.tolist()
@@ -286,7 +334,7 @@ def _attend_one_by_one(
         blocks = table[: -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks)[:context]
         mask = prompt_mask(context - (end - start), end - start, context, window, queries.dtype, queries.device)
-        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks)
 
 
 def choose_tokens(

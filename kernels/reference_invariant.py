@@ -130,7 +130,7 @@ def rotary_and_store_kv_(
 
 def activate_and_mul(gate_up: Tensor, activation: reference.Activation = "silu") -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return _in_flat_pieces(reference.ACTIVATIONS[activation], gate).mul_(up)
+    return _in_flat_pieces(reference.ACTIVATIONS[activation], gate).mul_(reference.multiplier(up, activation))
 
 
 def paged_decode_(
@@ -143,12 +143,13 @@ def paged_decode_(
     parts: int,
     work: DecodeWork,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     for row, context in enumerate(contexts.tolist()):
         attended[row] = 0
         if context:
             rows = slice(row, row + 1)
-            _attend_(attended[rows], queries[rows], pages, block_tables[row], context, window, score_cap)
+            _attend_(attended[rows], queries[rows], pages, block_tables[row], context, window, score_cap, sinks)
 
 
 def paged_chunks_(
@@ -161,10 +162,11 @@ def paged_chunks_(
     tiles: Tensor,
     window: int | None,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     starts = row_starts.tolist()
     for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
-        _attend_(attended[start:end], queries[start:end], pages, table, context, window, score_cap)
+        _attend_(attended[start:end], queries[start:end], pages, table, context, window, score_cap, sinks)
 
 
 def _attend_(
@@ -175,6 +177,7 @@ def _attend_(
     context: int,
     window: int | None,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """The last len(queries) of the context's tokens over its pages."""
     count = queries.shape[0]
@@ -204,8 +207,13 @@ def _attend_(
             scores.append(tile)
         # A maximum is exact in any order, so the weights need no second look.
         best = torch.stack([tile.amax(-1) for tile in scores]).amax(0)
-        best.masked_fill_(best == float("-inf"), 0.0)  # of the padding
-        total = torch.zeros_like(best)
+        if sinks is None:
+            best.masked_fill_(best == float("-inf"), 0.0)  # of the padding
+            total = torch.zeros_like(best)
+        else:
+            by_row = sinks.view(kv_heads, 1, group).expand(-1, ROW_TILE, -1).reshape(kv_heads, -1)
+            best = torch.maximum(best, by_row)
+            total = _in_flat_pieces(torch.exp, by_row - best)
         result = torch.zeros_like(shared)
         for number, tile in enumerate(scores):
             weights = _in_flat_pieces(torch.exp, tile.sub_(best[..., None]))

@@ -15,6 +15,7 @@ namespace trioserve {
 struct AttentionShape {
     int heads, kv_heads, head_dim, page_tokens;
     float score_cap = 0;  // see ScoreCap
+    const float* sinks = nullptr;  // by head, up to a multiple of LANES; or null
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
     int64_t token_stride() const { return int64_t(2) * kv_heads * head_dim; }
@@ -443,6 +444,7 @@ void join_parts(const AttentionShape& shape, float* partials, int parts, const R
             keep(bests, joint.first);
             keep(totals, joint.second);
         }
+        if (shape.sinks != nullptr) total = add(total, weight_of_sink(load(shape.sinks + first), best));
         keep(partials + first, div(set(1.0f), total));
     }
     for (int head = 0; head < shape.heads; head++)

@@ -160,6 +160,16 @@ struct PackedScratch {
         return first;
     }
 
+    // To the totals of rows that have met all they see. Row i is of head i % group.
+    void add_sinks(const AttentionShape& shape, int64_t kv_head, int64_t count) const {
+        const float* sinks = shape.sinks + kv_head * shape.group();
+        for (int64_t row = 0; row < count; row += LANES) {
+            alignas(64) float lanes[LANES];
+            for (int lane = 0; lane < LANES; lane++) lanes[lane] = sinks[(row + lane) % shape.group()];
+            store(totals + row, add(load(totals + row), weight_of_sink(load(lanes), load(best + row))));
+        }
+    }
+
     // finish(row, d, Lanes) gets the sums of each row's numbers d .. d + 15; is_share: divided by its total.
     template <class Finish>
     void end(const AttentionShape& shape, int64_t count, bool is_share, const Finish& finish) const {
@@ -526,6 +536,7 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
                    else
                        of_part.join(shape, count, from, to);
                });
+    if (shape.sinks != nullptr) scratch.first_part().add_sinks(shape, piece.kv_head, count);
     scratch.first_part().end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
         store(attended.at(chunk.first_row + piece.token + row / group, (piece.kv_head * group + row % group) * dim + d), part);
     });

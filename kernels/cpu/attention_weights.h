@@ -153,6 +153,9 @@ inline float sum_of_span(const Lanes* weights) {
     return ((sixteens[0] + sixteens[1]) + sixteens[2]) + sixteens[3];
 }
 
+// What sinks add to the totals of all parts. Far above all scores it is infinite, and what comes of them 0.
+inline Lanes weight_of_sink(Lanes sink, Lanes best) { return exp(sub(sink, best)); }
+
 // Two parts of a context become one: what each part's weights and sums are multiplied with.
 template <class T>
 struct Joint {

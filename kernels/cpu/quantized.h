@@ -20,13 +20,13 @@ constexpr int64_t RECORD_DEPTH = 32;
 // 3 bits for -4 to 3; 2 bits for 0 to 3.
 enum WeightFormat : int32_t {
     DENSE = 0, Q8 = 1, Q4 = 2, Q4_MIN = 3, Q4_WIDE = 4, Q8_FINE = 5, Q8_WIDE = 6, Q2_FINE = 7, Q3_FINE = 8, Q4_CURVE = 9,
-    Q4_CURVE_WIDE = 10
+    Q4_CURVE_WIDE = 10, Q4_FLOAT = 11
 };
 
 // ggml's numbers, and two of our own: a float32 scale and a float32 min of 32 numbers, which are stored as in Q4_0 and Q8_0.
 enum StorageType : int32_t {
     Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
-    IQ4_XS = 23, Q4_F32 = 1000, Q8_F32 = 1001
+    IQ4_XS = 23, MXFP4 = 39, Q4_F32 = 1000, Q8_F32 = 1001
 };
 
 struct f16 {
@@ -68,6 +68,9 @@ inline void store(int8_t* to, Lanes whole) {
 struct NoTable {};
 struct Iq4Table {  // of IQ4_NL and IQ4_XS
     static constexpr uint8_t NUMBERS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+};
+struct Fp4Table {  // of MXFP4: twice the numbers of FP4
+    static constexpr uint8_t NUMBERS[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 };
 
 // Scale: of what is stored. A scale of 8 bits is multiplied with one for 8 records; unsigned, its upper half is the min.
@@ -129,6 +132,7 @@ inline auto with_format(int32_t format, const Use& use) {
         case Q3_FINE: return use(Format<3, int8_t, 16, false>());
         case Q4_CURVE: return use(Format<4, f16, 32, false, Iq4Table>());
         case Q4_CURVE_WIDE: return use(Format<4, float, 32, false, Iq4Table>());
+        case Q4_FLOAT: return use(Format<4, bf16, 32, false, Fp4Table>());  // which holds every power of 2
         default: return use(Format<8, float, 32, true>());
     }
 }
@@ -185,6 +189,7 @@ inline int signed_six_bits(const uint8_t* from, int64_t group) {
 inline int64_t storage_row_bytes(int32_t storage, int64_t k) {
     switch (storage) {
         case Q4_0: case IQ4_NL: return k / 32 * 18;
+        case MXFP4: return k / 32 * 17;
         case Q4_1: return k / 32 * 20;
         case Q5_0: return k / 32 * 22;
         case Q5_1: return k / 32 * 24;
@@ -212,6 +217,7 @@ inline int32_t format_of(int32_t storage) {
         case Q3_K: return Q3_FINE;
         case IQ4_NL: return Q4_CURVE;
         case IQ4_XS: return Q4_CURVE_WIDE;
+        case MXFP4: return Q4_FLOAT;
         default: return Q8_WIDE;
     }
 }
@@ -255,6 +261,10 @@ inline void read_group(const uint8_t* row, int64_t group, Group& to) {
             to.values[n] = block[START + n] & 15;
             to.values[16 + n] = block[START + n] >> 4;
         }
+    } else if constexpr (STORAGE == MXFP4) {
+        const uint8_t* block = row + group * 17;
+        to.scales[0] = std::ldexp(1.0f, std::min<int>(block[0], 254) - 128);
+        for (int n = 0; n < 32; n++) to.values[n] = block[1 + n % 16] >> (n / 16 * 4) & 15;
     } else if constexpr (STORAGE == Q4_F32 || STORAGE == Q8_F32) {
         const uint8_t* block = row + group * (STORAGE == Q4_F32 ? 24 : 40);
         to.scales[0] = single_at(block);
@@ -409,6 +419,7 @@ inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64
             case Q3_K: return pack(std::integral_constant<int, Q3_K>());
             case IQ4_NL: return pack(std::integral_constant<int, IQ4_NL>());
             case IQ4_XS: return pack(std::integral_constant<int, IQ4_XS>());
+            case MXFP4: return pack(std::integral_constant<int, MXFP4>());
             case Q5_0: return pack(std::integral_constant<int, Q5_0>());
             case Q5_1: return pack(std::integral_constant<int, Q5_1>());
             case Q8_0: return pack(std::integral_constant<int, Q8_0>());

@@ -60,6 +60,17 @@ inline Lanes activate(int32_t activation, Lanes gate) {
     return gated<T>(gate, mul(set(1.59576912f), fma(cube, set(0.044715f), gate)));
 }
 
+// The activation of the gate times up.
+template <class T>
+inline Lanes activate(int32_t activation, Lanes gate, Lanes up) {
+    if (activation == CLAMPED_SWIGLU) {
+        const Lanes limit = set(7.0f), below = min(limit, gate);  // in this order a NaN stays one
+        up = max(sub(zero(), limit), min(limit, up));
+        return mul(gated<T>(below, mul(set(1.702f), below)), add(up, set(1.0f)));
+    }
+    return mul(activate<T>(activation, gate), up);
+}
+
 // The places of the `count` largest of these numbers, the largest first; of equals the first one. What `skips` has comes
 // never.
 template <class Skips>
@@ -116,8 +127,15 @@ bool has_output_norms(const Model& model) {
     return false;
 }
 
-AttentionShape shape_of(const Model& model, float score_cap = 0) {
-    return {model.head_count, model.kv_head_count, model.head_dim, model.page_tokens, score_cap};
+AttentionShape shape_of(const Model& model) {
+    return {model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+}
+
+AttentionShape shape_of(const Model& model, const Layer& layer) {
+    AttentionShape shape = shape_of(model);
+    shape.score_cap = layer.score_cap;
+    shape.sinks = layer.sinks;
+    return shape;
 }
 
 // The parts of one row's context: where the first one's sums lie, in parts; which part of the context that is; how many they
@@ -557,7 +575,7 @@ void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix
                 gate = add(gate, load(bias + first_block * LANES));
                 up = add(up, load(bias + first_block * LANES + LANES));
             }
-            store(activated.at(first_row + row, n), mul(activate<T>(activation, gate), up));
+            store(activated.at(first_row + row, n), activate<T>(activation, gate, up));
             if (n + LANES == middle) activated.pad(first_row + row, middle);
         }
     });
@@ -606,9 +624,12 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
     product(thread, x, rows_, experts.router, nullptr,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 for (int row = 0; row < count; row++)
-                    for (int block = 0; block < blocks; block++)
-                        store(chances + (first_row + row) * padded_count + (first_block + block) * LANES,
-                              load(sums + row * PANEL + block * LANES));
+                    for (int block = 0; block < blocks; block++) {
+                        const int64_t n = (first_block + block) * LANES;
+                        Lanes chance = load(sums + row * PANEL + block * LANES);
+                        if (experts.router_bias != nullptr) chance = add(chance, load(experts.router_bias + n));
+                        store(chances + (first_row + row) * padded_count + n, chance);
+                    }
             });
     team.meet();
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
@@ -626,10 +647,11 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
     team.meet();
     // rows_at: where the rows are added; null: to the same rows.
     const auto go_through = [&](const Rows<const T>& some, int64_t count, int64_t middle, const Matrix& gate_up,
-                                const Matrix& down, const int32_t* rows_at, const float* weights) {
+                                const float* gate_up_bias, const Matrix& down, const float* down_bias,
+                                const int32_t* rows_at, const float* weights) {
         const auto activated = rows_for<T>(mixed_.of<T>(0), count, middle);
         team.meet();
-        gate<T>(thread, some, count, gate_up, nullptr, layer.activation, activated, nullptr);
+        gate<T>(thread, some, count, gate_up, gate_up_bias, layer.activation, activated, nullptr);
         team.meet();
         product<T>(thread, activated, count, down, nullptr,
                    [&](int64_t first_row, int found, int64_t first_block, int blocks, float* sums) {
@@ -637,9 +659,11 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                            const int64_t row = rows_at == nullptr ? first_row + index : rows_at[first_row + index];
                            const Lanes weight = set(weights[first_row + index] * layer.residual_scale);
                            float* to = hidden + row * size + first_block * LANES;
-                           for (int block = 0; block < blocks; block++)
-                               store(to + block * LANES,
-                                     fma(load(sums + index * PANEL + block * LANES), weight, load(to + block * LANES)));
+                           for (int block = 0; block < blocks; block++) {
+                               Lanes value = load(sums + index * PANEL + block * LANES);
+                               if (down_bias != nullptr) value = add(value, load(down_bias + (first_block + block) * LANES));
+                               store(to + block * LANES, fma(value, weight, load(to + block * LANES)));
+                           }
                        }
                    });
         team.meet();
@@ -653,11 +677,15 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
             for (int64_t n = 0; n < size; n += LANES) std::memcpy(some.at(index, n), x.at(row, n), sizeof(T) * LANES);
             some.pad(index, size);
         }
-        go_through(some, count, experts.middle, experts.gate_up[expert], experts.down[expert],
-                   expert_rows_.data() + first, expert_weights_.data() + first);
+        const auto bias_of = [=](const float* biases, int64_t outputs) {
+            return biases == nullptr ? nullptr : biases + expert * outputs;
+        };
+        go_through(some, count, experts.middle, experts.gate_up[expert], bias_of(experts.gate_up_bias, 2 * experts.middle),
+                   experts.down[expert], bias_of(experts.down_bias, size), expert_rows_.data() + first,
+                   expert_weights_.data() + first);
     }
     if (experts.shared_middle == 0) return;
-    go_through(x, rows_, experts.shared_middle, experts.shared_gate_up, experts.shared_down, nullptr,
+    go_through(x, rows_, experts.shared_middle, experts.shared_gate_up, nullptr, experts.shared_down, nullptr, nullptr,
                    shared_weights_.data());
 }
 
@@ -986,7 +1014,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             team.meet();
             if (is_abandoned_) return;
-            attend<T>(thread, shape_of(model, layer.score_cap), plans_.at(layer.window), layer.window, queries, pages, attended,
+            attend<T>(thread, shape_of(model, layer), plans_.at(layer.window), layer.window, queries, pages, attended,
                       first_read<T>(thread, layer.output, rows));
             team.meet();
             const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
@@ -1099,7 +1127,7 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
                         queries + row * size + head * dim, sizeof(T) * dim);
     team.run([&](int thread) {
         configure_tiles();
-        attend<T>(thread, shape_of(model, model.layers[0].score_cap), plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
+        attend<T>(thread, shape_of(model, model.layers[0]), plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
     });
     for (int64_t row = 0; row < rows_; row++)
         for (int64_t n = 0; n < size; n += LANES) std::memcpy(attended + row * size + n, found.at(row, n), sizeof(T) * LANES);

@@ -12,7 +12,7 @@ namespace trioserve {
 enum DtypeName : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
 enum QkNorm : int32_t { NO_QK_NORM = 0, HEAD_NORM = 1, HEADS_NORM = 2, ROW_NORM = 3 };
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 // Some of a matrix's outputs, 16 to a block. format: a WeightFormat of quantized.h; DENSE is the model's dtype.
 struct WeightPart {
@@ -31,12 +31,13 @@ enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
 // they are multiplied with scale. score_bias: [count], added to what chooses, or null. They are chosen from the
 // groups_per_token best of group_count groups, which count by the sum of their group_leaders best. gate_up, down: [count],
 // as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what all rows go through; without
-// blocks there is none. shared_gate: [hidden_size], or null.
+// blocks there is none. shared_gate: [hidden_size], or null. Biases, which may be null: router_bias [count], gate_up_bias
+// [count][2 * middle], each as of a layer, down_bias [count][hidden_size].
 constexpr int EXPERT_GROUPS_MAX = 64;
 struct Experts {
     Matrix router, shared_gate_up, shared_down;
     const Matrix *gate_up, *down;
-    const float *shared_gate, *score_bias;
+    const float *shared_gate, *score_bias, *router_bias, *gate_up_bias, *down_bias;
     int32_t count, per_token, normalizes, middle, shared_middle;
     int32_t scoring, group_count, groups_per_token, group_leaders;
     float scale;
@@ -47,12 +48,12 @@ struct Experts {
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
 // everything. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
 // for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
-// reads. query_factor: of queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in
+// reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in
 // the place of gate_up and down, or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
-    const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm;
+    const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel;
     float query_factor, score_cap, residual_scale;
     const Experts* experts;

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trioserve_kernels.reference import Activation
+from trioserve_kernels.reference import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 
 __all__ = ["activate_and_mul", "activate_mul_kernel"]
 
@@ -15,7 +15,14 @@ COLUMN_BLOCK = 1024
 
 @triton.jit
 def activate_mul_kernel(
-    product, gate_up, columns, gate_up_stride, ACTIVATION: tl.constexpr, COLUMN_BLOCK: tl.constexpr
+    product,
+    gate_up,
+    columns,
+    gate_up_stride,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
@@ -27,6 +34,10 @@ def activate_mul_kernel(
     elif ACTIVATION == "gelu_tanh":
         # x (1 + tanh(y)) / 2 is x / (1 + exp(-2 y)).
         active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    elif ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # a NaN stays one
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        active = gate / (1.0 + tl.exp(-SLOPE * gate))
     else:
         active = gate / (1.0 + tl.exp(-gate))
     tl.store(product + row * columns + column, (active * up).to(product.dtype.element_ty), mask=inside)
@@ -38,6 +49,13 @@ def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor
     product = gate_up.new_empty(rows, columns)
     if rows:
         activate_mul_kernel[(rows, triton.cdiv(columns, COLUMN_BLOCK))](
-            product, gate_up, columns, gate_up.stride(0), ACTIVATION=activation, COLUMN_BLOCK=COLUMN_BLOCK
+            product,
+            gate_up,
+            columns,
+            gate_up.stride(0),
+            ACTIVATION=activation,
+            SLOPE=CLAMPED_SLOPE,
+            LIMIT=CLAMPED_LIMIT,
+            COLUMN_BLOCK=COLUMN_BLOCK,
         )
     return product

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["attend_tile", "pipeline_stages", "score_numbers", "shared_bytes_max", "token_block"]
+__all__ = ["attend_tile", "begin_softmax", "pipeline_stages", "score_numbers", "shared_bytes_max", "token_block"]
 
 LOG2_E = 1.4426950408889634
 TILE_BYTES_MAX = 16 * 1024  # keys or values of a tile; two of each are in flight, and small GPUs have 99 KiB
@@ -41,6 +41,19 @@ def shared_bytes_max(device: torch.device) -> int:
         return 0
     properties: Any = torch.cuda.get_device_properties(device)  # torch's own types leave the number out
     return int(properties.shared_memory_per_block_optin)
+
+
+@triton.jit
+def begin_softmax(sinks, head, is_there, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The running maximum and total [ROWS] before any tile. head, is_there: [ROWS], whose sink is a row's, and whether
+    it has one; without sinks nothing has been seen."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        maximum = tl.load(sinks + head, mask=is_there, other=0.0) * 1.4426950408889634
+        maximum = tl.where(is_there, maximum, float("-inf"))
+        total = tl.where(is_there, 1.0, 0.0)
+    return maximum, total
 
 
 @triton.jit

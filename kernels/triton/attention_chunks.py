@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import chunk_tile_tokens
-from trioserve_kernels.triton.attention import attend_tile, pipeline_stages, score_numbers, token_block
+from trioserve_kernels.triton.attention import attend_tile, begin_softmax, pipeline_stages, score_numbers, token_block
 
 __all__ = ["chunks_kernel", "paged_chunks_"]
 
@@ -27,6 +27,7 @@ def chunks_kernel(
     contexts,
     row_starts,
     tiles,
+    sinks,
     window,
     score_scale,
     score_cap,
@@ -43,6 +44,7 @@ def chunks_kernel(
     DIM_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     IS_CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Program (tile, key/value head)."""
     kv_head = tl.program_id(1)
@@ -63,8 +65,7 @@ def chunks_kernel(
     # What the tile's first token sees first, and what its last one sees last.
     first = tl.maximum(chunk_start + tile_first - window + 1, 0)
     end = chunk_start + tl.minimum(tile_first + TILE_TOKENS, count)
-    maximum = tl.full([ROW_BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([ROW_BLOCK], tl.float32)
+    maximum, total = begin_softmax(sinks, kv_head * GROUP + member % GROUP, computed, ROW_BLOCK, HAS_SINKS)
     result = tl.zeros([ROW_BLOCK, DIM_BLOCK], tl.float32)
     for start in range(first // TOKEN_BLOCK * TOKEN_BLOCK, end, TOKEN_BLOCK):
         position = start + tl.arange(0, TOKEN_BLOCK)
@@ -104,6 +105,7 @@ def paged_chunks_(
     tiles: Tensor,
     window: int | None,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     _, page_tokens, _, kv_heads, head_dim = pages.shape
     group = queries.shape[1] // head_dim // kv_heads
@@ -120,6 +122,7 @@ def paged_chunks_(
         contexts,
         row_starts,
         tiles,
+        queries if sinks is None else sinks,
         NO_WINDOW if window is None else window,
         *score_numbers(head_dim, score_cap),
         attended.stride(0),
@@ -135,6 +138,7 @@ def paged_chunks_(
         DIM_BLOCK=dim_block,
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
         IS_CAPPED=score_cap is not None,
+        HAS_SINKS=sinks is not None,
         # float32 and long heads need the registers of more warps; float32 fills them without any pipeline, and would
         # spill more of them with one.
         num_warps=4 if dim_block * pages.dtype.itemsize <= 256 else 8,

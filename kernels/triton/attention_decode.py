@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
-from trioserve_kernels.triton.attention import attend_tile, pipeline_stages, score_numbers, token_block
+from trioserve_kernels.triton.attention import attend_tile, begin_softmax, pipeline_stages, score_numbers, token_block
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
 
@@ -36,6 +36,7 @@ def decode_split_kernel(
     contexts,
     sums,
     scales,
+    sinks,
     window,
     score_scale,
     score_cap,
@@ -55,6 +56,7 @@ def decode_split_kernel(
     TOKEN_BLOCK: tl.constexpr,
     ONE_PART: tl.constexpr,
     IS_CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Program (row, key/value head, n): every n-th of the row's parts, counted from the one where its window begins.
     ONE_PART: nothing to join, so the result is written at once."""
@@ -80,8 +82,9 @@ def decode_split_kernel(
         end = tl.minimum(begin + part_tokens, context)
         # The first tile holds the first visible token, so that no tile is without one.
         begin = tl.maximum(begin, first // TOKEN_BLOCK * TOKEN_BLOCK)
-        maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        # A sink is met once, in the first part.
+        has_sink = (member < GROUP) & (part == 0) & (context > 0)
+        maximum, total = begin_softmax(sinks, head, has_sink, GROUP_BLOCK, HAS_SINKS)
         result = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
         for start in range(begin, end, TOKEN_BLOCK):
             position = start + tl.arange(0, TOKEN_BLOCK)
@@ -172,6 +175,7 @@ def paged_decode_(
     parts: int,
     work: DecodeWork,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     count = queries.shape[0]
     _, page_tokens, _, kv_heads, head_dim = pages.shape
@@ -191,6 +195,7 @@ def paged_decode_(
         contexts,
         work.sums,
         work.scales,
+        queries if sinks is None else sinks,
         visible,
         *score_numbers(head_dim, score_cap),
         attended.stride(0),
@@ -208,6 +213,7 @@ def paged_decode_(
         DIM_BLOCK=dim_block,
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
         IS_CAPPED=score_cap is not None,
+        HAS_SINKS=sinks is not None,
         ONE_PART=parts == 1,
         num_warps=4,
         num_stages=pipeline_stages(pages.device),

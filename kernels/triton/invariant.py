@@ -68,10 +68,11 @@ def paged_decode_(
     parts: int,
     work: DecodeWork,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Chunks of one token each. parts and work are not used."""
     count = queries.shape[0]
     row_starts = torch.arange(count + 1, dtype=torch.int32, device=queries.device)
     # An int64 is a chunk's number and a 0 behind it: its one tile begins at its first row.
     tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
-    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap)
+    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap, sinks)

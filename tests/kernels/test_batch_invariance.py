@@ -121,9 +121,11 @@ class Sequences:
         shared: int = 0,
         spread: float = 1,
         page_tokens: int = 16,
+        has_sinks: bool = False,
     ) -> None:
         self.dtype, self.heads, self.kv_heads, self.head_dim, self.window = dtype, heads, kv_heads, head_dim, window
         self._page_tokens = page_tokens
+        self._sinks = np.random.default_rng(6).normal(0, 3, 64).astype(np.float32) if has_sinks else None
         blocks, count = -(-TOKENS // page_tokens), 5
         self._pages = random(count * blocks, page_tokens, 2, kv_heads, head_dim, dtype=dtype, seed=3)
         order = np.random.default_rng(4).permutation(count * blocks)
@@ -139,7 +141,7 @@ class Sequences:
         firsts = np.cumsum([0, *map(len, tables)])[:-1]
         arrays = [int32_array([int(number) for number in numbers]) for numbers in (counts, starts, firsts)]
         blocks = np.concatenate(tables).astype(np.int32)
-        layer = LayerStruct(window=self.window)
+        layer = LayerStruct(window=self.window, sinks=None if self._sinks is None else address(self._sinks))
         model = ModelStruct(
             dtype=DTYPES[self.dtype],
             layer_count=1,
@@ -186,6 +188,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "12 heads of 80 for one of keys": {"heads": 12, "kv_heads": 1, "head_dim": 80},
     "more heads than lanes": {"heads": 20, "kv_heads": 4, "head_dim": 16, "spread": 4},
     "pages of 7": {"heads": 7, "kv_heads": 1, "head_dim": 64, "page_tokens": 7, "shared": 40},
+    "sinks": {"heads": 20, "kv_heads": 4, "head_dim": 64, "has_sinks": True, "shared": 12, "spread": 3},
+    "sinks and a window": {"heads": 9, "kv_heads": 3, "head_dim": 32, "has_sinks": True, "window": 128},
     "pages of 100 and a window": {"heads": 4, "kv_heads": 2, "head_dim": 80, "page_tokens": 100, "window": 129},
 }
 

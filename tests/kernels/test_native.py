@@ -120,6 +120,7 @@ def expected_attention(
     chunks: list[tuple[int, int]],
     window: int | None,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each row alone, over what it sees, in float64."""
     rows = []
@@ -133,7 +134,10 @@ def expected_attention(
             scores = torch.einsum("kgd,tkd->kgt", query, seen[:, 0]) / math.sqrt(dim)
             if score_cap is not None:
                 scores = score_cap * torch.tanh(scores / score_cap)
-            rows.append(torch.einsum("kgt,tkd->kgd", scores.softmax(-1), seen[:, 1]).flatten())
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
+            weights = scores.softmax(-1)[..., : len(seen)]
+            rows.append(torch.einsum("kgt,tkd->kgd", weights, seen[:, 1]).flatten())
     return torch.stack(rows)
 
 
@@ -146,6 +150,7 @@ def attention_of(
     *,
     window: int | None = None,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     page_tokens, _, kv_heads, head_dim = pages.shape[1:]
 
@@ -155,7 +160,12 @@ def attention_of(
     starts, counts = array([start for start, _ in chunks]), array([count for _, count in chunks])
     firsts = array([sum(map(len, tables[:index])) for index in range(len(tables))])
     blocks = array([block for table in tables for block in table])
-    layer = LayerStruct(window=window or 0, score_cap=score_cap or 0.0)
+    padded = np.zeros(64, dtype=np.float32)
+    if sinks is not None:
+        padded[: len(sinks)] = sinks.numpy()
+    layer = LayerStruct(
+        window=window or 0, score_cap=score_cap or 0.0, sinks=None if sinks is None else address(padded)
+    )
     model = ModelStruct(
         dtype=DTYPES[name_of(queries.dtype)],
         layer_count=1,
@@ -191,9 +201,11 @@ def check_attention(
     shared: dict[int, tuple[int, int]] | None = None,
     spread: float = 1.0,
     score_cap: float | None = None,
+    sink: float | None = None,
 ) -> None:
     """chunks: (start, count) of each sequence. shared: of some sequences, which earlier one has the same first blocks,
-    and how many. spread: of the scores, about. Every slot that no row sees holds NaN."""
+    and how many. spread: of the scores, about. sink: heads have sinks, about so high. Every slot that no row sees holds
+    NaN."""
     widths = [-(-(start + count) // page_tokens) for start, count in chunks]
     order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(5)).tolist()
     tables: list[list[int]] = []
@@ -209,8 +221,9 @@ def check_attention(
     pages[~seen] = float("nan")
     row_count = sum(count for _, count in chunks)
     queries = (random(row_count, heads * head_dim, seed=8) * spread).to(dtype)
-    attended = attention_of(engine, queries, pages, tables, chunks, window=window, score_cap=score_cap)
-    expected = expected_attention(queries, pages, tables, chunks, window, score_cap)
+    sinks = None if sink is None else random(heads, seed=9) + sink
+    attended = attention_of(engine, queries, pages, tables, chunks, window=window, score_cap=score_cap, sinks=sinks)
+    expected = expected_attention(queries, pages, tables, chunks, window, score_cap, sinks)
     assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
 
 
@@ -275,6 +288,19 @@ def test_attention_with_capped_scores(engine: Engine, dtype: torch.dtype, head_d
         score_cap=score_cap,
     )
     check_attention(engine, dtype, chunks=chunks, head_dim=head_dim, window=40, spread=8.0, score_cap=score_cap)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("sink", (-300.0, 0.0, 4.0, 300.0))
+@pytest.mark.parametrize("heads, kv_heads, head_dim", ((6, 2, 64), (20, 4, 48), (5, 1, 96)))
+def test_attention_with_sinks(
+    engine: Engine, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sink: float
+) -> None:
+    """Decodes alone and on shared blocks, short chunks, and prompts of several spans."""
+    chunks = [(0, 1), (90, 1), (300, 1), (310, 1), (30, 3), (0, 130), (77, 50)]
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "sink": sink}
+    check_attention(engine, dtype, chunks=chunks, shared={3: (2, 18)}, spread=4.0, **shape)
+    check_attention(engine, dtype, chunks=chunks, window=40, **shape)
 
 
 @pytest.mark.slow

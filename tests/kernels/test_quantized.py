@@ -51,8 +51,10 @@ def block_size(block_type: str) -> tuple[int, int]:
     return values, size
 
 
-def scale_type(block_type: str) -> type[np.floating[Any]]:
-    return np.float32 if block_type in OWN_BLOCK_BYTES else np.float16
+def stored_scales(block_type: str, numbers: Doubles) -> npt.NDArray[Any]:
+    if block_type == "MXFP4":  # the exponents of powers of 2
+        return np.round(np.log2(np.abs(numbers) + 2**-100) + 127).astype(np.uint8)
+    return numbers.astype(np.float32 if block_type in OWN_BLOCK_BYTES else np.float16)
 
 
 def random_blocks(block_type: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -61,8 +63,9 @@ def random_blocks(block_type: str, rows: int, columns: int, seed: int = 0) -> np
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
     for at in SCALES_AT.get(block_type, (0,)):
-        scales = random.normal(0, 0.01, blocks.shape[:2]).astype(scale_type(block_type))
-        scales[random.random(scales.shape) < 0.05] = 0
+        numbers = random.normal(0, 0.01, blocks.shape[:2])
+        numbers[random.random(numbers.shape) < 0.05] = 0
+        scales = stored_scales(block_type, numbers)
         blocks[:, :, at : at + scales.itemsize] = scales[..., None].view(np.uint8)
     return np.ascontiguousarray(blocks.reshape(rows, -1))
 
@@ -259,7 +262,7 @@ def test_the_largest_numbers_do_not_overflow(engine: Engine, block_type: str) ->
         values, _ = block_size(block_type)
         parts = blocks.reshape(32, 256 // values, -1)
         for at in SCALES_AT.get(block_type, (0,)):
-            one = np.array([1.0], dtype=scale_type(block_type))
+            one = stored_scales(block_type, np.ones(1))
             parts[:, :, at : at + one.itemsize] = one.view(np.uint8)
         weight = Weight(engine.library, BLOCK_FORMATS[block_type][1], 32, 256)
         engine.library.pack_blocks(block_type, blocks, 256, weight.place)
@@ -302,6 +305,9 @@ def test_weights_are_rounded_to_the_next_bfloat16(engine: Engine, block_type: st
     is_held = (floats_of(bfloat16_bits(exact)) == exact) & (not has_min)
     assert np.array_equal(rounded[is_held], exact[is_held])
     is_large = (np.abs(exact) > 64 * slack) & ~is_held
+    if block_type == "MXFP4":
+        assert is_held.all()  # 2 bits times a power of 2
+        return
     assert abs(((np.abs(rounded) - np.abs(exact)) / steps)[is_large].mean()) < 0.02
 
 

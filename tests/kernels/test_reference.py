@@ -103,6 +103,46 @@ def test_other_activations(activation: reference.Activation) -> None:
     check_close(reference.activate_and_mul(torch.cat((gate, up), -1), activation), exact * up, torch.float32)
 
 
+def test_a_clamped_activation() -> None:
+    """Numbers on both sides of every bound."""
+    gate, up = (values(4, 20, seed=seed) * 10 for seed in (0, 1))
+    low, near = gate.double().clamp(max=7.0), up.double().clamp(-7.0, 7.0)
+    assert (low != gate.double()).any()
+    assert (near != up.double()).any()
+    exact = low / (1 + (-1.702 * low).exp()) * (near + 1)
+    got = reference.activate_and_mul(torch.cat((gate, up), -1), "clamped_swiglu")
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sink", (-1e4, 0.0, 3.0, 1e4))
+@pytest.mark.parametrize("score_cap", (None, 2.0))
+def test_sinks_of_prompts_and_decodes(sink: float, score_cap: float | None) -> None:
+    """One score more, whose value is 0; far below all scores it changes nothing, far above them nothing is left."""
+    pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
+    context = pages.flatten(0, 1)
+    queries = values(2, HEADS * HEAD_DIM, seed=1) * 3
+    sinks = values(HEADS, seed=2) + sink
+    wanted = []
+    for row in range(2):
+        seen = context[: len(context) - 1 + row].repeat_interleave(HEADS // KV_HEADS, 2).double()
+        scores = torch.einsum("hd,thd->ht", queries[row].view(HEADS, HEAD_DIM).double(), seen[:, 0])
+        scores = scores / math.sqrt(HEAD_DIM)
+        if score_cap is not None:
+            scores = score_cap * torch.tanh(scores / score_cap)
+        weights = torch.cat((scores, sinks[:, None].double()), -1).softmax(-1)[:, :-1]
+        wanted.append(torch.einsum("ht,thd->hd", weights, seen[:, 1]).flatten())
+    mask = reference.prompt_mask(len(context) - 2, 2, len(context), None, torch.float32, torch.device("cpu"))
+    got = reference.attention_prompt(queries, context, mask, score_cap, sinks)
+    check_close(got, torch.stack(wanted), torch.float32)
+    first, last = torch.zeros(1, dtype=torch.int64), torch.full((1,), len(context))
+    whole = reference.decode_mask(first, last, len(context), torch.float32)
+    decoded = reference.paged_attention_decode(queries[1:], pages, torch.arange(3)[None], whole, score_cap, sinks)
+    check_close(decoded, torch.stack(wanted[1:]), torch.float32)
+    if sink < -1:
+        plain = reference.attention_prompt(queries, context, mask, score_cap)
+        torch.testing.assert_close(got, plain, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("score_cap", (0.5, 30.0))
 def test_capped_scores_of_prompts_and_decodes(score_cap: float) -> None:
     """Both by the formula, over the same context; and a cap far above all scores changes nothing."""

@@ -43,6 +43,7 @@ TORCH = (
     ("qwen3", "bfloat16", "none"),
     ("gemma2", "bfloat16", "none"),
     ("qwen2-moe", "bfloat16", "none"),
+    ("gpt-oss", "bfloat16", "none"),
 )
 NATIVE = (
     ("llama", "float32", "none"),
@@ -70,6 +71,8 @@ NATIVE = (
     ("cohere2", "bfloat16", "int8"),
     ("qwen2-moe", "bfloat16", "none"),
     ("qwen3-moe", "bfloat16", "int4"),
+    ("gpt-oss", "bfloat16", "none"),
+    ("gpt-oss", "bfloat16", "int8"),
 )
 
 

@@ -49,6 +49,7 @@ GGUF_KINDS = (
     "granite-moe",
     "glm4-moe",
     "dots1",
+    "gpt-oss",
 )
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -198,6 +199,17 @@ def test_a_cap_may_be_switched_off() -> None:
         ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 8}, "that a group counts by is 2, allowed is 1 to 1"),
         ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 4, "topk_group": 1}, "for each token is 3, allowed is 1 to 2"),
         ("Qwen3MoeForCausalLM", {**MIXTURE, "moe_intermediate_size": 32, "n_group": 2}, "n_group in config.json is 2"),
+        (
+            "GptOssForCausalLM",
+            {**MIXTURE, "swiglu_limit": 5.0},
+            "swiglu_limit in config.json is 5.0, but it must be 7.0",
+        ),
+        (
+            "GptOssForCausalLM",
+            {**MIXTURE, "swiglu_alpha": 1.0},
+            "swiglu_alpha in config.json is 1.0, but it must be 1.7",
+        ),
+        ("MixtralForCausalLM", {**MIXTURE, "swiglu_limit": 7.0}, "swiglu_limit in config.json is 7.0"),
         ("GraniteForCausalLM", {"layer_types": ["mamba"] * 6}, "layer_types in config.json is ['mamba'"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling in config.json is 0, but it must be above 0"),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported"),

@@ -171,7 +171,7 @@ def test_end_tokens_of_both_files_count_once_each() -> None:
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "'mrope'; supported are default, linear, dynamic, llama3"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling in config.json lacks factor"),
         ({"rope_scaling": "linear"}, "must be an object"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 0}}, "truncate"),
         ({"partial_rotary_factor": 0.5, "rope_scaling": None}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"eos_token_id": ["</s>"]}, "a whole number or a list of them"),

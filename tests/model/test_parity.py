@@ -71,6 +71,7 @@ KINDS = (
     "granite-moe",
     "glm4-moe",
     "dots1",
+    "gpt-oss",
 )
 VOCAB_SIZE = 320
 
@@ -194,8 +195,12 @@ def test_logits_and_greedy_tokens_equal_transformers(
                 "attention_factor": 1.5,
             },
         ),
+        (
+            {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+            {"kind": "yarn", "factor": 32.0, "original_context_tokens": 4096, "rounds_ends": False},
+        ),
     ),
-    ids=("linear", "llama3", "yarn", "yarn with its own numbers"),
+    ids=("linear", "llama3", "yarn", "yarn with its own numbers", "yarn with ends that are not rounded"),
 )
 def test_rotary_scaling_of_real_sizes_equals_transformers(
     scaling: dict[str, Any], fields: dict[str, Any], tiny_checkpoint: Callable[..., Path]

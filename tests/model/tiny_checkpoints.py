@@ -295,6 +295,17 @@ FAMILY_KINDS |= {
     ),
     "dots1": ("dots1", {**_ROUTED, "head_dim": 32, "sliding_window": None, "num_hidden_layers": 3}),
 }
+FAMILY_KINDS["gpt-oss"] = (
+    "gpt_oss",
+    {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {**_YARN_ROPE, "truncate": False},
+    },
+)
 # transformers computes these as Llamas and names that class; their makers' configs have names of their own.
 _PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -325,6 +336,8 @@ def write_checkpoint(
             parameter.normal_(0.0, 0.1, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)
+            if name.endswith(("gate_up_proj_bias", "sinks")):
+                parameter.mul_(40.0)  # so that some numbers are clamped, and some heads see little
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1, generator=generator)
@@ -468,12 +481,15 @@ _ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 
 
-def write_family_gguf(checkpoint: Path, path: Path) -> None:
+def write_family_gguf(
+    checkpoint: Path, path: Path, *, expert_type: str = "F32", special_tokens: tuple[str, ...] = ()
+) -> None:
     """Write the directory `checkpoint`, of a kind of FAMILY_KINDS, as GGUF in float32. Tensors' names are those of the
-    gguf package."""
+    gguf package. expert_type: of experts' matrices. special_tokens: in the place of the last ones."""
     import gguf
     from safetensors.torch import load_file
 
@@ -511,9 +527,11 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
     elif whole["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_frequency_factors(whole, head_dim))
     elif whole["rope_type"] != "default":
+        if whole["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
         writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
         writer.add_rope_scaling_factor(whole["factor"])
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, special_tokens)
     for name, values in _with_stacked_experts(load_file(checkpoint / "model.safetensors")).items():
         if model_type.startswith("gemma") and "norm" in name:
             values = values + 1.0
@@ -521,7 +539,8 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, "F32")
+        quant_type = expert_type if ".experts." in name and values.ndim == 3 else "F32"
+        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, quant_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -529,7 +548,8 @@ def write_family_gguf(checkpoint: Path, path: Path) -> None:
 
 
 def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Experts of a layer become one tensor, and what Granite has in one becomes two, as the converter does."""
+    """Experts of a layer become one tensor, and what Granite and gpt-oss have in one becomes two, as the converter
+    does."""
     import torch
 
     found: dict[str, np.ndarray] = {}
@@ -537,7 +557,17 @@ def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items():
         values = tensor.to(torch.float32).numpy()
         before, is_expert, after = name.partition(".experts.")
-        if is_expert:
+        if name.endswith("sinks"):
+            found[f"{name}.weight"] = values
+        elif after.startswith(("gate_up_proj", "down_proj")) and "weight" not in after:
+            kind = "bias" if after.endswith("bias") else "weight"
+            rows = values if kind == "bias" else values.swapaxes(1, 2)
+            if after.startswith("down"):
+                found[f"{before}.experts.down_proj.{kind}"] = rows
+            else:
+                found[f"{before}.experts.gate_proj.{kind}"] = rows[:, ::2]
+                found[f"{before}.experts.up_proj.{kind}"] = rows[:, 1::2]
+        elif is_expert:
             index, _, projection = after.partition(".")
             experts.setdefault(f"{before}.experts.{projection}", {})[int(index)] = values
         elif name.endswith("block_sparse_moe.input_linear.weight"):
@@ -550,14 +580,15 @@ def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     return found
 
 
-def _add_tokenizer(writer: Any) -> None:
+def _add_tokenizer(writer: Any, special_tokens: tuple[str, ...] = ()) -> None:
     tokens = _vocabulary()
-    padding = [f"[PAD{index}]" for index in range(len(tokens), VOCAB_SIZE)]
+    padding = [f"[PAD{index}]" for index in range(len(tokens), VOCAB_SIZE - len(special_tokens))]
     special, normal, unused = 3, 1, 5
     types = [special] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)) + [unused] * len(padding)
+    types += [special] * len(special_tokens)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([*tokens, *padding])
+    writer.add_token_list([*tokens, *padding, *special_tokens])
     writer.add_token_types(types)
     writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(BOS_TOKEN_ID)

@@ -18,24 +18,26 @@ def attend(
     pages: Tensor,
     tensors: AttentionTensors,
     score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Every row attends to its own sequence, up to itself.
 
     queries: [T, H * D], keys_values: [T, 2 * K * D] (keys, then values) of this step's tokens, rotated; they are in
-    `pages` ([blocks, block_size, 2, K, D]) already. Returns [T, H * D], which the caller may change.
+    `pages` ([blocks, block_size, 2, K, D]) already. sinks: float32 [H], of heads that have them. Returns [T, H * D],
+    which the caller may change.
 
     Decodes go through their block tables, several at a time. A part of a prompt goes alone: over its own rows where
     these are its whole context, else over its gathered blocks. Fused kernels walk all of these tables themselves.
     """
     if tensors.walk is not None:
-        return _walk(kernels, queries, pages, tensors.walk, score_cap)
+        return _walk(kernels, queries, pages, tensors.walk, score_cap, sinks)
     groups, parts = tensors.decode_groups, tensors.prompt_parts
     if len(groups) == 1 and not parts:
-        return kernels.paged_attention_decode(queries, pages, groups[0].block_table, groups[0].mask, score_cap)
+        return kernels.paged_attention_decode(queries, pages, groups[0].block_table, groups[0].mask, score_cap, sinks)
     attended = queries.new_empty(queries.shape)
     for group in groups:
         attended[group.first : group.end] = kernels.paged_attention_decode(
-            queries[group.first : group.end], pages, group.block_table, group.mask, score_cap
+            queries[group.first : group.end], pages, group.block_table, group.mask, score_cap, sinks
         )
     for part in parts:
         if part.block_table is None:
@@ -43,12 +45,14 @@ def attend(
         else:
             context = kernels.gather_context(pages, part.block_table)[: part.context]
         attended[part.first : part.end] = kernels.attention_prompt(
-            queries[part.first : part.end], context, part.mask, score_cap
+            queries[part.first : part.end], context, part.mask, score_cap, sinks
         )
     return attended
 
 
-def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, score_cap: float | None) -> Tensor:
+def _walk(
+    kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, score_cap: float | None, sinks: Tensor | None
+) -> Tensor:
     attended = queries.new_empty(queries.shape)
     decodes, chunks = walk.decodes, walk.chunks
     count = 0
@@ -64,6 +68,7 @@ def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, sco
             split_count(decodes.context_max, walk.window),
             decodes.work,
             score_cap,
+            sinks,
         )
     if chunks is not None:
         kernels.paged_chunks_(
@@ -76,5 +81,6 @@ def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, sco
             chunks.tiles,
             walk.window,
             score_cap,
+            sinks,
         )
     return attended

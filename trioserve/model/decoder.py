@@ -10,7 +10,7 @@ from torch import Tensor
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import attend
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.layers import Embedding, HeadNorms, Linear, Norm, RotaryAngles
+from trioserve.model.layers import Embedding, HeadNorms, Linear, Norm, RotaryAngles, Sinks
 from trioserve.model.model_config import Activation, ExpertsConfig, LayerConfig, ModelConfig
 from trioserve.model.step_tensors import StepTensors
 from trioserve.model.torch_formats import TensorSlot
@@ -57,12 +57,13 @@ class _Experts:
     ) -> None:
         self._mlp = mlp
         self._name = name
-        self._router = linear(hidden, False, router=mlp.expert_count)
+        self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
         self._score_bias: Tensor | None = None
         if mlp.has_score_bias:
             self._score_bias = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
+        middle, activation, has_bias = mlp.intermediate_size, mlp.activation, mlp.has_bias
         self._experts = [
-            _Mlp(linear, f"experts.{expert}.", hidden, mlp.intermediate_size, mlp.activation, kernels)
+            _Mlp(linear, f"experts.{expert}.", hidden, middle, activation, kernels, has_bias=has_bias)
             for expert in range(mlp.expert_count)
         ]
         self._shared: _Mlp | None = None
@@ -157,6 +158,9 @@ class _Layer:
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
+        self._sinks: Sinks | None = None
+        if attention.has_sinks:
+            self._sinks = Sinks(name, attention, device=device)
         self._output = linear(self._query_size, attention.has_output_bias, o_proj=hidden)
         self._mlp: _Mlp | _Experts
         if isinstance(mlp, ExpertsConfig):
@@ -176,6 +180,7 @@ class _Layer:
             self._mlp_norm,
             self._mlp_output_norm,
             self._head_norms,
+            self._sinks,
             *self.linears,
         ):
             if part is not None:
@@ -220,7 +225,9 @@ class _Layer:
             queries.mul_(self._query_factor)
         if step.cleared_slots is not None:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
-        rows = attend(kernels, queries, keys_values, pages, step.attention[attention.window], attention.score_cap)
+        tensors = step.attention[attention.window]
+        sinks = None if self._sinks is None else self._sinks.values
+        rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
         return self._output(rows)
 
     def _scaled(self, product: Tensor) -> Tensor:

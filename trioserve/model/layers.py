@@ -17,7 +17,7 @@ from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 
-__all__ = ["Embedding", "HeadNorms", "Linear", "Norm", "RotaryAngles"]
+__all__ = ["Embedding", "HeadNorms", "Linear", "Norm", "RotaryAngles", "Sinks"]
 
 ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads of 128 numbers in half formats
 
@@ -189,6 +189,17 @@ class HeadNorms:
             return
         for part in (slice(0, self._query_size), slice(self._query_size, None)):
             heads[:, part] = self._kernels.rms_norm(heads[:, part].contiguous(), self._weights[part], self._eps)
+
+
+class Sinks:
+    """A number for each head that stands in its softmax, beside the scores."""
+
+    def __init__(self, layer: str, attention: AttentionConfig, *, device: torch.device) -> None:
+        self._name = f"{layer}.sinks.weight"
+        self.values = torch.empty(attention.head_count, dtype=torch.float32, device=device)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        yield TensorSlot(self._name, tuple(self.values.shape), self.values.dtype, self.values.copy_)
 
 
 class RotaryAngles:

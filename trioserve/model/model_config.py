@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 NormKind = Literal["rms", "layer"]
 QkNorm = Literal["none", "head", "heads", "row"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -53,7 +53,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_factors has one number for each of the head_dim / 2 inverse frequencies, each is divided by its number,
     and no other field counts.
     yarn: YaRN (arXiv 2309.00071) with beta_fast and beta_slow; cosine and sine are multiplied by attention_factor,
-    and None means 0.1 * ln(factor) + 1. The ends of the blended range are rounded outwards to whole indices.
+    and None means 0.1 * ln(factor) + 1. The ends of the blended range are rounded outwards to whole indices, if
+    rounds_ends.
     longrope: LongRoPE (arXiv 2402.13753): each inverse frequency is divided by its number of frequency_factors; cosine
     and sine are multiplied by attention_factor, and None means sqrt(1 + ln(factor) / ln(original_context_tokens)).
     """
@@ -66,6 +67,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    rounds_ends: bool = True
     frequency_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +142,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included.
     scale: what query times key is multiplied by; None is 1 / sqrt(head_dim). score_cap: c bounds the scaled scores to
-    c * tanh(score / c). has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed before
+    c * tanh(score / c). has_sinks: each head has a number that stands in its softmax beside the scores, for no value.
+    has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed before
     they are turned: each head, by the weights that all have ("head") or by its own ("heads"), or all heads of a row
     together ("row").
     """
@@ -152,6 +155,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     scale: float | None = None
     score_cap: float | None = None
+    has_sinks: bool = False
     has_bias: bool = False
     has_output_bias: bool = False
     qk_norm: QkNorm = "none"
@@ -198,7 +202,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
-    """down(activation(gate(x)) * up(x)), each with a bias if has_bias. gelu_tanh: the approximation of gelu by tanh."""
+    """down(activation(gate(x)) * up(x)), each with a bias if has_bias. gelu_tanh: the approximation of gelu by tanh.
+    clamped_swiglu: in the place of activation(gate) * up, g * sigmoid(1.702 g) * (u + 1), where g is gate, but at most
+    7, and u is up, but within 7 of 0."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -212,13 +218,14 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """A mixture of experts in the place of an MLP (arXiv 2101.03961): a router's scores of all experts choose
     experts_per_token of them, and a token's result is the sum of theirs, weighed by their scores.
 
-    intermediate_size: of each expert, which is an MLP. scoring: the softmax of a router's products over all experts, or
-    the sigmoid of each. normalizes: the chosen scores are divided by their sum. scale: what they are multiplied by
-    then. has_score_bias: each expert has a number that is added to its score where experts are chosen, and not where
-    they are weighed (arXiv 2408.15664). group_count: experts are chosen from the groups_per_token best of so many
-    groups of neighbours; a group counts by the sum of the group_leaders best of its experts. shared_size: intermediate
-    size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its result is multiplied by the
-    sigmoid of a product of the token with a vector.
+    intermediate_size: of each expert, which is an MLP, with biases if has_bias. has_router_bias: the router has one.
+    scoring: the softmax of the router's products over all experts, or the sigmoid of each. normalizes: the chosen
+    scores are divided by their sum; those of a softmax then are one over the chosen alone. scale: what they are
+    multiplied by then. has_score_bias: each expert has a number that is added to its score where experts are chosen,
+    and not where they are weighed (arXiv 2408.15664). group_count: experts are chosen from the groups_per_token best of
+    so many groups of neighbours; a group counts by the sum of the group_leaders best of its experts. shared_size:
+    intermediate size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its result is
+    multiplied by the sigmoid of a product of the token with a vector.
     """
 
     expert_count: int
@@ -226,6 +233,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     intermediate_size: int
     normalizes: bool
     activation: Activation = "silu"
+    has_bias: bool = False
+    has_router_bias: bool = False
     scoring: Scoring = "softmax"
     scale: float = 1.0
     has_score_bias: bool = False

@@ -317,6 +317,14 @@ class _Layer:
         self.score_bias: Float32Array | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_score_bias:
             self.score_bias = _singles(mlp.expert_count)
+        self.sinks = _padded(attention.head_count) if attention.has_sinks else None
+        self.router_bias: Float32Array | None = None
+        if isinstance(mlp, ExpertsConfig) and mlp.has_router_bias:
+            self.router_bias = _padded(mlp.expert_count)
+        self.expert_biases: tuple[Float32Array, Float32Array] | None = None
+        if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
+            count = mlp.expert_count
+            self.expert_biases = _singles(count * 2 * mlp.intermediate_size), _singles(count * hidden)
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
@@ -329,7 +337,7 @@ class _Layer:
             self._experts = self._experts_struct(name, mlp, weights)
         pointers = [field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] != "experts"]
         tensors = {name: getattr(self, name) for name in pointers}
-        addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
+        addresses = {name: _address(tensor) for name, tensor in tensors.items()}
         return LayerStruct(
             **matrices,
             **addresses,
@@ -357,11 +365,15 @@ class _Layer:
             for matrix in ("gate_up", "down")
             if mlp.shared_size
         }
+        gate_up_bias, down_bias = self.expert_biases or (None, None)
         return ExpertsStruct(
             router=weights.matrix(f"{name}.router"),
             gate_up=ctypes.addressof(gate_up),
             down=ctypes.addressof(down),
-            shared_gate=None if self.shared_gate is None else address(self.shared_gate),
+            shared_gate=_address(self.shared_gate),
+            router_bias=_address(self.router_bias),
+            gate_up_bias=_address(gate_up_bias),
+            down_bias=_address(down_bias),
             count=mlp.expert_count,
             per_token=mlp.experts_per_token,
             score_bias=None if self.score_bias is None else address(self.score_bias),
@@ -381,6 +393,18 @@ class _Layer:
             return bias
         return pairs_together(bias, self._layer.attention.head_dim)
 
+    def _expert_biases(self) -> Iterator[tuple[str, Float32Array | None]]:
+        if self.expert_biases is None:
+            return
+        gate_up, down = self.expert_biases
+        mlp = self._layer.mlp
+        assert isinstance(mlp, ExpertsConfig), "its experts have biases"
+        rows = zip(gate_up.reshape(mlp.expert_count, -1), down.reshape(mlp.expert_count, -1), strict=True)
+        for expert, (of_gate_up, of_down) in enumerate(rows):
+            yield f"experts.{expert}.gate_proj", _every_other_block(of_gate_up, 0)
+            yield f"experts.{expert}.up_proj", _every_other_block(of_gate_up, 1)
+            yield f"experts.{expert}.down_proj", of_down
+
     def slots(self, name: str) -> Iterator[Slot]:
         heads, keys = self._layer.attention.query_size, self._layer.attention.key_size
         for projection, bias in (
@@ -391,9 +415,14 @@ class _Layer:
             ("gate_proj", _every_other_block(self.gate_up_bias, 0)),
             ("up_proj", _every_other_block(self.gate_up_bias, 1)),
             ("down_proj", self.down_bias),
+            ("router", _part(self.router_bias, 0, getattr(self._layer.mlp, "expert_count", 0))),
+            *self._expert_biases(),
         ):
             if bias is not None:
                 yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
+        if self.sinks is not None:
+            sinks = self.sinks[: self._layer.attention.head_count]
+            yield Slot(f"{name}.sinks.weight", sinks.shape, "float32", functools.partial(_copy, sinks))
         if self.shared_gate is not None:
             shape = (1, self.shared_gate.size)
             yield Slot(f"{name}.shared_gate.weight", shape, "float32", functools.partial(_copy, self.shared_gate))
@@ -410,6 +439,15 @@ class _Layer:
         ):
             if weight is not None:
                 yield Slot(f"{name}.{norm}.weight", weight.shape, "float32", functools.partial(_copy, weight))
+
+
+def _address(values: Float32Array | None) -> int | None:
+    return None if values is None else address(values)
+
+
+def _padded(count: int) -> Float32Array:
+    """The kernels read whole blocks."""
+    return np.zeros(-(-count // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, dtype=np.float32)
 
 
 def _part(bias: Float32Array | None, first: int, count: int) -> Float32Array | None:

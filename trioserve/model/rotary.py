@@ -63,8 +63,10 @@ def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, rotary: Rotary
         wavelength = scaling.original_context_tokens / (turns * 2 * math.pi)
         return rotary.rotated_dims * math.log(wavelength) / (2 * math.log(rotary.theta))
 
-    first = max(math.floor(index_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(index_of(scaling.beta_slow)), rotary.rotated_dims - 1)
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.rounds_ends:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary.rotated_dims - 1)
     ramp = (np.arange(plain.size) - first) / max(last - first, 0.001)
     stretched = np.clip(ramp, 0.0, 1.0)
     magnitude = scaling.attention_factor

@@ -58,7 +58,12 @@ def paged(device: str) -> Callable[..., Paged]:
 
 
 def decode(
-    queries: Tensor, case: Paged, window: int | None, parts: int | None = None, score_cap: float | None = None
+    queries: Tensor,
+    case: Paged,
+    window: int | None,
+    parts: int | None = None,
+    score_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     attended = torch.full(queries.shape, float("nan"), dtype=queries.dtype, device=queries.device)
     head_dim = case.pages.shape[-1]
@@ -67,7 +72,7 @@ def decode(
     work.sums.fill_(float("nan"))
     work.scales.fill_(float("nan"))
     triton.paged_decode_(
-        attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work, score_cap
+        attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work, score_cap, sinks
     )
     return attended
 
@@ -119,6 +124,35 @@ def test_capped_scores(
     tiles = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device=queries.device)
     got = torch.empty_like(queries)
     triton.paged_chunks_(got, queries, case.pages, case.block_tables, case.contexts, starts, tiles, None, score_cap)
+    check_close(got, wanted)
+
+
+@pytest.mark.parametrize("window", (None, 40))
+@pytest.mark.parametrize("sink", (-100.0, 0.0, 5.0, 100.0))
+def test_sinks(
+    sink: float,
+    window: int | None,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+) -> None:
+    """Of decodes of one part and of several, and of nobody; and of the same rows as chunks of one token."""
+    contexts = (17, 0, 3 * SPLIT_TOKENS + 1, SPLIT_TOKENS)
+    case = paged(contexts, 16, 2, 64, torch.float32)
+    queries = numbers(len(contexts), 6 * 64) * 3
+    sinks = numbers(6, seed=4) + sink
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+    work = DecodeWork.make(0, 0, 0, 0, queries.device)
+    pages = case.pages.double()
+    tables = case.block_tables
+    reference.paged_decode_(wanted, queries.double(), pages, tables, case.contexts, window, 2, work, None, sinks)
+    got = decode(queries, case, window, sinks=sinks)
+    check_close(got, wanted)
+    assert got[1].count_nonzero() == 0
+    starts = torch.arange(len(contexts) + 1, dtype=torch.int32, device=queries.device)
+    tiles = torch.tensor([[chunk, 0] for chunk in range(4)], dtype=torch.int32, device=queries.device)
+    got = torch.empty_like(queries)
+    triton.paged_chunks_(got, queries, case.pages, tables, case.contexts, starts, tiles, window, None, sinks)
     check_close(got, wanted)
 
 

@@ -45,10 +45,11 @@ def test_a_row_of_a_product_is_what_it_is_alone(product_dtype: torch.dtype, numb
     assert torch.equal(product(values[5:100], weight, None), together[5:100])
 
 
-@pytest.mark.parametrize("window", (None, 5, 70))
+@pytest.mark.parametrize("window, has_sinks", ((None, False), (5, False), (70, False), (None, True), (70, True)))
 @pytest.mark.parametrize("head_dim, kv_heads, group, page_tokens", ((64, 2, 3, 16), (80, 1, 1, 8), (16, 1, 5, 12)))
 def test_a_decode_is_a_row_of_a_prompt(
     window: int | None,
+    has_sinks: bool,
     head_dim: int,
     kv_heads: int,
     group: int,
@@ -60,6 +61,7 @@ def test_a_decode_is_a_row_of_a_prompt(
     """In chunks that begin anywhere, from pages that lie anywhere."""
     context, size = 150, kv_heads * group * head_dim
     queries = numbers(context, size, dtype=product_dtype)
+    sinks = numbers(kv_heads * group, seed=2) if has_sinks else None
     keys_values = numbers(context, 2, kv_heads, head_dim, dtype=product_dtype, seed=1)
     width = -(-context // page_tokens)
     places = list(range(2 * width))
@@ -77,7 +79,7 @@ def test_a_decode_is_a_row_of_a_prompt(
         step = chunk_tile_tokens(group)
         tiles = torch.tensor([(0, first) for first in range(0, end - start, step)], dtype=torch.int32, device=device)
         ends = [torch.tensor(value, dtype=torch.int32, device=device) for value in ([end], [0, end - start])]
-        invariant.paged_chunks_(attended, queries[start:end], pages, table, *ends, tiles, window)
+        invariant.paged_chunks_(attended, queries[start:end], pages, table, *ends, tiles, window, None, sinks)
         return attended
 
     whole = chunk(0, context, *paged(0))
@@ -89,7 +91,7 @@ def test_a_decode_is_a_row_of_a_prompt(
     decoded = torch.full((len(rows) + 1, size), float("nan"), dtype=product_dtype, device=device)
     work = DecodeWork.make(1, 1, 1, 1, torch.device(device))
     wide = torch.stack((table[0], table[0]), 1).repeat(len(rows) + 1, 1, 1)[:, :, 0]  # not side by side, as in graphs
-    invariant.paged_decode_(decoded, queries[[*rows, 0]], pages, wide, contexts, window, 1, work)
+    invariant.paged_decode_(decoded, queries[[*rows, 0]], pages, wide, contexts, window, 1, work, None, sinks)
     assert torch.equal(decoded[:-1], whole[rows])
     assert not decoded[-1].any()
 

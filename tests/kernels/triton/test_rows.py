@@ -78,6 +78,8 @@ def test_activate_and_mul(
 ) -> None:
     gate_up = numbers(3, 2 * columns, dtype=dtype)
     check_close(triton.activate_and_mul(gate_up), reference.activate_and_mul(gate_up.double()))
-    for activation in ("gelu", "gelu_tanh"):
+    for activation in ("gelu", "gelu_tanh", "clamped_swiglu"):
+        if activation == "clamped_swiglu":
+            gate_up = gate_up * 4  # so that some are clamped
         wanted = reference.activate_and_mul(gate_up.double(), activation)
         check_close(triton.activate_and_mul(gate_up, activation), wanted)

@@ -24,13 +24,16 @@ class Naming:
 
     layers: what stands before a layer's index, where it is not the usual.
     modules: by the module's name in here (see loading/names.py), its name there, where it is not the usual one. Modules
-    that share a name are the rows of one tensor, in the usual order: q, k, v; gate, up. pairs_adjacent: what rotary
-    positions turn together are the rows 2j and 2j + 1 of a head, not j and j + half. norm_offset: is added to norms'
-    weights.
+    that share a name are the rows of one tensor, in the usual order: q, k, v; gate, up. alternating: modules that share
+    one whose rows are theirs in turn. turned: modules whose matrices are [inputs, outputs] there. pairs_adjacent: what
+    rotary positions turn together are the rows 2j and 2j + 1 of a head, not j and j + half. norm_offset: is added to
+    norms' weights.
     """
 
     layers: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    alternating: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
     pairs_adjacent: bool = False
     norm_offset: float = 0.0
 
@@ -119,6 +122,8 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "scoring_func": ("softmax",),
     "shared_expert_intermediate_size": (0,),
     "shared_intermediate_size": (0,),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
     "topk_group": (0, 1),
     "topk_method": ("greedy",),
     "use_bidirectional_attention": (False,),

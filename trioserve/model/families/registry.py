@@ -13,6 +13,7 @@ from trioserve.model.families.exaone import EXAONE, EXAONE4
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
+from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_MOE
 from trioserve.model.families.helium import HELIUM
 from trioserve.model.families.hyperclovax import HYPERCLOVAX
@@ -61,6 +62,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GLM4_MOE,
     DOTS1,
+    GPT_OSS,
 )
 
 

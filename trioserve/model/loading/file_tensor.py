@@ -15,7 +15,7 @@ from trioserve.model.number_formats import Dtype
 __all__ = ["PLAIN_DTYPES", "STORAGE_BYTES", "FileTensor"]
 
 PLAIN_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-STORAGE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
+STORAGE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 """Of a value, by safetensors' name of its type: all that quantized checkpoints are read from."""
 
 
@@ -53,6 +53,6 @@ class FileTensor(msgspec.Struct, frozen=True):
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
         """The rows that a place names, of a tensor of plain numbers. name: in here."""
-        part = self.part(place.first_row, place.shape)
+        part = self.part(place.first_row, place.rows_shape)
         rows = functools.partial(read_plain, part.path, part.offset, part.shape, part.dtype)
-        return StoredTensor(name, part.shape, part.dtype, functools.partial(place.read, rows), part.sample)
+        return StoredTensor(name, place.shape, part.dtype, functools.partial(place.read, rows), part.sample)

@@ -62,6 +62,7 @@ STORAGE_TYPES = {
     20: StorageType("IQ4_NL", 32, 18),
     23: StorageType("IQ4_XS", 256, 136),
     30: StorageType("BF16", 1, 2),
+    39: StorageType("MXFP4", 32, 17),
 }
 
 

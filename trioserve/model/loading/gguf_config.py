@@ -56,6 +56,8 @@ _KEYS = {
 }
 _SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# What ends a response beside these, by the file's architecture: no key names a call's end.
+_END_TOKENS = {"gpt-oss": ("<|return|>", "<|call|>")}
 
 
 def model_config_from(file: GgufFile, context_tokens: int | None = None) -> ModelConfig:
@@ -172,7 +174,10 @@ def _vocab_size(file: GgufFile, fields: Fields) -> int:
 
 
 def _end_token_ids(fields: Fields) -> tuple[int, ...]:
-    ids = (fields.whole_or(f"tokenizer.ggml.{key}", None) for key in _END_TOKEN_KEYS)
+    ids = [fields.whole_or(f"tokenizer.ggml.{key}", None) for key in _END_TOKEN_KEYS]
+    if further := _END_TOKENS.get(fields.text_or("general.architecture", "")):
+        tokens = fields.strings_or("tokenizer.ggml.tokens", [])
+        ids.extend(tokens.index(token) for token in further if token in tokens)
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
@@ -247,6 +252,7 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         attention_factor=attention_factor,
         beta_fast=fields.number_or(f"{key}.yarn_beta_fast", 32.0),
         beta_slow=fields.number_or(f"{key}.yarn_beta_slow", 1.0),
+        rounds_ends=architecture != "gpt-oss",  # which its makers leave as they are
     )
 
 

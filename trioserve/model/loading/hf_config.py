@@ -191,8 +191,6 @@ def _longrope(rope: Fields, original: int, context_tokens: int, served_tokens: i
 
 
 def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:
-    if not rope.flag_or("truncate", True):
-        raise ModelLoadError("the rope scaling in config.json has truncate: false; only true is supported")
     factor = rope.number_or("factor", None)
     if factor is None:
         factor = context_tokens / max(original, 1)
@@ -210,4 +208,5 @@ def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:
         attention_factor=attention_factor,
         beta_fast=rope.number_or("beta_fast", 32.0),
         beta_slow=rope.number_or("beta_slow", 1.0),
+        rounds_ends=rope.flag_or("truncate", True),
     )

@@ -62,15 +62,23 @@ class Format:
 class TensorPlace:
     """Where the values of one tensor are found.
 
-    name: the tensor's out there. shape: of the values that are wanted. first_row: where their rows begin in it. order:
-    int64, row i is its row order[i], counted from first_row; None leaves them as they are. offset: is added.
+    name: the tensor's out there. shape: of the values that are wanted. stored_shape: of the rows that they are taken
+    from; None: the same. first_row: where these begin in it. is_turned: their columns are the rows that are meant.
+    order: int64, row i is row order[i], counted from the first; None leaves them as they are. offset: is added.
     """
 
     name: str
     shape: Shape
+    stored_shape: Shape | None = None
     first_row: int = 0
+    is_turned: bool = False
     order: npt.NDArray[np.int64] | None = None
     offset: float = 0.0
+
+    @property
+    def rows_shape(self) -> Shape:
+        """Of what has to be read."""
+        return self.shape if self.stored_shape is None else self.stored_shape
 
     def read(self, read: Callable[[Dtype], Values], wanted: Dtype) -> Values:
         """read: gives the rows from first_row on as they lie there."""
@@ -82,7 +90,11 @@ class TensorPlace:
         return result
 
     def ordered(self, rows: AnyArray) -> AnyArray:
-        return rows if self.order is None else cast(AnyArray, rows[self.order])
+        return self.in_order(rows.T if self.is_turned else rows)
+
+    def in_order(self, rows: AnyArray) -> AnyArray:
+        """Of rows that need not be turned."""
+        return rows if self.order is None else cast(AnyArray, np.ascontiguousarray(rows[self.order]))
 
 
 TRANSFORMERS = Format(
@@ -143,6 +155,7 @@ GGUF = Format(
         "shared.up_proj": "ffn_up_shexp",
         "shared.down_proj": "ffn_down_shexp",
         "shared_gate": "ffn_gate_inp_shexp",
+        "sinks": "attn_sinks",
     },
     "blk",
     lambda family: family_named(family).gguf or Naming(),
@@ -209,6 +222,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:
             shapes.append((f"{module}.bias", (rows,)))
+    if attention.has_sinks:
+        shapes.append(("sinks.weight", (attention.head_count,)))
     return shapes
 
 
@@ -223,9 +238,9 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple
     if isinstance(mlp, MlpConfig):
         yield from gated("", mlp.intermediate_size, mlp.has_bias)
         return
-    yield "router", mlp.expert_count, hidden, False
+    yield "router", mlp.expert_count, hidden, mlp.has_router_bias
     for expert in range(mlp.expert_count):
-        yield from gated(f"experts.{expert}.", mlp.intermediate_size)
+        yield from gated(f"experts.{expert}.", mlp.intermediate_size, mlp.has_bias)
     if mlp.shared_size:
         yield from gated("shared.", mlp.shared_size)
     if mlp.has_shared_gate:
@@ -236,16 +251,19 @@ def outside_name(name: str, family: str, format: Format) -> str:
     """What the tensor that is called `name` in here is called in such files."""
     *path, kind = name.split(".")
     naming = format.naming_of(family)
-    layer = ""
-    if path[0] == "layers":
-        layer = f"{naming.layers or format.layers}.{path[1]}."
-        path = path[2:]
-    expert = path.pop(1) if path[0] == "experts" else ""
-    module = ".".join(path)
+    layer = f"{naming.layers or format.layers}.{path[1]}." if path[0] == "layers" else ""
+    expert = path[3] if path[2:3] == ["experts"] else ""
+    module = _module(path)
     if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
         return f"{layer}{whole}"
     usual = naming.modules.get(module) or format.modules[module]
     return f"{layer}{usual.format(expert=expert)}.{kind}"
+
+
+def _module(path: list[str]) -> str:
+    """path: a name in here without its kind, split. Without its layer and which expert's it is."""
+    path = path[2:] if path[0] == "layers" else path
+    return ".".join(path[:1] + path[2:] if path[0] == "experts" else path)
 
 
 def match_tensors(
@@ -259,11 +277,19 @@ def match_tensors(
     """
     places: dict[str, TensorPlace] = {}
     shapes: dict[str, Shape] = {}  # of the tensors out there
+    shared: dict[str, list[str]] = {}  # the names in here of what lies side by side, by the first one's
     for name, shape in tensor_shapes(config).items():
         outside = outside_name(name, config.family, format)
         before = shapes.get(outside, (0, *shape[1:]))
         places[name] = _place(config, name, TensorPlace(outside, shape, first_row=before[0]), format)
         shapes[outside] = (before[0] + shape[0], *shape[1:])
+        if _is_rearranged(name, format.naming_of(config.family)):
+            shared.setdefault(f"{outside} {name.rpartition('.')[0].rpartition('.')[0]}", []).append(name)
+    for names in shared.values():
+        places |= _rearranged(names, places, format.naming_of(config.family))
+    for place in places.values():
+        if place.is_turned:
+            shapes[place.name] = (math.prod(shapes[place.name]) // place.rows_shape[1], place.rows_shape[1])
     missing = [name for name in shapes if name not in found]
     if missing:
         raise ModelLoadError(
@@ -305,6 +331,30 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
             heads = np.arange(0, place.shape[0], order.size)
             place = replace(place, order=(heads[:, None] + order).reshape(-1))
     return place
+
+
+def _is_rearranged(name: str, naming: Naming) -> bool:
+    *path, kind = name.split(".")
+    module = _module(path)
+    return module in naming.alternating or (module in naming.turned and kind == "weight")
+
+
+def _rearranged(names: list[str], places: Mapping[str, TensorPlace], naming: Naming) -> dict[str, TensorPlace]:
+    """names: of what lies side by side in one tensor, one behind the other or row by row in turn."""
+    module = _module(names[0].split(".")[:-1])
+    first, *inputs = places[names[0]].shape
+    is_turned = bool(inputs) and module in naming.turned
+    total, start = first * len(names), places[names[0]].first_row
+    stored_shape = (inputs[0], total) if is_turned else (total, *inputs)
+    first_row = start * math.prod(inputs) // math.prod(stored_shape[1:])
+    found: dict[str, TensorPlace] = {}
+    for index, name in enumerate(names):
+        rows = np.arange(first)
+        order = rows * len(names) + index if module in naming.alternating else rows + index * first
+        found[name] = replace(
+            places[name], stored_shape=stored_shape, first_row=first_row, is_turned=is_turned, order=order
+        )
+    return found
 
 
 def _head_order(attention: AttentionConfig, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:

@@ -1,8 +1,8 @@
 """How the weights of a quantized safetensors checkpoint are stored, as quantization_config in config.json says it.
 
-Read are the methods awq, gptq, compressed-tensors, fp8 and fbgemm_fp8. Which matrices are quantized is not settled
-here: the files hold either a plain matrix or the parts of a quantized one, and that decides. The lists of modules that
-were left out say the same in words.
+Read are the methods awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and mxfp4. Which matrices are quantized is not
+settled here: the files hold either a plain matrix or the parts of a quantized one, and that decides. The lists of
+modules that were left out say the same in words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trioserve.model.loading.fields import Fields
 
 __all__ = ["StorageScheme", "storage_scheme"]
 
-Layout = Literal["awq", "gptq", "packed", "bytes"]
+Layout = Literal["awq", "gptq", "packed", "bytes", "mxfp4"]
 
 GROUP_SIZE_MAX = 2**20  # no matrix has so many inputs; a damaged field must not make us count to a billion
 
@@ -24,7 +24,8 @@ GROUP_SIZE_MAX = 2**20  # no matrix has so many inputs; a damaged field must not
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageScheme:
     """layout: awq and gptq: words of 32 bits, [inputs, outputs]; packed: the same, [outputs, inputs], of
-    compressed-tensors; bytes: a byte for each number.
+    compressed-tensors; bytes: a byte for each number; mxfp4: experts as gpt-oss has them, see mxfp4_matrix.py, of which
+    no other field says anything.
 
     is_float: numbers are FP8 e4m3. bits: of a number. group_size: so many inputs of an output have one scale; None: all
     of them. is_symmetric: zero points are 2**(bits - 1). has_order: which input has which scale is stored with the
@@ -147,12 +148,17 @@ def _fbgemm_fp8(fields: Fields) -> StorageScheme:
     return StorageScheme(layout="bytes", is_float=True)
 
 
+def _mxfp4(fields: Fields) -> StorageScheme:
+    return StorageScheme(layout="mxfp4", is_float=True, bits=4)
+
+
 _METHODS: dict[str | None, Callable[[Fields], StorageScheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
 }
 
 

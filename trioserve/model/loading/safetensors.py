@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from trioserve.model.loading.hf_config import (
     sampling_defaults_from,
     sees_images,
 )
+from trioserve.model.loading.mxfp4_matrix import Mxfp4Matrix, mxfp4_matrices
 from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors
 from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import QuantizedMatrix, quantized_matrices
@@ -79,9 +80,12 @@ class SafetensorsCheckpoint:
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
         embedding = stored.get(EMBEDDING_NAME)
-        matrices: dict[str, QuantizedMatrix] = {}
+        matrices: Mapping[str, QuantizedMatrix | Mxfp4Matrix] = {}
         if quantization is not None:
-            matrices, stored = quantized_matrices(stored, storage_scheme(quantization))
+            scheme = storage_scheme(quantization)
+            matrices, stored = (
+                mxfp4_matrices(stored) if scheme.layout == "mxfp4" else quantized_matrices(stored, scheme)
+            )
         self.config: ModelConfig = model_config_from(
             config,
             generation_config,
@@ -89,14 +93,14 @@ class SafetensorsCheckpoint:
             context_tokens=context_tokens,
         )
         self._matrices = matrices
-        self._stored: dict[str, FileTensor | QuantizedMatrix] = {**stored, **matrices}
+        self._stored: dict[str, FileTensor | QuantizedMatrix | Mxfp4Matrix] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         further = Fields(config, "config.json").whole_or("num_nextn_predict_layers", 0)
         self._further = FurtherLayers(self.config, TRANSFORMERS, further)
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
         self._further.tell()
         for place in self._places.values():
-            if place.name in matrices and place.shape[1:] != matrices[place.name].shape[1:]:
+            if place.name in matrices and place.rows_shape[1:] != matrices[place.name].shape[-1:]:
                 raise ModelLoadError(
                     f"{place.name} is quantized with shape {list(matrices[place.name].shape)}, but the config asks for "
                     f"{list(place.shape)}: weights and config are not of the same model"
@@ -119,7 +123,7 @@ class SafetensorsCheckpoint:
         # Some writers give each quantized module a bias, of zeros where the model has none.
         module, _, kind = name.rpartition(".")
         tensor = self._stored[name]
-        if kind != "bias" or f"{module}.weight" not in self._matrices or isinstance(tensor, QuantizedMatrix):
+        if kind != "bias" or f"{module}.weight" not in self._matrices or not isinstance(tensor, FileTensor):
             return False
         return not tensor.bytes().any()
 
