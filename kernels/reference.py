@@ -284,9 +284,9 @@ def paged_decode_(
     context of 0 stands for nobody, and its result is 0.
 
     attended (written), queries: [n, H * D], a row's numbers contiguous. block_tables: int32 [n, width], with any
-    strides, beyond a row's context anything. contexts: int32 [n]. parts: split_count of the longest context, or of
-    more; at most work has room for. Tokens that a row does not see are not read. Here in a loop that reads the lengths
-    back; work is not used.
+    strides, beyond a row's context anything, and so before the page in which what it sees begins. contexts: int32 [n].
+    parts: split_count of the longest context, or of more; at most work has room for. Tokens that a row does not see are
+    not read. Here in a loop that reads the lengths back; work is not used.
     """
     starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window, score_cap, sinks)
@@ -331,10 +331,20 @@ def _attend_one_by_one(
         if context == 0:
             attended[start:end] = 0
             continue
+<<<<<<< HEAD
         blocks = table[: -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks)[:context]
         mask = prompt_mask(context - (end - start), end - start, context, window, queries.dtype, queries.device)
         attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks)
+=======
+        offset = context - (end - start)
+        first_page = 0 if window is None else max(0, offset - window + 1) // page_tokens
+        before = first_page * page_tokens
+        blocks = table[first_page : -(-context // page_tokens)].to(torch.int64)
+        seen = gather_context(pages, blocks)[: context - before]
+        mask = prompt_mask(offset - before, end - start, context - before, window, queries.dtype, queries.device)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap)
+>>>>>>> 5cae800 (core: what every layer's window has left behind is given back while a request runs)
 
 
 def choose_tokens(

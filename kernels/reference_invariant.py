@@ -184,8 +184,9 @@ def _attend_(
     kv_heads, head_dim = pages.shape[-2:]
     group = queries.shape[1] // head_dim // kv_heads
     start = context - count
-    first_tile = 0 if window is None else max(0, start - window + 1) // CONTEXT_TILE
-    keys, values = _context_tiles(pages, block_table, first_tile * CONTEXT_TILE, context)
+    first_seen = 0 if window is None else max(0, start - window + 1)
+    first_tile = first_seen // CONTEXT_TILE
+    keys, values = _context_tiles(pages, block_table, first_tile * CONTEXT_TILE, first_seen, context)
     for first in range(0, count, ROW_TILE):
         rows = min(ROW_TILE, count - first)
         padded = queries.new_zeros(ROW_TILE, queries.shape[1], dtype=torch.float32)
@@ -224,15 +225,15 @@ def _attend_(
         attended[first : first + rows] = merged[:rows].to(attended.dtype)
 
 
-def _context_tiles(pages: Tensor, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def _context_tiles(pages: Tensor, block_table: Tensor, begin: int, first_seen: int, end: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the positions from begin (of a tile) to end: each float32 [tiles, K, CONTEXT_TILE, D], zeros
-    behind the end."""
+    before the first that is seen, whose page may be somebody else's, and behind the end."""
     _, page_tokens, _, kv_heads, head_dim = pages.shape
-    blocks = block_table[begin // page_tokens : -(-end // page_tokens)].to(torch.int64)
-    found = gather_context(pages, blocks)[begin % page_tokens :][: end - begin]
+    blocks = block_table[first_seen // page_tokens : -(-end // page_tokens)].to(torch.int64)
+    found = gather_context(pages, blocks)[first_seen % page_tokens :][: end - first_seen]
     tiles = -(-(end - begin) // CONTEXT_TILE)
     context = pages.new_zeros(tiles * CONTEXT_TILE, 2, kv_heads, head_dim, dtype=torch.float32)
-    context[: end - begin] = found
+    context[first_seen - begin : end - begin] = found
     keys, values = context.view(tiles, CONTEXT_TILE, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4).contiguous()
     return keys, values
 

@@ -694,6 +694,11 @@ def _core_settings(
     draft: DraftSource | None,
 ) -> CoreSettings:
     context_tokens_max = checkpoint.config.context_tokens_max
+    pool_tokens = runner.block_count * runner.block_size
+    window_tokens = None
+    if transfers is None and draft is None and not isinstance(checkpoint, EncoderDirectory):
+        window_max = checkpoint.config.window_max
+        window_tokens = None if window_max is None else max(window_max, 2)
     if config.max_model_len is not None:
         if config.max_model_len > context_tokens_max:
             raise StartupError(
@@ -702,17 +707,16 @@ def _core_settings(
         context_tokens_max = config.max_model_len
     elif isinstance(checkpoint, EncoderDirectory):
         context_tokens_max = checkpoint.config.context_tokens_default
-    else:
+    elif window_tokens is None or window_tokens + config.max_num_batched_tokens > pool_tokens - 2 * runner.block_size:
         # Without a wish, what fits: a long context alone must not keep a small machine from serving.
-        held = runner.block_count * runner.block_size
-        if held < context_tokens_max:
+        if pool_tokens < context_tokens_max:
             logger.info(
                 "the context is %d tokens, as many as the KV cache holds, of the %d that the model takes: "
                 "--kv-cache-memory gives it more",
-                held,
+                pool_tokens,
                 context_tokens_max,
             )
-        context_tokens_max = min(context_tokens_max, held)
+        context_tokens_max = min(context_tokens_max, pool_tokens)
     keeps_kv = not isinstance(checkpoint, EncoderDirectory)
     return CoreSettings(
         block_count=runner.block_count,
@@ -728,6 +732,7 @@ def _core_settings(
         draft_source="text" if draft is None else "model",
         draft_context_tokens_max=None if draft is None else draft.checkpoint.config.context_tokens_max,
         keeps_kv=keeps_kv,
+        window_tokens=window_tokens,
         hold_seconds_max=config.kv_hold_timeout,
         remote_kv_seconds_max=config.kv_load_timeout,
         held_share_max=config.kv_held_share,

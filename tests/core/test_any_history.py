@@ -224,7 +224,7 @@ class CoreHistory(RuleBasedStateMachine):
             for live in lives.values():
                 if live.status is not RequestStatus.RUNNING and live.order < admitted[-1]:
                     assert live.status is RequestStatus.WAITING, "one that was begun was overtaken"
-                    needed = self.core.scheduler.blocks_for(len(live.tokens))
+                    needed = self.core.settings.blocks_for(len(live.tokens))
                     assert needed > self.core.pool.available_count, "one that fits was overtaken"
                     assert live.overtaken_count <= self.core.settings.overtakes_max
 

@@ -14,11 +14,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Cached blocks are used by nobody and can be had at once. Held ones are used by no live request, but a connector may
     still read or write them. remote_kv_count: of those that wait, how many wait for KV from elsewhere. The *_total
-    figures only grow: preemptions, steps, prompt tokens that were looked up in the prefix cache (queries), found there
-    (hits) and loaded from elsewhere, drafts that were verified, their tokens, those of them that were right (accepted),
-    tokens that were forced by a guide and so taken without being sampled,
-    requests that asked to be held and were not, since too much was held already, and what went wrong with the
-    connector, by kind (empty without one).
+    figures only grow: preemptions, blocks that requests gave back while they ran, since no layer's sliding window
+    reached them any more (given_back), steps, prompt tokens that were looked up in the prefix cache (queries), found
+    there (hits) and loaded from elsewhere, drafts that were verified, their tokens, those of them that were right
+    (accepted), tokens that were forced by a guide and so taken without being sampled, requests that asked to be held
+    and were not, since too much was held already, and what went wrong with the connector, by kind (empty without one).
 
     Where the model has layers that keep a state: states_used of states_total slots belong to requests, and of
     snapshots_total slots for copies snapshots_kept hold what the prefix cache can find. 0 elsewhere.
@@ -33,6 +33,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_held: int
     remote_kv_count: int
     preemptions_total: int
+    blocks_given_back_total: int
     steps_total: int
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int

@@ -64,17 +64,18 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 
     tokens: every known token of the request, prompt and then output. block_table: the KV blocks that hold positions 0
     .. start + count - 1; position p lies in block_table[p // block_size] at offset p % block_size. Both are views of
-    the core's own lists, stable until update_from_output: read them, never change them. samples: the chunk reaches the
-    last known token, so its last row gives the next token. awaits_token: its one token, at `start`, is what the step
-    before it samples for this request, and was not known when the plan was made. Then `tokens` ends before it, and gets
-    it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a prefix hit
-    is a chunk whose start is above 0. A request that is pooled never samples. draft: tokens that may come after the
-    last known one, computed in the same step at the positions behind it. Only a decode has one. A token is sampled
-    after the last known token and after each draft token, as if all before it were known. The block table covers the
-    draft, too. mask_row: the row of the plan's masks that says which tokens may come next; each draft token has one
-    more, behind it. None: all may. states: of a model with layers that keep a state: its tokens, in spans that follow
-    one another. No other chunk of the plan reads or writes a slot that one of these writes. draft_task: for the draft
-    model, where there is one; None: nothing.
+    the core's own lists, stable until update_from_output: read them, never change them. Where every layer of the model
+    has a sliding window, the first places may be NO_BLOCK: all that nobody sees from `start` on. samples: the chunk
+    reaches the last known token, so its last row gives the next token. awaits_token: its one token, at `start`, is what
+    the step before it samples for this request, and was not known when the plan was made. Then `tokens` ends before it,
+    and gets it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a
+    prefix hit is a chunk whose start is above 0. A request that is pooled never samples. draft: tokens that may come
+    after the last known one, computed in the same step at the positions behind it. Only a decode has one. A token is
+    sampled after the last known token and after each draft token, as if all before it were known. The block table
+    covers the draft, too. mask_row: the row of the plan's masks that says which tokens may come next; each draft token
+    has one more, behind it. None: all may. states: of a model with layers that keep a state: its tokens, in spans that
+    follow one another. No other chunk of the plan reads or writes a slot that one of these writes. draft_task: for the
+    draft model, where there is one; None: nothing.
     """
 
     request: EngineRequest

@@ -52,6 +52,7 @@ from trioserve.core.transfers import Transfers, Unserved
 __all__ = ["EngineCore"]
 
 TOKEN_IDS_MAX = 2**32  # what the name of a block has room for; a model's own vocabulary is checked before
+NAMES_MAX_FACTOR = 4  # of blocks that were evicted, for each block in the pool and in a full context; about 1 KB each
 FINISHED_IDS_MAX = 10_000  # so long an abort that comes late is told "already finished" and not "unknown"
 
 
@@ -69,7 +70,13 @@ class EngineCore:
     ) -> None:
         self.settings = settings
         self.pool = BlockPool(settings.block_count)
-        self.cache = PrefixCache(self.pool, settings.block_size, hash_block=hash_block)
+        self.cache = PrefixCache(
+            self.pool,
+            settings.block_size,
+            hash_block=hash_block,
+            first_block_read=None if settings.window_tokens is None else settings.first_block_read,
+            names_max=NAMES_MAX_FACTOR * (settings.block_count + settings.blocks_for(settings.context_tokens_max)),
+        )
         assert connector is None or settings.state_slot_count == 0, "a connector carries KV, and no states"
         self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
         self.scheduler = Scheduler(
@@ -213,6 +220,7 @@ class EngineCore:
         staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
         publishes, block_size = self.settings.enable_prefix_caching, self.settings.block_size
         states = self.scheduler.states
+        has_window = self.settings.window_tokens is not None
         chunks, token_ids = plan.chunks, result.token_ids
         lacking: Collection[RequestId] = result.errors
         if plan.is_ahead:
@@ -228,6 +236,8 @@ class EngineCore:
                     self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks, marks)
                 if states is not None and live.state is not None:
                     states.note_computed(live.state, live.computed_count)
+                if has_window:  # the drafts that were right come later, and leave more behind
+                    self.scheduler.give_back_behind(live)
             if live.abort_reason is None:
                 staying.append((chunk, live, token_id))
             elif live.steps_in_flight == 0:  # otherwise the step behind reads its blocks
@@ -274,7 +284,7 @@ class EngineCore:
     def blocks_of(self, request_id: RequestId) -> tuple[BlockIndex, ...]:
         """Those that a live request owns; none if it has none, or does not live."""
         live = self._live.get(request_id)
-        return () if live is None else (*live.blocks, *live.reserved_blocks)
+        return () if live is None else tuple(live.own_blocks)
 
     def block_states(self) -> bytes:
         """The BlockState of every block, a byte each. O(blocks), in C: costs nothing while nobody asks."""
@@ -304,6 +314,7 @@ class EngineCore:
             blocks_used=self.pool.block_count - blocks_free - blocks_cached - blocks_held,
             blocks_held=blocks_held,
             preemptions_total=scheduler.preemptions_total,
+            blocks_given_back_total=scheduler.blocks_given_back_total,
             steps_total=self._steps_total,
             prefix_query_tokens_total=scheduler.prefix_query_tokens_total,
             prefix_hit_tokens_total=scheduler.prefix_hit_tokens_total,
@@ -431,6 +442,7 @@ class EngineCore:
         live.computed_count += accepted_count
         if self.settings.enable_prefix_caching:
             self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
+        self.scheduler.give_back_behind(live)
         self.scheduler.give_back_rest(live)
         assert live.drafter is not None
         live.drafter.learn(len(chunk.draft), accepted_count)

@@ -6,9 +6,10 @@
     WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks while it is RUNNING, while it is WAITING_FOR_REMOTE_KV, while it is WAITING to run with KV
-that has arrived, and while it is ENDED: everything was said, and a step that was planned ahead still reads them
-(flight). At no other time here. FINISHED is left by no move: that is what makes giving the blocks back happen once.
+A request owns blocks while it is RUNNING (but those that its window has left behind), while it is
+WAITING_FOR_REMOTE_KV, while it is WAITING to run with KV that has arrived, and while it is ENDED: everything was said,
+and a step that was planned ahead still reads them (flight). At no other time here. FINISHED is left by no move: that is
+what makes giving the blocks back happen once.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class LiveRequest:
         "chain",
         "computed_count",
         "drafter",
+        "gone_count",
         "guide",
         "is_pooled",
         "is_whole",
@@ -91,7 +93,8 @@ class LiveRequest:
         self.status = RequestStatus.WAITING
         self.tokens = [*request.prompt_token_ids, *request.known_output]
         self.computed_count = 0
-        self.blocks: list[BlockIndex] = []
+        self.blocks: list[BlockIndex] = []  # by place in the table; NO_BLOCK in the first gone_count of them
+        self.gone_count = 0
         self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
         self.state: OwnState | None = None  # while it runs, if the model's layers keep one
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
@@ -111,6 +114,15 @@ class LiveRequest:
         """Change the state. An illegal move is our bug, and a second FINISHED would be a second free."""
         assert (self.status, status) in _LEGAL_MOVES, f"{self.request.id}: {self.status.value} -> {status.value}"
         self.status = status
+
+    @property
+    def own_blocks(self) -> list[BlockIndex]:
+        """All that it has a claim on, each once."""
+        return [*self.blocks[self.gone_count :], *self.reserved_blocks]
+
+    @property
+    def own_block_count(self) -> int:
+        return len(self.blocks) - self.gone_count + len(self.reserved_blocks)
 
     @property
     def prompt_count(self) -> int:

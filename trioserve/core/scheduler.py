@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from trioserve.contracts.block_hash import BlockHash
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
@@ -59,13 +59,10 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[RequestId, LiveRequest] = {}
         self.preemptions_total = 0
+        self.blocks_given_back_total = 0
         self.prefix_query_tokens_total = 0
         self.prefix_hit_tokens_total = 0
         self.model_drafts = ModelDrafts(settings, pool) if settings.draft_source == "model" else None
-
-    def blocks_for(self, token_count: int) -> int:
-        """None where nobody has KV."""
-        return -(-token_count // self._settings.block_size) if self._settings.keeps_kv else 0
 
     def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId], list[RequestId]]:
         """Returns the chunks of the next step, whose they are, and who was admitted and preempted for it. No chunks:
@@ -160,7 +157,7 @@ class Scheduler:
                     continue
                 wide_left -= count
             end = ends.get(live.request.id, live.computed_count) + count
-            needed += max(0, self.blocks_for(end) - len(live.blocks) - len(live.reserved_blocks))
+            needed += max(0, self._settings.blocks_for(end) - len(live.blocks) - len(live.reserved_blocks))
             budget -= count
             planned[live.request.id] = count
         if needed > self._pool.available_count:
@@ -209,10 +206,18 @@ class Scheduler:
 
     def give_back_rest(self, live: LiveRequest) -> None:
         """Give back the blocks behind what is computed, which draft tokens had that were wrong."""
-        needed = self.blocks_for(live.computed_count)
+        needed = self._settings.blocks_for(live.computed_count)
         if needed < len(live.blocks):
             self._pool.release(live.blocks[needed:])
             del live.blocks[needed:]
+
+    def give_back_behind(self, live: LiveRequest) -> None:
+        """Give back the blocks that its window has left behind. A step in flight may read the request's blocks: it was
+        planned behind what is computed, and sees no more of them."""
+        first = self._settings.first_block_kept(live.computed_count)
+        if first > live.gone_count:
+            self.blocks_given_back_total += first - live.gone_count
+            self._give_back_before(first, live)
 
     def start_over(self, live: LiveRequest) -> None:
         """A request whose load is over, without KV, waits again to compute everything itself."""
@@ -255,7 +260,7 @@ class Scheduler:
         """Preempt from the end of the queue until `live` can compute `count` tokens, or is the end of the queue itself.
         Returns the budget that comes back from chunks that were planned already."""
         budget_back = 0
-        needed = self.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
+        needed = self._settings.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
         while needed > self._pool.available_count:
             victim = max(self.running.values(), key=lambda other: other.order)
             budget_back += planned.pop(victim.request.id, 0)
@@ -267,7 +272,7 @@ class Scheduler:
 
     def _extend(self, live: LiveRequest, end: int) -> None:
         """Give it the blocks that it lacks for positions 0 to end - 1."""
-        needed = self.blocks_for(end) - len(live.blocks)
+        needed = self._settings.blocks_for(end) - len(live.blocks)
         if needed > 0:
             if live.reserved_blocks:
                 own, live.reserved_blocks = live.reserved_blocks[:needed], live.reserved_blocks[needed:]
@@ -314,9 +319,17 @@ class Scheduler:
         self.waiting.put_back(live)
         self.preemptions_total += 1
 
+    def _give_back_before(self, first: int, live: LiveRequest) -> None:
+        """From now on there is no block in the first places of its table, which may be more than it has."""
+        self._pool.release(live.blocks[live.gone_count : first])
+        # A step in flight reads the table as it was.
+        live.blocks = [NO_BLOCK] * first + live.blocks[first:]
+        live.gone_count = first
+
     def _release_blocks(self, live: LiveRequest) -> None:
-        self._pool.release(live.blocks)
+        self._pool.release(live.blocks[live.gone_count :])
         live.blocks = []
+        live.gone_count = 0
         if live.reserved_blocks:
             self._pool.release(live.reserved_blocks)
             live.reserved_blocks = []
@@ -342,7 +355,8 @@ class Scheduler:
         any case, and nobody waits longer for one that does not fit than that takes. A preempted request holds the line
         at once: it was begun, and whoever started before it would have its blocks.
 
-        A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
+        A request is admitted only when all of its known tokens fit the pool as it is, or, where they are more than it
+        ever has blocks of at a time, these: so that a prompt that is computed
         in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
         prefix, n choices) is passed over: after this step the block is a hit. One whose KV can be loaded begins to
         wait for it instead: that takes its blocks, and no place. While as many load as may it is passed over, too; at
@@ -442,8 +456,11 @@ class Scheduler:
 
     def _fits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> bool:
         # An idle hit saves computing, not room: it leaves the available blocks like any other.
-        busy_hits = sum(1 for block in hit_blocks if not self._pool.is_idle(block))
-        live.blocks_wanted = self.blocks_for(len(live.tokens)) - busy_hits
+        settings = self._settings
+        first = settings.first_block_read(len(hit_blocks) * settings.block_size)
+        busy_hits = sum(1 for block in hit_blocks[first:] if not self._pool.is_idle(block))
+        wanted = settings.blocks_for(len(live.tokens)) - first - busy_hits
+        live.blocks_wanted = min(wanted, settings.blocks_held_max(len(live.tokens)))
         return live.blocks_wanted <= self._pool.available_count
 
     def _loading_is_full(self) -> bool:
@@ -456,7 +473,11 @@ class Scheduler:
 
     def _begin_load(self, live: LiveRequest, load_count: int, now: float) -> None:
         assert self._loads is not None
-        live.blocks += self._pool.allocate(self.blocks_for(len(live.tokens)) - len(live.blocks))
+        settings = self._settings
+        self._give_back_before(settings.first_block_read(live.computed_count + load_count), live)
+        table_count = settings.blocks_for(len(live.tokens))
+        table_count = min(table_count, live.gone_count + settings.blocks_held_max(len(live.tokens)))
+        live.blocks += self._pool.allocate(table_count - len(live.blocks))
         self._loads.begin(live, load_count, now)
 
     def _start(self, live: LiveRequest, admission: _Admission) -> None:
@@ -525,9 +546,10 @@ class Scheduler:
                 yield self._cache.hash_at(live.chain, index, live.tokens)
 
     def _share_hits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> None:
-        self._pool.share(hit_blocks)
-        live.blocks = list(hit_blocks)
         live.computed_count = len(hit_blocks) * self._settings.block_size
+        live.gone_count = self._settings.first_block_read(live.computed_count)
+        live.blocks = list(hit_blocks)
+        self._pool.share(live.blocks[live.gone_count :])
 
 
 def _holds_up(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:

@@ -59,6 +59,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.
     held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is
         answered without being held. (So that one reader that is slow does not take the others' room.)
+    window_tokens: where every layer has a sliding window the largest of them, in tokens, a token's own position among
+        them, and at least 2, so that the last token before a place is in reach; None where some layer sees all. What no window reaches any more is given back while the request runs, so
+        that a context may be longer than the pool.
     keeps_kv: False for a model that attends to all tokens of a prompt at once and keeps nothing (an encoder): nobody
         has blocks, there need not be any, and every request is pooled and computed whole.
     state_slot_count: slots for the state of layers that keep one for a whole sequence, in the place of keys and values
@@ -90,6 +93,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     keeps_kv: bool = True
     state_slot_count: int = 0
     snapshot_slot_count: int = 0
+    window_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_count", "block_size", "context_tokens_max", "max_num_seqs", "step_tokens_max"):
@@ -129,7 +133,17 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.keeps_kv and self.enable_prefix_caching:
             raise StartupError("a model that keeps no KV has no prefix cache: turn enable_prefix_caching off")
-        if self.keeps_kv and self.block_count * self.block_size < self.context_tokens_max:
+        if self.window_tokens is not None and self.window_tokens < 2:
+            raise StartupError(f"window_tokens is {self.window_tokens}, it must be at least 2")
+        assert self.window_tokens is None or self.draft_source == "text", "a draft model may see more than the model"
+        held_max = self.blocks_held_max(self.context_tokens_max)
+        if held_max > self.block_count and self.window_tokens is not None:
+            raise StartupError(
+                f"the KV cache has {self.block_count} blocks of {self.block_size} tokens, and a full context needs "
+                f"{held_max} at a time, for a window of {self.window_tokens} tokens and {self.step_tokens_max} that a "
+                "step computes: lower --max-num-batched-tokens or --max-model-len, or give it more memory"
+            )
+        if held_max > self.block_count:
             raise StartupError(
                 f"the KV cache holds {self.block_count * self.block_size} tokens, less than the "
                 f"{self.context_tokens_max} of one full context: lower --max-model-len or give it more memory"
@@ -140,3 +154,25 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens of a prompt that has to be computed in one step. Beside those that decode there is always room for as
         many, sooner or later."""
         return self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
+
+    def blocks_for(self, token_count: int) -> int:
+        """Places of a block table that has so many tokens; none where nobody has KV."""
+        return -(-token_count // self.block_size) if self.keeps_kv else 0
+
+    def first_block_read(self, position: int) -> int:
+        """The first place of a block table that is read when the token at `position` is computed."""
+        return 0 if self.window_tokens is None else max(0, position - self.window_tokens + 1) // self.block_size
+
+    def first_block_kept(self, computed_count: int) -> int:
+        """The first place of a block table that has a block when so many tokens are computed. The last of them can be
+        computed again: another engine that goes on with them has to."""
+        return self.first_block_read(computed_count - 1)
+
+    def blocks_held_max(self, token_count: int) -> int:
+        """Blocks that a request has at a time, at most, until so many tokens are computed: all of them, or those of a
+        window and a step."""
+        needed = self.blocks_for(token_count)
+        if self.window_tokens is None:
+            return needed
+        # So many tokens in a row begin and end inside of blocks.
+        return min(needed, -(-(self.window_tokens + self.step_tokens_max - 1) // self.block_size) + 1)

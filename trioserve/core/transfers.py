@@ -66,16 +66,19 @@ class Transfers:
         Returns how that somebody gets at them. Where too much is held already, the connector does not learn that this
         request asks for it, too. To the connector, one that is handed over has ended by itself, and asked for it."""
         self._abandon(live, now)
-        block_size = self._settings.block_size
-        blocks = tuple(live.blocks[: -(-live.computed_count // block_size)])
-        tokens = tuple(live.tokens[: live.computed_count])
+        settings, computed_count = self._settings, live.computed_count
+        if live.gone_count > settings.first_block_read(computed_count):
+            computed_count = 0  # of its hits those are gone that the window would not have reached behind its load
+        table = tuple(live.blocks[: settings.blocks_for(computed_count)])
+        blocks = table[live.gone_count :]
+        tokens = tuple(live.tokens[:computed_count])
         request = live.request
         if reason is FinishReason.HANDED_OVER:
             request, reason = _asking(request), FinishReason.STOP
         if _asks_to_be_held(request) and self._pool.held_count + len(blocks) > self._held_blocks_max:
             self.holds_refused_total += 1
             request = _without_asking(request)
-        if not self._connector.request_finished(request, blocks, tokens, reason):
+        if not self._connector.request_finished(request, table, tokens, reason):
             return None
         self.holds.add(live.request.id, HoldKind.SEND, blocks, now)
         return self._connector.transfer_params(live.request.id)
@@ -115,6 +118,12 @@ class Transfers:
             return [(load.live, message)]
         if event.token_count == 0:
             return [(load.live, "nothing of it came")]
+        end = load.live.computed_count + event.token_count
+        if self._settings.first_block_read(end) < load.live.gone_count:
+            # It had blocks for what the window reaches behind all of it.
+            message = f"{event.token_count} of {load.token_count} tokens came, and the window reaches further back"
+            self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {message}")
+            return [(load.live, message)]
         self.loaded_tokens_total += event.token_count
         self.loads.arrived(load.live, event.token_count)
         return []
@@ -141,7 +150,7 @@ class Transfers:
         request_id = live.request.id
         if self.loads.take(request_id) is None:
             return
-        written = live.blocks[live.computed_count // self._settings.block_size :]
+        written = live.blocks[max(live.gone_count, live.computed_count // self._settings.block_size) :]
         self.holds.add(request_id, HoldKind.LOAD, written, now)
         self._connector.load_abandoned(request_id)
 

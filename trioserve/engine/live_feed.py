@@ -283,7 +283,8 @@ class LiveFeed:
             return None if request.is_held else (len(self._freed), request.ended_at)
         if live is None:
             return request.is_leased, len(request.prompt_token_ids)
-        return live, live.status, len(live.blocks), len(live.reserved_blocks), len(live.tokens), request.has_run
+        blocks = live.gone_count, len(live.blocks), len(live.reserved_blocks)
+        return live, live.status, *blocks, len(live.tokens), request.has_run
 
     def _shown(
         self, request: OpenRequest, watched: _Watched, lives: list[LiveRequest], *, now: float, is_left: bool = False
@@ -435,9 +436,9 @@ class LiveFeed:
 
 def _blocks_of(lives: list[LiveRequest]) -> Sequence[BlockIndex]:
     """Each once, in the order of the block tables."""
-    if len(lives) == 1 and not lives[0].reserved_blocks:
+    if len(lives) == 1 and not lives[0].reserved_blocks and not lives[0].gone_count:
         return lives[0].blocks
-    return list(dict.fromkeys(block for live in lives for block in (*live.blocks, *live.reserved_blocks)))
+    return list(dict.fromkeys(block for live in lives for block in live.own_blocks))
 
 
 def _runs(watched: _Watched, blocks: Sequence[BlockIndex]) -> tuple[tuple[int, int], ...]:

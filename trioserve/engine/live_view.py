@@ -36,5 +36,5 @@ def view_of(
         age_seconds=now - request.entered_at,
         prompt_token_count=request.prompt_token_count,
         completion_token_count=request.completion_token_count,
-        block_count=sum(len(live.blocks) for live in living) + held_block_count,
+        block_count=sum(live.own_block_count for live in living) + held_block_count,
     )

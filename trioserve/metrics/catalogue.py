@@ -426,6 +426,13 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # --- our own ---
     Metric(
+        name="kv_blocks_given_back_total",
+        question=Question.CACHE,
+        kind="counter",
+        unit="blocks",
+        meaning="KV blocks that running sequences gave back, since no layer's sliding window reached them any more.",
+    ),
+    Metric(
         name="forced_tokens_total",
         question=Question.SHORTCUTS,
         kind="counter",

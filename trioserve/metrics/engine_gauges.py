@@ -52,6 +52,7 @@ class EngineGauges:
         metrics.kv_blocks.labels("used").set(stats.blocks_used)
         metrics.kv_blocks.labels("held").set(stats.blocks_held)
         metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
+        metrics.kv_blocks_given_back_total.inc(stats.blocks_given_back_total - seen.blocks_given_back_total)
         metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
         metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)
         metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)

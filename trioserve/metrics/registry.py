@@ -67,6 +67,7 @@ class Metrics:
     request_success_total: Counter
     pooled_inputs_total: Counter
     num_preemptions_total: Counter
+    kv_blocks_given_back_total: Counter
     aborts_total: Counter
     deadlines_passed_total: Counter
     cancel_to_free_seconds: PlainHistogram

@@ -354,6 +354,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(attention.window for attention in self._attentions))
 
     @property
+    def window_max(self) -> int | None:
+        """How far back any layer sees; None: some layer sees everything."""
+        found = [window for window in self.windows if window is not None]
+        return max(found) if len(found) == len(self.windows) else None
+
+    @property
     def rotaries(self) -> tuple[RotaryConfig | None, ...]:
         """The distinct ones, in the order of the layers."""
         return tuple(dict.fromkeys(attention.rotary for attention in self._attentions))

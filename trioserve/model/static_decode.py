@@ -79,7 +79,9 @@ class StaticDecode:
         self._storage = storage
         self._record = record
         self._recordings: dict[int, Recording] = {}
-        self._context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
+        if config.window_max is None:  # otherwise blocks come back, and a context may be longer than the pool
+            context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
+        self._context_tokens_max = context_tokens_max
         self.sizes = row_sizes(min(rows_max, ROWS_MAX))
         rows_max = self.sizes[-1]
         self._inputs = StaticInputs(

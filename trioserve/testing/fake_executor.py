@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.ids import RequestId
+from trioserve.contracts.ids import NO_BLOCK, RequestId
 from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
@@ -119,6 +119,7 @@ class FakeExecutor:
     chunk leaves garbage in its slots, as a real one may. plans: how many were executed. keeps_kv: False plays a model
     that needs no blocks, since it computes every prompt whole. state_slot_count: above 0 plays a model with layers that
     keep a state, in so many slots; snapshots are among them. has_draft_model: it proposes tokens (fake_drafts.py).
+    window_tokens: of the sliding window of all layers; no block before it is looked at.
     """
 
     def __init__(
@@ -130,8 +131,10 @@ class FakeExecutor:
         keeps_kv: bool = True,
         state_slot_count: int = 0,
         has_draft_model: bool = False,
+        window_tokens: int | None = None,
     ) -> None:
         self.keeps_kv = keeps_kv
+        self.window_tokens = window_tokens
         self.block_count = block_count
         self.block_size = block_size
         self.model = FakeModel() if model is None else model
@@ -234,18 +237,24 @@ class FakeExecutor:
     # --- for a connector that moves KV behind the steps ---
 
     def write_prompt(self, request: EngineRequest, block_table: Sequence[int], start: int, count: int) -> None:
-        """Write what computing the known tokens at positions start .. start + count - 1 would write."""
+        """Write what computing the known tokens at positions start .. start + count - 1 would write, where there is a
+        block for it."""
         known = request.known_token_ids
         digest = self.model.digest(known[:start])
         for position in range(start, start + count):
             digest = self.model.digest((known[position],), digest)
+            if block_table[position // self.block_size] == NO_BLOCK:
+                continue
             slot = block_table[position // self.block_size] * self.block_size + position % self.block_size
             self._slots[slot] = (digest, request.cache_salt)
 
     def spoil(self, block_table: Sequence[int], start: int, count: int) -> None:
-        """Leave garbage at positions start .. start + count - 1."""
+        """Leave garbage at positions start .. start + count - 1, where there is a block for it."""
         for position in range(start, start + count):
-            self._slots[block_table[position // self.block_size] * self.block_size + position % self.block_size] = None
+            if block_table[position // self.block_size] != NO_BLOCK:
+                self._slots[block_table[position // self.block_size] * self.block_size + position % self.block_size] = (
+                    None
+                )
 
     def get_slots(
         self, block_table: Sequence[int], start: int, count: int
@@ -268,7 +277,8 @@ class FakeExecutor:
     def content(self, blocks: Sequence[int]) -> tuple[object, ...]:
         """Whatever stands in these blocks, to be compared with what stands there later."""
         size = self.block_size
-        return tuple(slot for block in blocks for slot in self._slots[block * size : (block + 1) * size])
+        there = [block for block in blocks if block != NO_BLOCK]
+        return tuple(slot for block in there for slot in self._slots[block * size : (block + 1) * size])
 
     def _continued(self, plan: StepPlan) -> dict[int, ScheduledChunk]:
         """The chunks of a plan that was made ahead of the last one's result, with the tokens that they awaited, by
@@ -331,8 +341,13 @@ class FakeExecutor:
             assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} drafts, and is no decode"
             block_count = -(-(end + len(chunk.draft)) // self.block_size) if self.keeps_kv else 0
             assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"
-            assert len(set(chunk.block_table)) == len(chunk.block_table), f"{name}: a block twice"
-            assert all(0 <= block < self.block_count for block in chunk.block_table), f"{name}: no such block"
+            table = chunk.block_table[self._first_seen(chunk) // self.block_size :]
+            assert len(set(table)) == len(table), f"{name}: a block twice"
+            assert all(0 <= block < self.block_count for block in table), f"{name}: no such block"
+
+    def _first_seen(self, chunk: ScheduledChunk) -> int:
+        """The first position that one of its tokens sees."""
+        return 0 if self.window_tokens is None else max(0, chunk.start - self.window_tokens + 1)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return chunk.block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -397,13 +412,15 @@ class FakeExecutor:
             self._slots[self._slot(chunk, position)] = None
 
     def _read(self, chunk: ScheduledChunk) -> list[int]:
-        """The digest at every position of the context, each compared with what the request's own tokens say."""
+        """The digest at every position of the context, each that is seen compared with what the request's own tokens
+        say."""
         digests: list[int] = []
         expected = 0
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
+        first = self._first_seen(chunk)
         for position, token_id in enumerate(tokens):
             expected = self.model.digest((token_id,), expected)
-            if not self.keeps_kv:
+            if not self.keeps_kv or position < first:
                 digests.append(expected)
                 continue
             found = self._slots[self._slot(chunk, position)]

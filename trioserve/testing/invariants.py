@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.ids import NO_BLOCK, BlockIndex
 from trioserve.contracts.kv_transfer import HoldKind
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
@@ -28,6 +28,7 @@ def check_core(core: EngineCore) -> None:
     waiting: list[LiveRequest] = []
     for live in core.live_requests():
         _check_progress(core, live)
+        _check_table(core, live)
         is_running = live.status is RequestStatus.RUNNING
         assert (live.state is not None) == (is_running and core.settings.state_slot_count > 0), (
             f"{live.request.id} is {live.status.value}, and has {'no state' if live.state is None else 'a state'}"
@@ -48,6 +49,7 @@ def check_core(core: EngineCore) -> None:
     owners += [live for live, _reason in core.flights.ended.values()]
     for live, _reason in core.flights.ended.values():
         _check_ended(core, live)
+        _check_table(core, live)
     _check_claims(core, owners)
     _check_states(core, owners)
     _check_holds(core)
@@ -72,6 +74,43 @@ def _blocks_for(core: EngineCore, token_count: int) -> int:
     return -(-token_count // core.settings.block_size) if core.settings.keeps_kv else 0
 
 
+def _read_from(core: EngineCore, position: int) -> int:
+    """The place in a table of the first block that the token at this position sees."""
+    window = core.settings.window_tokens
+    return 0 if window is None else max(0, position - window + 1) // core.settings.block_size
+
+
+def _held_max(core: EngineCore, token_count: int, step_count: int = 1) -> int:
+    """Blocks that a window reaches while so many steps of tokens are computed behind it."""
+    settings = core.settings
+    if settings.window_tokens is None:
+        return _blocks_for(core, token_count)
+    reached = settings.window_tokens + step_count * settings.step_tokens_max
+    return min(_blocks_for(core, token_count), 1 - (1 - reached) // settings.block_size)
+
+
+def _check_table(core: EngineCore, live: LiveRequest) -> None:
+    """What the window has left behind is given back at once, and nothing else."""
+    name, gone = live.request.id, live.gone_count
+    assert list(live.blocks[:gone]) == [NO_BLOCK] * gone, f"{name}: a block in a place that was given back"
+    assert all(0 <= block < core.pool.block_count for block in live.own_blocks), f"{name}: no such block"
+    if not live.blocks:
+        assert not gone, f"{name} has no blocks, and has given {gone} back"
+        return
+    first = _read_from(core, live.computed_count)
+    if live.status is RequestStatus.WAITING_FOR_REMOTE_KV:  # it has none for what is behind the window after the load
+        assert first <= gone <= _read_from(core, len(live.tokens) - 1), f"{name} loads without its first {gone} blocks"
+        return
+    # One token further back is kept: another engine may have to compute the last one again.
+    kept = _read_from(core, live.computed_count - 1)
+    assert gone <= first, f"{name}: {gone} blocks are given back, and the window reaches block {first}"
+    assert gone >= kept, f"{name}: {gone} blocks are given back, and the window has left {kept} behind"
+    steps = 2 if core.settings.overlap_steps else 1
+    rows_max = len(live.tokens) + steps + core.settings.draft_tokens_max
+    held_max = _held_max(core, rows_max, steps)
+    assert live.own_block_count <= held_max, f"{name}: {live.own_block_count} blocks, at most {held_max} are of use"
+
+
 def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     request = live.request
     assert live.status is not RequestStatus.FINISHED, f"{request.id} has finished and is still there"
@@ -92,9 +131,12 @@ def _check_progress(core: EngineCore, live: LiveRequest) -> None:
 
 def _check_running(core: EngineCore, live: LiveRequest) -> None:
     name, held_count = live.request.id, len(live.blocks)
-    assert len(set(live.blocks)) == held_count, f"{name}: a block twice"
-    if live.reserved_blocks:
+    assert len(set(live.own_blocks)) == live.own_block_count, f"{name}: a block twice"
+    if live.reserved_blocks and core.settings.window_tokens is None:
         assert held_count + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
+    assert held_count + len(live.reserved_blocks) <= _blocks_for(
+        core, len(live.tokens) + 2 + core.settings.draft_tokens_max
+    ), name
     if live.steps_in_flight:
         # The second step computes a token that is not known yet; that of a marked request never will be.
         is_marked = core.settings.overlap_steps and live.abort_reason is not None
@@ -112,8 +154,8 @@ def _check_loading(core: EngineCore, live: LiveRequest) -> None:
     assert not live.steps_in_flight, f"{name} waits for KV and computes"
     assert live.computed_count == live.chain.block_count * core.settings.block_size, f"{name}: hits are whole blocks"
     assert not live.reserved_blocks, f"{name} has not split its blocks before it knows how much comes"
-    assert len(live.blocks) == _blocks_for(core, len(live.tokens)), f"{name}: {len(live.blocks)} blocks"
-    for block in live.blocks[live.chain.block_count :]:
+    _check_room(core, live)
+    for block in live.blocks[max(live.gone_count, live.chain.block_count) :]:
         assert core.pool.user_count(block) == 1, f"{name}: block {block} is used by another and written to"
         assert core.pool.hold_count(block) == 0, f"{name}: block {block} is held and written to"
 
@@ -124,7 +166,14 @@ def _check_ready(core: EngineCore, live: LiveRequest) -> None:
     assert live.asked_remote, f"{name} waits and holds blocks"
     assert live.computed_count >= live.chain.block_count * core.settings.block_size, name
     assert len(live.blocks) == _blocks_for(core, live.computed_count), f"{name}: {len(live.blocks)} blocks"
-    assert len(live.blocks) + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
+    _check_room(core, live)
+
+
+def _check_room(core: EngineCore, live: LiveRequest) -> None:
+    """It has all that it needs to run at some time, whatever others take."""
+    table_count = len(live.blocks) + len(live.reserved_blocks)
+    expected = min(_blocks_for(core, len(live.tokens)), live.gone_count + _held_max(core, len(live.tokens)))
+    assert table_count == expected, f"{live.request.id}: places for {table_count} blocks, expected are {expected}"
 
 
 def _check_waiting(live: LiveRequest) -> None:
@@ -144,7 +193,7 @@ def _check_ended(core: EngineCore, live: LiveRequest) -> None:
 
 
 def _check_claims(core: EngineCore, owners: list[LiveRequest]) -> None:
-    users = Counter(block for live in owners for block in (*live.blocks, *live.reserved_blocks))
+    users = Counter(block for live in owners for block in live.own_blocks)
     holds = Counter(block for hold in _holds(core) for block in hold.blocks)
     for index in range(core.pool.block_count):
         block = BlockIndex(index)
@@ -210,7 +259,7 @@ def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
     block_size = core.settings.block_size
     first_users: dict[BlockIndex, tuple[LiveRequest, int]] = {}
     for live in owners:
-        for index, block in enumerate((*live.blocks, *live.reserved_blocks)):
+        for index, block in enumerate(live.own_blocks, start=live.gone_count):
             first, first_index = first_users.setdefault(block, (live, index))
             if first is live:
                 continue
@@ -250,7 +299,7 @@ def _check_line(line: WaitingQueue, expected: list[LiveRequest]) -> None:
 
 def _check_stats(core: EngineCore, running: list[LiveRequest], owners: list[LiveRequest]) -> None:
     stats, settings = core.stats(), core.settings
-    used = {block for live in owners for block in (*live.blocks, *live.reserved_blocks)}
+    used = {block for live in owners for block in live.own_blocks}
     held = {block for hold in _holds(core) for block in hold.blocks}
     parts = (stats.blocks_free, stats.blocks_cached, stats.blocks_used, stats.blocks_held)
     assert sum(parts) == stats.blocks_total == settings.block_count

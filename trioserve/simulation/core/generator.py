@@ -53,6 +53,7 @@ CALLS = (
 )
 WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
 GUIDED_WORLDS_SHARE = 0.4
+WINDOWED_WORLDS_SHARE = 0.3
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
 DRAFT_MODEL_SHARE = 0.5
@@ -73,7 +74,8 @@ class Generator:
         if can_have_states and self._state_rng.random() < STATE_WORLDS_SHARE:
             slots = {"states": self._state_rng.randint(1, 6), "snapshots": self._state_rng.choice((0, 1, 2, 3, 8))}
             self.world = msgspec.structs.replace(self.world, **slots)
-        # The same holds for guides.
+        # The same holds for windows, and for guides.
+        window_rng = Random(line_of(self.world) + "window")
         self._guide_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)))
         has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
         self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
@@ -84,6 +86,9 @@ class Generator:
         if self.world.draft_tokens:
             by_model = Random(line_of(self.world) + "draft model").random() < DRAFT_MODEL_SHARE
             self.world = msgspec.structs.replace(self.world, drafts_by_model=by_model)
+        may_have_window = self.world.keeps_kv and not self.world.drafts_by_model  # who drafts may see more
+        if may_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
+            self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9, 40)))
         self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))

@@ -49,6 +49,9 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
     KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.
 
+    window_tokens: no token sees any further back, in no layer; then a context may be longer than the pool. None: every
+    one sees all.
+
     keeps_kv: False is an encoder: there are no blocks, and every request is pooled; block_count and block_size only say
     how long a prompt may be.
 
@@ -75,10 +78,20 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     keeps_kv: bool = True
     states: int = 0
     snapshots: int = 0
+    window_tokens: int | None = None
+
+    @property
+    def held_blocks_max(self) -> int:
+        """That a request of any length has at a time: of its window, and what a step computes behind that, wherever in
+        a block these begin; all of the pool without a window."""
+        if self.window_tokens is None:
+            return self.block_count
+        return 1 - (1 - self.window_tokens - self.step_tokens_max) // self.block_size
 
     @property
     def context_tokens_max(self) -> int:
-        return self.block_count * self.block_size
+        pool = self.block_count * self.block_size
+        return pool if self.window_tokens is None or self.held_blocks_max > self.block_count else 3 * pool
 
     @property
     def whole_tokens_max(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trioserve.contracts.ids import NO_BLOCK
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.request_state import LiveRequest, RequestStatus
@@ -47,10 +48,16 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
 
 def _blocks_lacking(core: EngineCore, live: LiveRequest) -> int:
     """How many blocks it needs beyond those that others use or hold, and it shares."""
-    needed = -(-len(live.tokens) // core.settings.block_size) if core.settings.keeps_kv else 0
+    if not core.settings.keeps_kv:
+        return 0
+    size, window = core.settings.block_size, core.settings.window_tokens
+    needed = -(-len(live.tokens) // size)
+    held_max = needed if window is None else 1 - (1 - window - core.settings.step_tokens_max) // size
     if not core.settings.enable_prefix_caching or live.needs_every_row:
-        return needed
+        return min(needed, held_max)
     states = core.scheduler.states
     can_go_on = None if states is None else states.has_snapshot
     hits = core.cache.match(PrefixChain(live.request.cache_salt), live.tokens, can_go_on)
-    return needed - sum(not core.pool.is_idle(block) for block in hits)
+    done = hits.count(NO_BLOCK)
+    done += sum(not core.pool.is_idle(block) for block in hits if block != NO_BLOCK)
+    return min(needed - done, held_max)

@@ -89,6 +89,7 @@ class Simulation:
             keeps_kv=world.keeps_kv,
             state_slot_count=world.states + world.snapshots,
             has_draft_model=world.drafts_by_model,
+            window_tokens=world.window_tokens,
         )
         self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
         self._masks = LateMasks(world.vocab_size)
@@ -109,6 +110,7 @@ class Simulation:
                 draft_step_tokens_max=world.draft_step_tokens,
                 draft_source="model" if world.drafts_by_model else "text",
                 draft_catch_up_tokens_max=CATCH_UP_TOKENS_MAX,
+                window_tokens=world.window_tokens,
                 hold_seconds_max=world.hold_seconds,
                 remote_kv_seconds_max=world.load_seconds,
                 load_failure_policy="fail" if world.fails_without_kv else "recompute",
@@ -159,6 +161,8 @@ class Simulation:
         assert stats.prefix_hit_tokens_total == sum(entry.cached_count or 0 for entry in looked_up), stats
         assert stats.prefix_query_tokens_total == sum(len(entry.request.known_token_ids) for entry in looked_up), stats
         assert stats.preemptions_total == self.counts.get("preempted", 0), stats
+        assert stats.blocks_given_back_total == 0 or self.world.window_tokens is not None, stats
+        self._count("blocks given back behind a window", stats.blocks_given_back_total)
         assert stats.steps_total == self.counts.get("steps", 0), stats
         counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
         entries = self.entries.values()
@@ -441,7 +445,8 @@ class Simulation:
             for chunk, table in zip(flight.plan.chunks, flight.tables, strict=True):
                 name = chunk.request.id
                 assert chunk.block_table == table, f"{name}: its blocks changed while the step runs"
-                for block in table:
+                seen_from = 0 if self.world.window_tokens is None else chunk.start - self.world.window_tokens + 1
+                for block in table[max(0, seen_from) // self.world.block_size :]:
                     assert core.pool.user_count(BlockIndex(block)) > 0, (
                         f"block {block} of {name} is let go while the step runs"
                     )

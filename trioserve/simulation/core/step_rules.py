@@ -3,7 +3,7 @@ entries, by rules of its own: it asks the core only how many blocks there are to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.contracts.step import ScheduledChunk, StepPlan
@@ -32,7 +32,8 @@ def check_begun_step(
     assert len(plan.chunks) <= settings.max_num_seqs, f"{len(plan.chunks)} sequences in one step"
     running = [entry for entry in live.values() if entry.is_running]
     if plan.is_ahead:
-        _check_everybody_goes_on(plan, live, settings.step_tokens_max)
+        paced = {name for name, own in core.scheduler.running.items() if own.is_wide and own.due_count > 1}
+        _check_everybody_goes_on(plan, live, settings.step_tokens_max, paced)
     assert len(set(plan.preempted)) == len(plan.preempted), f"preempted twice: {plan.preempted}"
     # Who is admitted in the same step has not been made room for: it uses what a load had reserved.
     stayed = [entry.order for entry in running if entry.request.id not in plan.admitted]
@@ -113,10 +114,15 @@ def _due_count(entry: ExpectedSequence) -> int:
     return max(1, len(entry.known) - entry.computed_end)
 
 
-def _check_everybody_goes_on(plan: StepPlan, live: Mapping[str, ExpectedSequence], tokens_max: int) -> None:
-    """A step that is planned ahead has everybody who runs, as far as its tokens go, and decodes first."""
+def _check_everybody_goes_on(
+    plan: StepPlan, live: Mapping[str, ExpectedSequence], tokens_max: int, paced: Container[str]
+) -> None:
+    """A step that is planned ahead has everybody who runs, as far as its tokens go, and decodes first. paced: prompts
+    that take many steps, and are left out of some for those that decode."""
     planned = {chunk.request.id for chunk in plan.chunks}
     missing = [entry for entry in live.values() if _goes_on(entry) and entry.request.id not in planned]
+    if any(chunk.count == 1 for chunk in plan.chunks):
+        missing = [entry for entry in missing if entry.request.id not in paced]
     assert not missing or plan.token_count == tokens_max, f"{missing[0].request.id} runs, and is not planned ahead"
     for entry in missing:
         assert _due_count(entry) > 1, f"{entry.request.id} decodes, and makes room for a prompt"
@@ -174,7 +180,9 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
         entry.overtaken_count_min += len(before)
         assert entry.cached_count is None, f"{name} was preempted, and is overtaken by {before[-1]}"
         # Blocks that nobody but those has were there for it.
-        taken = [block for own in running.values() if own.request.id in before for block in own.blocks]
+        taken = [
+            block for own in running.values() if own.request.id in before for block in own.blocks[own.gone_count :]
+        ]
         own_count = sum(pool.user_count(block) == 1 and pool.hold_count(block) == 0 for block in taken)
         is_unfit = _block_count(core, entry) > pool.available_count + own_count
         assert is_unfit, f"{name} would have fitted, and was overtaken by {before[-1]}"
@@ -206,7 +214,14 @@ def _check_nobody_waits_in_vain(
 
 
 def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
-    return -(-len(entry.known) // core.settings.block_size) if core.settings.keeps_kv else 0
+    """At most so many at a time, until all its known tokens are computed."""
+    if not core.settings.keeps_kv:
+        return 0
+    needed = -(-len(entry.known) // core.settings.block_size)
+    window = core.settings.window_tokens
+    if window is None:
+        return needed
+    return min(needed, 1 - (1 - window - core.settings.step_tokens_max) // core.settings.block_size)
 
 
 def _may_wait_for_a_hit(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from trioserve.contracts.events import EngineEvent, FinishReason, RequestFinished
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, LoadFailed, TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
 from trioserve.core.engine import EngineCore
@@ -144,10 +144,11 @@ class TransferWatch:
         # Nothing will be reported of a load that could not begin, so it is overdue at once.
         load_deadline = now if "start_load" in connector.raises else now + self._world.load_seconds
         for name, send in connector.sends.items():
-            holds.update(send.block_table)
+            holds.update(block for block in send.block_table if block != NO_BLOCK)
             hold_deadlines[name, HoldKind.SEND] = self._hold_deadlines.get((name, HoldKind.SEND), hold_deadline)
         for name, load in connector.loads.items():
             written = load.block_table[load.start // self._world.block_size :]
+            written = tuple(block for block in written if block != NO_BLOCK)
             if load.is_abandoned:
                 holds.update(written)
                 hold_deadlines[name, HoldKind.LOAD] = self._hold_deadlines.get((name, HoldKind.LOAD), hold_deadline)
@@ -216,7 +217,10 @@ class TransferWatch:
 
     def _note_load(self, entry: ExpectedSequence, load: FakeLoad, event: TransferEvent) -> None:
         count = 0 if isinstance(event, LoadFailed) else event.token_count  # type: ignore[union-attr]
-        if 0 < count <= load.token_count:
+        seen_from = 0
+        if self._world.window_tokens is not None:
+            seen_from = max(0, load.start + count - self._world.window_tokens + 1) // self._world.block_size
+        if 0 < count <= load.token_count and NO_BLOCK not in load.block_table[seen_from:]:
             entry.loaded_count = count
         else:
             entry.lacks_kv = self._world.fails_without_kv
