@@ -331,20 +331,13 @@ def _attend_one_by_one(
         if context == 0:
             attended[start:end] = 0
             continue
-<<<<<<< HEAD
-        blocks = table[: -(-context // page_tokens)].to(torch.int64)
-        seen = gather_context(pages, blocks)[:context]
-        mask = prompt_mask(context - (end - start), end - start, context, window, queries.dtype, queries.device)
-        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks)
-=======
         offset = context - (end - start)
         first_page = 0 if window is None else max(0, offset - window + 1) // page_tokens
         before = first_page * page_tokens
         blocks = table[first_page : -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks)[: context - before]
         mask = prompt_mask(offset - before, end - start, context - before, window, queries.dtype, queries.device)
-        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap)
->>>>>>> 5cae800 (core: what every layer's window has left behind is given back while a request runs)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks)
 
 
 def choose_tokens(
