@@ -73,6 +73,29 @@ def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, cap
                 os.kill(int(pid), 0)
 
 
+@pytest.mark.slow
+def test_a_model_is_read_from_the_disk_before_each_start(tmp_path, monkeypatch, capsys):
+    here = checkout(tmp_path / "here", SERVER)
+    monkeypatch.chdir(here)
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("a.safetensors", "b.safetensors"):
+        (model / name).write_bytes(os.urandom(3 * 2**20))
+    assert main(StartupSettings(cold_path=str(model), rounds=1, json_path=str(tmp_path / "report.json"))) == 0
+    (start,) = json.loads((tmp_path / "report.json").read_text())["starts"]
+    assert 0 < start["read_seconds"] < 60
+    head, _line, row, *_ = capsys.readouterr().out.splitlines()
+    assert head.endswith("| reading, s | ready to reading |")
+    assert float(row.split(" | ")[-1].strip(" |")) == pytest.approx(
+        start["ready_seconds"] / start["read_seconds"], abs=0.01
+    )
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(StartupError, match=r"--cold .* is not there: name the folder or file of a model"):
+        StartupSettings(cold_path=str(tmp_path / "nothing"))
+
+
 def test_a_server_that_ends_is_told_with_its_last_words(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(checkout(tmp_path / "here", FAILING))
     assert main(StartupSettings(rounds=3)) == 2

@@ -168,6 +168,12 @@ _FLAGS = {
     "server_flags": Flag(
         "--flags", "flags of serve in one text, such as --flags='--cpu-kernels torch'", {"type": _words}
     ),
+    "cold_path": Flag(
+        "--cold",
+        "folder or file of the model: dropped from memory before each start, and its reading alone is timed, too",
+        {"metavar": "PATH"},
+        unset="it is found where the system keeps it",
+    ),
     "router_flags": Flag(
         "--router-flags", "flags of route in one text, such as --router-flags='--policy session'", {"type": _words}
     ),

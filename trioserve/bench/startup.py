@@ -43,13 +43,15 @@ __all__ = [
 LOOKS_SECONDS = 0.005  # between two questions whether it is ready; as much may be missing in a figure
 STOP_SECONDS_MAX = 10.0
 READY_PATH = "/ready"
+READ_BYTES = 8 * 2**20
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """One start. checkout: which version, "" for this one. ready_seconds: from the command to the first 200 of
     /ready. cpu_seconds: of all of its threads until then. Bytes are of the idle server right afterwards: what is
     resident, the same with shared pages divided among those who share them, and the most it ever was; None where the
-    system does not tell.
+    system does not tell. read_seconds: to read the model's files from the disk, alone and just before; None where they
+    are not read cold.
     """
 
     checkout: str
@@ -58,6 +60,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     resident_bytes: int | None
     proportional_bytes: int | None
     resident_bytes_max: int | None
+    read_seconds: float | None = None
 
 
 class StartupReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,9 +111,11 @@ def main(settings: StartupSettings) -> int:
 
 def startup_text(report: StartupReport) -> str:
     """One line a version: medians, and the quickest start."""
+    is_cold = report.settings.cold_path is not None
     lines = [
-        "| version | ready, s: median | least | CPU s | resident, MiB | proportional | most |",
-        "|---|---|---|---|---|---|---|",
+        "| version | ready, s: median | least | CPU s | resident, MiB | proportional | most |"
+        + (" reading, s | ready to reading |" if is_cold else ""),
+        "|---|---|---|---|---|---|---|" + ("---|---|" if is_cold else ""),
     ]
     for checkout in ("", *report.settings.checkouts):
         starts = [start for start in report.starts if start.checkout == checkout]
@@ -126,6 +131,12 @@ def startup_text(report: StartupReport) -> str:
             _middle([start.proportional_bytes for start in starts], "{:.0f}", 2**20),
             _middle([start.resident_bytes_max for start in starts], "{:.0f}", 2**20),
         ]
+        if is_cold:
+            reads = [(start.ready_seconds, start.read_seconds) for start in starts if start.read_seconds is not None]
+            cells += [
+                _middle([read for _ready, read in reads], "{:.2f}", 1),
+                _middle([ready / read for ready, read in reads], "{:.2f}", 1),
+            ]
         lines.append("| " + " | ".join(cells) + " |")
     flags = " ".join(report.settings.server_flags) or "no flags"
     machine = report.machine
@@ -149,6 +160,7 @@ def memory_bytes(pid: int, root: pathlib.Path = pathlib.Path("/")) -> tuple[int 
 
 def _start(checkout: str, settings: StartupSettings) -> Start:
     """Raises _NotReady."""
+    read_seconds = None if settings.cold_path is None else _read_cold(pathlib.Path(settings.cold_path))
     port = free_port()
     command = [sys.executable, "-m", "trioserve", "serve", "--port", str(port), *settings.server_flags]
     with _environment(checkout) as (folder, environment), tempfile.TemporaryFile() as log:
@@ -170,6 +182,7 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
                 resident_bytes=resident,
                 proportional_bytes=proportional,
                 resident_bytes_max=most,
+                read_seconds=read_seconds,
             )
         finally:
             process.terminate()
@@ -178,6 +191,31 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _read_cold(path: pathlib.Path) -> float:
+    """Seconds to read the files from the disk, one behind the other, as fast as one thread does. Afterwards they are
+    not in memory any more."""
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    buffer = bytearray(READ_BYTES)
+    for file in files:
+        _drop_from_memory(file)
+    began_at = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while opened.readinto(buffer):
+                pass
+    seconds = time.perf_counter() - began_at
+    for file in files:
+        _drop_from_memory(file)
+    return seconds
+
+
+def _drop_from_memory(file: pathlib.Path) -> None:
+    with file.open("rb", buffering=0) as opened:
+        os.fsync(opened.fileno())  # what is not written yet stays
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max: float) -> float | None:

@@ -16,11 +16,14 @@ class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Raises StartupError, one sentence, when a value is out of range.
 
     checkouts: folders with other versions of this project, started in turn with this one, so that a noisy machine is
-    noisy for all. server_flags: what `serve` is given besides its port.
+    noisy for all. server_flags: what `serve` is given besides its port. cold_path: a model's folder or file, which
+    before each start is dropped from memory, read alone, and dropped again, so that the start reads it from the disk;
+    None: it is found where the system keeps it.
     """
 
     checkouts: tuple[str, ...] = ()
     server_flags: tuple[str, ...] = ()
+    cold_path: str | None = None
     rounds: int = 5
     timeout_seconds: float = 120.0
     json_path: str | None = None
@@ -32,4 +35,6 @@ class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
         for folder in self.checkouts:
             if not pathlib.Path(folder, "trioserve", "__main__.py").is_file():
                 raise StartupError(f"--checkout {folder} has no trioserve in it: name a checkout of the project")
+        if self.cold_path is not None and not pathlib.Path(self.cold_path).exists():
+            raise StartupError(f"--cold {self.cold_path} is not there: name the folder or file of a model")
         check_writable(self.json_path)
