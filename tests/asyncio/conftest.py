@@ -73,4 +73,4 @@ def run() -> Iterator[Callable[[Program], None]]:
         asyncio.run(main(), debug=False)
 
     yield run_program
-    assert set(threading.enumerate()) - before == set()
+    assert not set(threading.enumerate()) - before
