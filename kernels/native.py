@@ -32,6 +32,7 @@ __all__ = [
     "NO_FLAW",
     "NORM_KINDS",
     "QK_NORMS",
+    "CONV_KERNEL_MAX",
     "SCORINGS",
     "Engine",
     "ExpertsStruct",
@@ -40,6 +41,7 @@ __all__ = [
     "MatrixStruct",
     "ModelStruct",
     "NoNativeKernels",
+    "RecurrentStruct",
     "SamplingStruct",
     "StepStruct",
     "WeightFormat",
@@ -59,6 +61,7 @@ _ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bflo
 FINISHED, ABANDONED = 0, 1
 BLOCK_OUTPUTS = 16  # of a block of a packed weight
 CACHE_LINE_BYTES = 64
+CONV_KERNEL_MAX = 64  # of cpu/state_space.h
 HEAD_DIM_MAX = 512  # of the buffers in which one head is turned
 
 Array = npt.NDArray[Any]
@@ -146,6 +149,16 @@ class ExpertsStruct(ctypes.Structure):
     )
 
 
+class RecurrentStruct(ctypes.Structure):
+    """Recurrent of cpu/step.h."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("conv_weights", "conv_bias", "rates", "skips", "time_step_bias", "gate_norm")),
+        *((name, _int) for name in ("channels", "kernel", "projected", "heads", "head_dim", "groups", "vectors")),
+        *((name, _float) for name in ("time_step_min", "time_step_max")),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """Layer of cpu/step.h."""
 
@@ -157,6 +170,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
         ("experts", _pointer),
+        ("recurrent", _pointer),
     )
 
 
@@ -198,6 +212,7 @@ class StepStruct(ctypes.Structure):
         *((name, _pointer) for name in ("pages", "sampled_rows", "samplings", "sampling_ids", "sampling_biases")),
         *((name, _pointer) for name in ("next_ids", "flaws", "logprobs", "top_ids", "hidden")),
         ("waited_for", _pointer),
+        *((name, _pointer) for name in ("states", "span_firsts", "spans")),
         ("masks_filled", _pointer),
     )
 

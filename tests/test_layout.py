@@ -145,7 +145,7 @@ TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
         "attention.py sampled_ids.py cuda_graphs.py decoder.py encoder.py gumbel.py "
-        "host_to_device.py layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
+        "host_to_device.py layers.py recurrent_layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
         "torch_formats.py torch_step_model.py"
     ),
     "kernels": words(

@@ -541,6 +541,11 @@ class _Opening:
             logger.warning("of --kv-transfer-config ignored=%s", ",".join(transfers.ignored))
         if isinstance(checkpoint, EncoderDirectory):
             raise StartupError("an encoder keeps no KV to exchange: leave out --kv-transfer-config")
+        if checkpoint.config.state_bytes:
+            raise StartupError(
+                "this model's layers keep a state beside their KV, which connectors do not carry: leave out "
+                "--kv-transfer-config"
+            )
         name = await self._text.run_cancellable(weights_name, checkpoint)
         return make_connector(
             ConnectorSetup(
@@ -733,6 +738,8 @@ def _core_settings(
         draft_context_tokens_max=None if draft is None else draft.checkpoint.config.context_tokens_max,
         keeps_kv=keeps_kv,
         window_tokens=window_tokens,
+        state_slot_count=runner.state_slot_count,
+        snapshot_slot_count=runner.snapshot_slot_count if config.enable_prefix_caching else 0,
         hold_seconds_max=config.kv_hold_timeout,
         remote_kv_seconds_max=config.kv_load_timeout,
         held_share_max=config.kv_held_share,

@@ -11,6 +11,7 @@
 #include "attention_packed.h"
 #include "buffer.h"
 #include "quantized_product.h"
+#include "state_space.h"
 
 namespace trioserve {
 namespace {
@@ -232,6 +233,9 @@ private:
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
                 const T* pages, const Rows<T>& attended, const void* after);
+    void make_room_for_states(const Model& model);
+    template <class T>
+    void recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed);
     template <class T>
     void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
     int32_t best_of(int64_t row);
@@ -256,6 +260,7 @@ private:
     bool packs_decodes_ = false;  // where a decode's own way to add up is not that of a prompt, and has to be
     Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
     Buffer chances_, gathered_, mixed_;
+    Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
 };
 
 // Rows that the products may read beyond the last one.
@@ -768,6 +773,61 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     }
 }
 
+// A thread of the team must not find that there is no memory.
+void Engine::make_room_for_states(const Model& model) {
+    for (int32_t index = 0; index < model.layer_count; index++) {
+        const Recurrent* layer = model.layers[index].recurrent;
+        if (layer == nullptr) continue;
+        projected_.of<float>(rows_ * projected_stride(*layer));
+        convolved_.of<float>(rows_ * layer->channels);
+        scanned_.of<float>(rows_ * layer->heads * layer->head_dim);
+    }
+}
+
+// mixed: what the layer's last projection takes, of its first one, which is there already. Writes the states.
+template <class T>
+void Engine::recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed) {
+    const float* projected = projected_.of<float>(0);
+    float *convolved = convolved_.of<float>(0), *scanned = scanned_.of<float>(0);
+    const int64_t stride = projected_stride(layer), channels = layer.channels, inner = layer.heads * layer.head_dim;
+    const int64_t pieces = (channels / LANES + CONV_BLOCKS - 1) / CONV_BLOCKS;
+    for (int64_t index; (index = team.take()) < pieces * step.chunk_count;) {
+        const int64_t chunk = index / pieces, first = index % pieces * CONV_BLOCKS * LANES;
+        const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
+        for (int64_t n = first; n < std::min(first + CONV_BLOCKS * LANES, channels); n += LANES) {
+            if (layer.heads > 0)
+                convolve(layer, memory, step.spans + begin, count, n,
+                         [&](int64_t row) { return load(projected + row * stride + inner + n); },
+                         [&](int64_t row, Lanes sum) { store(convolved + row * channels + n, silu_of(sum)); });
+            else
+                convolve(layer, memory, step.spans + begin, count, n,
+                         [&](int64_t row) {
+                             const float* from = projected + row * stride + n;
+                             return mul(load(from), load(from + 2 * channels));
+                         },
+                         [&](int64_t row, Lanes sum) {
+                             store(mixed.at(row, n), mul(sum, load(projected + row * stride + channels + n)));
+                         });
+        }
+    }
+    team.meet();
+    if (layer.heads > 0) {
+        for (int64_t index; (index = team.take()) < int64_t(layer.heads) * step.chunk_count;) {
+            const int64_t chunk = index / layer.heads;
+            const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
+            scan(layer, memory, step.spans + begin, count, index % layer.heads, projected, convolved, scanned);
+        }
+        team.meet();
+    }
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        if (layer.heads > 0)
+            gate_and_norm(layer, eps, projected + row * stride, scanned + row * inner, mixed, row);
+        else
+            mixed.pad(row, channels);
+    }
+    team.meet();
+}
+
 // after: what the thread reads after this.
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
@@ -945,7 +1005,13 @@ bool Engine::compute(const Model& model, const Step& step) {
     const auto attended = rows_for<T>(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
     activated_.of<T>(readable(rows) * padded_depth(middle));
     for (int64_t row = 0; row < rows; row++) attended.pad(row, query_size);
-    quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle})));
+    int64_t recurrent_size = 0;
+    for (int32_t index = 0; index < model.layer_count; index++)
+        if (const Recurrent* layer = model.layers[index].recurrent)
+            recurrent_size = std::max(recurrent_size, inner_size(*layer));
+    T* recurrent = recurrent_.of<T>(recurrent_size > 0 ? readable(rows) * padded_depth(recurrent_size) : 0);
+    make_room_for_states(model);
+    quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle, recurrent_size})));
     angles_.of<float>(model.rotary_count * rows * shape.head_dim);
     float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
     const Norm norm{model.norm_kind, model.norm_eps};
@@ -991,7 +1057,27 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (thread == 0 && step.waited_for != nullptr)
                 is_abandoned_ = __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
-            if (layer.pairs_together) {
+            Rows<const T> found = attended;
+            if (layer.recurrent != nullptr) {
+                float* projected = projected_.of<float>(0);
+                const int64_t stride = projected_stride(*layer.recurrent);
+                product(thread, x, rows, layer.qkv, nullptr,
+                        [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                            for (int row = 0; row < count; row++) {
+                                for (int block = 0; block < blocks && (first_block + block) * LANES < stride; block++) {
+                                    const int64_t n = (first_block + block) * LANES;
+                                    Lanes value = load(sums + row * PANEL + block * LANES);
+                                    if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
+                                    store(projected + (first_row + row) * stride + n, value);
+                                }
+                            }
+                        });
+                team.meet();
+                if (is_abandoned_) return;
+                const auto mixed = rows_for<T>(recurrent, rows, inner_size(*layer.recurrent));
+                recur<T>(thread, step, *layer.recurrent, model.norm_eps, step.states[index], mixed);
+                found = mixed;
+            } else if (layer.pairs_together) {
                 product(thread, x, rows, layer.qkv, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                             turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
@@ -1012,13 +1098,15 @@ bool Engine::compute(const Model& model, const Step& step) {
                 for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
                     turn_and_store(model, layer, qkv, row, queries, pages);
             }
-            team.meet();
-            if (is_abandoned_) return;
-            attend<T>(thread, shape_of(model, layer), plans_.at(layer.window), layer.window, queries, pages, attended,
-                      first_read<T>(thread, layer.output, rows));
-            team.meet();
+            if (layer.recurrent == nullptr) {
+                team.meet();
+                if (is_abandoned_) return;
+                attend<T>(thread, shape_of(model, layer), plans_.at(layer.window), layer.window, queries, pages,
+                          attended, first_read<T>(thread, layer.output, rows));
+                team.meet();
+            }
             const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
-            product<T>(thread, attended, rows, layer.output, first_read<T>(thread, after, rows),
+            product<T>(thread, found, rows, layer.output, first_read<T>(thread, after, rows),
                        add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale));
             team.meet();
             if (layer.attention_output_norm != nullptr)

@@ -43,13 +43,29 @@ struct Experts {
     float scale;
 };
 
+// What a layer has in the place of attention that keeps a state for a whole sequence (see state_space.h); qkv is its first
+// projection, `projected` numbers of a row, and output its last. heads: 0 is a short convolution: three times `channels`
+// are projected, b, c and x, and b * x is convolved and multiplied with c. Else z, x, b, c and time steps are, of
+// which x, b and c are the convolution's channels: x has heads * head_dim, b and c groups * vectors each. conv_weights:
+// [kernel][channels]; conv_bias: [channels] or null; gate_norm: [heads * head_dim]; the others: [heads].
+struct Recurrent {
+    const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm;
+    int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
+    float time_step_min, time_step_max;
+};
+
+// Rows of one chunk, and the slots in which the layers' states before and behind them lie. reads: -1 is zeros.
+struct StateSpan {
+    int32_t first_row, count, reads, writes;
+};
+
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
 // outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
 // everything. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
 // for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
 // reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in
-// the place of gate_up and down, or null.
+// the place of gate_up and down, or null. recurrent: in the place of attention, or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
@@ -57,6 +73,7 @@ struct Layer {
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel;
     float query_factor, score_cap, residual_scale;
     const Experts* experts;
+    const Recurrent* recurrent;
 };
 
 // intermediate_size: the largest. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
@@ -72,7 +89,8 @@ struct Model {
     const float* norm;
 };
 
-// All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i].
+// All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i]. spans: the same, and
+// span_firsts has one more; all three null where no layer keeps a state.
 struct Step {
     int32_t row_count, chunk_count, sampled_count;
     int32_t top_count_max;  // of all samplings that want logprobs
@@ -92,6 +110,9 @@ struct Step {
     int32_t* top_ids;              // [sampled][top_count_max]
     float* hidden;                 // [rows, hidden_size] after the last layer, or null
     const int32_t* waited_for;     // 0, from any moment on: the step is abandoned; or null
+    float* const* states;          // [layers]; null for layers without
+    const int32_t* span_firsts;    // [chunks + 1]
+    const StateSpan* spans;
     const int32_t* masks_filled;   // 0 until the masks of all samplings can be read; null if none has one
 };
 

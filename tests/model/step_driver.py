@@ -11,7 +11,7 @@ import numpy as np
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan, StepResult
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
@@ -54,7 +54,9 @@ def load_runner(
     runner = ModelRunner.load(open_checkpoint(path, context_tokens=context_tokens_max), settings)
     runner.allocate_kv(block_count)
     assert runner.storage is not None
-    for pages in runner.storage.pages:
+    assert runner.states is not None or not runner.config.state_bytes
+    memories = [] if runner.states is None else [memory for memory in runner.states.buffers if memory is not None]
+    for pages in (*runner.storage.pages, *memories):
         if isinstance(pages, np.ndarray) and pages.dtype == np.uint16:
             pages[:] = BFLOAT16_NAN_BITS
         else:
@@ -69,6 +71,9 @@ class StepDriver:
         self._runner = runner
         self._free = list(range(runner.block_count))
         random.Random(seed).shuffle(self._free)
+        self._free_states = list(range(runner.state_slot_count))
+        random.Random(seed).shuffle(self._free_states)
+        self._states: dict[str, int] = {}
         self._requests: dict[str, EngineRequest] = {}
         self._tables: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
@@ -164,6 +169,8 @@ class StepDriver:
         self._free.extend(self._tables[name])
         self._tables[name] = []
         self._computed[name] = 0
+        if name in self._states:
+            self._free_states.append(self._states.pop(name))
         if tokens is not None:
             self.tokens[name] = list(tokens)
 
@@ -175,6 +182,20 @@ class StepDriver:
         tokens, awaits_token = self.tokens[name], start == len(self.tokens[name])
         samples = awaits_token or start + count == len(tokens)
         samples = samples and self._requests[name].pooling is None
+        states: tuple[StateSpan, ...] = ()
+        if self._free_states or self._states:
+            slot = self._states.setdefault(name, self._free_states[-1])
+            if slot in self._free_states:
+                self._free_states.remove(slot)
+            states = (StateSpan(count, slot if start else None, slot),)
         return ScheduledChunk(
-            self._requests[name], tokens, start, count, table, samples, tuple(draft), awaits_token=awaits_token
+            self._requests[name],
+            tokens,
+            start,
+            count,
+            table,
+            samples,
+            tuple(draft),
+            awaits_token=awaits_token,
+            states=states,
         )

@@ -10,7 +10,7 @@ from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.kv_pages import CudaPages, make_kv_pages
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.model_config import AttentionConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 
 LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=3, head_dim=8, dtype="bfloat16")
 
@@ -18,8 +18,8 @@ LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=3, head_
 class Shape:
     """What KVStorage asks of a config."""
 
-    layer_count = 2
     heads = AttentionConfig(head_count=3, kv_head_count=3, head_dim=8, rotary=None)
+    layers = (LayerConfig(attention=heads, mlp=MlpConfig(intermediate_size=16)),) * 2
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "device"])

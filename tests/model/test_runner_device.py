@@ -13,10 +13,10 @@ import torch
 from trioserve.contracts.errors import StartupError
 from trioserve.model import torch_step_model
 from trioserve.model.device import (
+    cache_size,
     default_thread_count,
     free_host_bytes,
     kv_block_bytes,
-    kv_block_count,
     pick_device,
     pick_dtype,
     takes_every_cpu,
@@ -54,14 +54,14 @@ def test_a_block_holds_keys_and_values_of_every_layer() -> None:
 def test_kv_cache_bytes_are_filled_and_not_exceeded() -> None:
     block = kv_block_bytes(config(), 16, "float32")
     for budget, count in ((block, 1), (3 * block - 1, 2), (3 * block, 3)):
-        assert kv_block_count(config(), ModelSettings(kv_cache_bytes=budget), "cpu", "float32") == count
+        assert cache_size(config(), ModelSettings(kv_cache_bytes=budget), "cpu", "float32").block_count == count
     with pytest.raises(StartupError, match=f"needs {block}"):
-        kv_block_count(config(), ModelSettings(kv_cache_bytes=block - 1), "cpu", "float32")
+        cache_size(config(), ModelSettings(kv_cache_bytes=block - 1), "cpu", "float32")
 
 
 def test_a_cpu_gives_a_quarter_of_its_free_memory_and_at_most_4_gib() -> None:
     block = kv_block_bytes(config(), 16, "float32")
-    count = kv_block_count(config(), ModelSettings(), "cpu", "float32")
+    count = cache_size(config(), ModelSettings(), "cpu", "float32").block_count
     assert 0 < count * block <= min(4 * 2**30, 0.3 * free_host_bytes())
 
 

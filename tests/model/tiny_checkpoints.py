@@ -306,6 +306,60 @@ FAMILY_KINDS["gpt-oss"] = (
         "rope_parameters": {**_YARN_ROPE, "truncate": False},
     },
 )
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 32,
+    "mamba_expand": 3,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
+}
+FAMILY_KINDS |= {
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 32},
+    ),
+    "lfm2-biased": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
+}
 # transformers computes these as Llamas and names that class; their makers' configs have names of their own.
 _PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

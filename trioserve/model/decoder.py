@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,18 +10,22 @@ from torch import Tensor
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import attend
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.layers import Embedding, HeadNorms, Linear, Norm, RotaryAngles, Sinks
-from trioserve.model.model_config import Activation, ExpertsConfig, LayerConfig, ModelConfig
+from trioserve.model.layers import Angles, Embedding, HeadNorms, Linear, MakeLinear, Norm, RotaryAngles, Sinks
+from trioserve.model.model_config import (
+    Activation,
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    ModelConfig,
+    ShortConvConfig,
+)
+from trioserve.model.recurrent_layers import ShortConv, StateSpace
+from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_tensors import StepTensors
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 
 __all__ = ["Decoder"]
-
-Angles = tuple[Tensor, Tensor]
-
-
-MakeLinear = Callable[..., Linear]  # inputs, has_bias, and the outputs of each projection by its name
 
 
 class _Mlp:
@@ -116,6 +120,58 @@ class _Experts:
         return result
 
 
+class _Attention:
+    """Keys and values of heads, from which each head's queries choose."""
+
+    def __init__(
+        self,
+        name: str,
+        linear: MakeLinear,
+        config: ModelConfig,
+        attention: AttentionConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._kernels = kernels
+        self._config = attention
+        hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
+        self._qkv = linear(hidden, attention.has_bias, q_proj=queries, k_proj=keys, v_proj=keys)
+        self._head_norms: HeadNorms | None = None
+        if attention.qk_norm != "none":
+            self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
+        self._sinks: Sinks | None = None
+        if attention.has_sinks:
+            self._sinks = Sinks(name, attention, device=device)
+        self._output = linear(queries, attention.has_output_bias, o_proj=hidden)
+        self.linears = (self._qkv, self._output)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._head_norms, self._sinks, *self.linears):
+            if part is not None:
+                yield from part.slots()
+
+    def __call__(
+        self, normed: Tensor, step: StepTensors, angles: Angles, pages: Tensor, slots_of_layer: Tensor
+    ) -> Tensor:
+        kernels, attention = self._kernels, self._config
+        qkv = self._qkv(normed)
+        queries, keys_values = torch.split(qkv, [attention.query_size, 2 * attention.key_size], -1)
+        if self._head_norms is not None:
+            self._head_norms(qkv)
+        # Queries and keys lie side by side, so they are turned together and in place.
+        kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
+        if attention.query_factor != 1.0:
+            queries.mul_(attention.query_factor)
+        if step.cleared_slots is not None:
+            kernels.clear_slots_(slots_of_layer, step.cleared_slots)
+        tensors = step.attention[attention.window]
+        sinks = None if self._sinks is None else self._sinks.values
+        rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
+        return self._output(rows)
+
+
 class _Layer:
     """Attention and MLP, with the norms and sums around them that the description names."""
 
@@ -132,13 +188,8 @@ class _Layer:
         self._kernels = kernels
         self._layer = layer
         attention, mlp = layer.attention, layer.mlp
-        self.rotary = attention.rotary
-        self._head_dim = attention.head_dim
-        self._kv_heads = attention.kv_head_count
-        self._query_size = attention.query_size
-        self._kv_size = 2 * attention.key_size
-        self._query_factor = attention.query_factor
-        hidden, keys = config.hidden_size, attention.key_size
+        self.rotary = attention.rotary if isinstance(attention, AttentionConfig) else None
+        hidden = config.hidden_size
         name = f"layers.{index}"
 
         def norm(module: str, is_there: bool) -> Norm | None:
@@ -154,14 +205,13 @@ class _Layer:
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
-        self._qkv = linear(hidden, attention.has_bias, q_proj=self._query_size, k_proj=keys, v_proj=keys)
-        self._head_norms: HeadNorms | None = None
-        if attention.qk_norm != "none":
-            self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
-        self._sinks: Sinks | None = None
-        if attention.has_sinks:
-            self._sinks = Sinks(name, attention, device=device)
-        self._output = linear(self._query_size, attention.has_output_bias, o_proj=hidden)
+        self._attention: _Attention | ShortConv | StateSpace
+        if isinstance(attention, AttentionConfig):
+            self._attention = _Attention(name, linear, config, attention, kernels, dtype=dtype, device=device)
+        elif isinstance(attention, ShortConvConfig):
+            self._attention = ShortConv(name, config, attention, dtype=dtype, device=device)
+        else:
+            self._attention = StateSpace(name, config, attention, dtype=dtype, device=device)
         self._mlp: _Mlp | _Experts
         if isinstance(mlp, ExpertsConfig):
             self._mlp = _Experts(linear, name, hidden, mlp, kernels, device)
@@ -171,7 +221,7 @@ class _Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self._qkv, self._output, *self._mlp.linears
+        return *self._attention.linears, *self._mlp.linears
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (
@@ -179,9 +229,8 @@ class _Layer:
             self._attention_output_norm,
             self._mlp_norm,
             self._mlp_output_norm,
-            self._head_norms,
-            self._sinks,
-            *self.linears,
+            self._attention,
+            *self._mlp.linears,
         ):
             if part is not None:
                 yield from part.slots()
@@ -193,42 +242,30 @@ class _Layer:
         hidden: Tensor,
         product: Tensor | None,
         step: StepTensors,
-        angles: Angles,
+        angles: Angles | None,
         pages: Tensor,
         slots_of_layer: Tensor,
+        states: Tensor | None,
     ) -> Tensor:
-        """Writes the step's keys and values into the layer's cache.
+        """Writes the step's keys and values into the layer's cache, or the states that it keeps into their slots.
 
         hidden: [T, hidden_size], changed in place. product: what is still to be added to it, and what comes back is:
         the residual sum is taken together with the norm that follows it.
         """
         normed = _added(hidden, product, self._attention_norm)
-        attended = self._attended(normed, step, angles, pages, slots_of_layer)
+        if isinstance(self._attention, _Attention):
+            assert angles is not None
+            attended = self._attention(normed, step, angles, pages, slots_of_layer)
+        else:
+            assert states is not None, "a layer that keeps states"
+            assert step.states is not None, "chunks of such a model have states"
+            attended = self._attention(normed, step.states, states)
         if self._layer.is_parallel:
             attended += self._mlp(normed)
             return self._scaled(attended)
         attended = self._scaled(_normed(attended, self._attention_output_norm))
         normed = _added(hidden, attended, self._mlp_norm)
         return self._scaled(_normed(self._mlp(normed), self._mlp_output_norm))
-
-    def _attended(
-        self, normed: Tensor, step: StepTensors, angles: Angles, pages: Tensor, slots_of_layer: Tensor
-    ) -> Tensor:
-        kernels, attention = self._kernels, self._layer.attention
-        qkv = self._qkv(normed)
-        queries, keys_values = torch.split(qkv, [self._query_size, self._kv_size], -1)
-        if self._head_norms is not None:
-            self._head_norms(qkv)
-        # Queries and keys lie side by side, so they are turned together and in place.
-        kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, self._kv_heads)
-        if self._query_factor != 1.0:
-            queries.mul_(self._query_factor)
-        if step.cleared_slots is not None:
-            kernels.clear_slots_(slots_of_layer, step.cleared_slots)
-        tensors = step.attention[attention.window]
-        sinks = None if self._sinks is None else self._sinks.values
-        rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
-        return self._output(rows)
 
     def _scaled(self, product: Tensor) -> Tensor:
         scale = self._layer.residual_scale
@@ -291,20 +328,27 @@ class Decoder:
             yield from self._head.slots()
 
     def forward(
-        self, step: StepTensors, storage: KVStorage[Tensor], is_abandoned: IsAbandoned = never_abandoned
+        self,
+        step: StepTensors,
+        storage: KVStorage[Tensor],
+        is_abandoned: IsAbandoned = never_abandoned,
+        *,
+        states: StateStorage[Tensor] | None = None,
     ) -> Tensor | None:
-        """Compute every row of the step and write its KV. Returns [T, hidden_size] after the last layer; None if it was
-        abandoned, which is asked before each layer."""
+        """Compute every row of the step and write its KV and its states, if layers keep some. Returns [T, hidden_size]
+        after the last layer; None if it was abandoned, which is asked before each layer: some states are then those
+        behind the step, and some are not."""
         hidden = self._embedding(step.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden *= self._embedding_scale
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
-        for layer, pages in zip(self._layers, storage.pages, strict=True):
+        memories = (None,) * len(self._layers) if states is None else states.buffers
+        for layer, pages, memory in zip(self._layers, storage.pages, memories, strict=True):
             if is_abandoned():
                 return None
-            slots_of_layer = pages.view(pages.shape[0] * storage.block_size, -1)
-            product = layer(hidden, product, step, angles[layer.rotary], pages, slots_of_layer)
+            slots_of_layer = pages.flatten(0, 1).flatten(1)
+            product = layer(hidden, product, step, angles.get(layer.rotary), pages, slots_of_layer, memory)
         return hidden if product is None else hidden.add_(product)
 
     def logits(self, hidden: Tensor) -> Tensor:

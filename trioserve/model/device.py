@@ -8,21 +8,22 @@ import logging
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 
 __all__ = [
     "DeviceType",
+    "CacheSize",
     "attended_token_flops",
+    "cache_size",
     "default_thread_count",
     "free_host_bytes",
     "has_torch",
     "kv_block_bytes",
-    "kv_block_count",
     "pick_device",
     "pick_dtype",
     "takes_every_cpu",
@@ -37,6 +38,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # the rest of a host's memory is not ours to take unasked
 KV_CACHE_SHARE_CPU = 0.25  # of what is free
+SNAPSHOTS_MAX = 1_024  # of states; small ones would else take memory that is better used for blocks
 
 
 def has_torch() -> bool:
@@ -119,7 +121,8 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:
     """What one block takes: keys and values of block_size tokens in all layers."""
-    return 2 * sum(layer.attention.key_size for layer in config.layers) * block_size * VALUE_BYTES[dtype]
+    attentions = (layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig))
+    return 2 * sum(attention.key_size for attention in attentions) * block_size * VALUE_BYTES[dtype]
 
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
@@ -134,7 +137,8 @@ def token_flops(config: ModelConfig) -> int:
 
 def attended_token_flops(config: ModelConfig) -> int:
     """What attention takes for one token that another one sees, in all layers: its score, and its part of the sum."""
-    return 4 * sum(layer.attention.query_size for layer in config.layers)
+    attentions = (layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig))
+    return 4 * sum(attention.query_size for attention in attentions)
 
 
 def _layer_weights(config: ModelConfig) -> int:
@@ -144,13 +148,24 @@ def _layer_weights(config: ModelConfig) -> int:
 
 def _layer_columns(layer: LayerConfig) -> int:
     attention, mlp = layer.attention, layer.mlp
-    columns = 2 * (attention.query_size + attention.key_size)
+    if isinstance(attention, AttentionConfig):
+        columns = 2 * (attention.query_size + attention.key_size)
+    else:
+        columns = attention.projected_size + attention.inner_size
     if isinstance(mlp, MlpConfig):
         return columns + 3 * mlp.intermediate_size
     return columns + mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
 
 
-def kv_block_count(
+class CacheSize(NamedTuple):
+    """Of a model's cache: KV blocks, slots for the states of sequences that run, and slots for copies of such."""
+
+    block_count: int
+    state_slot_count: int
+    snapshot_slot_count: int
+
+
+def cache_size(
     config: ModelConfig,
     settings: ModelSettings,
     device: DeviceType,
@@ -158,13 +173,14 @@ def kv_block_count(
     *,
     draft_block_bytes: int = 0,
     draft_block_count: int = 0,
-) -> int:
-    """How many KV blocks fit; call it when the weights are loaded. Raises StartupError if not even one does.
+) -> CacheSize:
+    """What of it fits; call it when the weights are loaded. Raises StartupError if not even one block or state does.
 
-    kv_cache_bytes if it is set. Else on a CPU 4 GiB or a quarter of the free memory, whichever is less; on CUDA
-    memory_share of the whole less what is in use. More than sequences of the model's whole context could ever fill is
-    not avoided here: the core limits how many run. draft_block_bytes: of a draft model, for each block;
-    draft_block_count: blocks that only the draft model has.
+    In all it has kv_cache_bytes if that is set. Else on a CPU 4 GiB or a quarter of the free memory, whichever is less;
+    on CUDA memory_share of the whole less what is in use. Of these, states have half at most, and copies of states a
+    quarter. More than sequences of the model's whole context could ever fill is not avoided here: the core limits how
+    many run. draft_block_bytes: of a draft model, for each block; draft_block_count: blocks that only the draft model
+    has.
     """
     budget = settings.kv_cache_bytes
     if budget is None and device == "cuda":
@@ -177,13 +193,23 @@ def kv_block_count(
             f"the KV cache is to have {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"
         )
     budget -= draft_block_count * draft_block_bytes
+    states = snapshots = 0
+    if config.state_bytes:
+        states = min(settings.max_num_seqs, budget // 2 // config.state_bytes)
+        if states < 1:
+            raise StartupError(
+                f"the cache may take {max(budget, 0)} bytes, of which states have half, but those of one sequence need "
+                f"{config.state_bytes}: give it more memory, or use a smaller model"
+            )
+        snapshots = min(SNAPSHOTS_MAX, budget // 4 // config.state_bytes)
+        budget -= (states + snapshots) * config.state_bytes
     block_bytes = kv_block_bytes(config, settings.block_size, dtype) + draft_block_bytes
     if budget < block_bytes:
         raise StartupError(
             f"the KV cache may take {max(budget, 0)} bytes, but one block of {settings.block_size} tokens needs "
             f"{block_bytes}: give it more memory, or use a smaller model"
         )
-    return budget // block_bytes
+    return CacheSize(budget // block_bytes, states, snapshots)
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

@@ -34,6 +34,7 @@ class EncoderRunner:
     """
 
     block_count = 0
+    state_slot_count = snapshot_slot_count = 0
     kv_cache_bytes = 0
     launches = False
     is_batch_invariant = False

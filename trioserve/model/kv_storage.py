@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import AttentionConfig, ModelConfig
 
 __all__ = ["KVStorage"]
 
@@ -13,7 +13,8 @@ Buffer = TypeVar("Buffer")
 
 
 class KVStorage(Generic[Buffer]):
-    """One buffer a layer, each [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1.
+    """One buffer a layer, each [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1. That
+    of a layer without attention is empty.
 
     One buffer for all layers would be copied whole by compilers that index it. Within a layer a token's keys and values
     lie side by side: one row to write, and one contiguous block to gather. Buffers are torch's tensors or, for the
@@ -40,4 +41,7 @@ class KVStorage(Generic[Buffer]):
         self.has_spare = has_spare
         heads = config.heads
         shape = (block_count + has_spare, block_size, 2, heads.kv_head_count, heads.head_dim)
-        self.pages: tuple[Buffer, ...] = tuple(make(shape) for _ in range(config.layer_count))
+        nothing = (0, *shape[1:])
+        self.pages: tuple[Buffer, ...] = tuple(
+            make(shape if isinstance(layer.attention, AttentionConfig) else nothing) for layer in config.layers
+        )

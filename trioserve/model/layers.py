@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 
-__all__ = ["Embedding", "HeadNorms", "Linear", "Norm", "RotaryAngles", "Sinks"]
+__all__ = ["Angles", "Embedding", "HeadNorms", "Linear", "MakeLinear", "Norm", "RotaryAngles", "Sinks"]
 
 ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads of 128 numbers in half formats
 
@@ -87,6 +87,12 @@ class Linear:
         self._missing.discard(name)
         if not self._missing:
             self.take(self._weight)
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of a step's rows; see RotaryAngles."""
+MakeLinear = Callable[..., Linear]
+"""Of one layer: inputs, has_bias, and the outputs of each projection by its name."""
 
 
 class Embedding:

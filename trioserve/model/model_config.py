@@ -25,6 +25,8 @@ __all__ = [
     "QkNorm",
     "RopeScaling",
     "RotaryConfig",
+    "ShortConvConfig",
+    "StateSpaceConfig",
     "Scoring",
 ]
 
@@ -39,6 +41,8 @@ Scoring = Literal["softmax", "sigmoid"]
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
 EXPERTS_MAX = 1_024
+CONV_KERNEL_MAX = 64
+STATE_NUMBERS_MAX = 2**28  # of one layer's state
 EXPERT_GROUPS_MAX = 64
 DIMENSION_MAX = 2**24
 CONTEXT_TOKENS_MAX = 2**31 - 1  # positions are int32 in the step tensors
@@ -137,7 +141,7 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
+class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """One layer's attention.
 
     rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included.
@@ -263,15 +267,112 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
             _count("the shared expert's intermediate size", self.shared_size, DIMENSION_MAX)
 
 
+class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
+    """A layer that sees a token and the kernel_size - 1 before it, in the place of attention (LFM2). Of a token's three
+    projections b, c and x: out(c * convolved(b * x)), where each channel is convolved by weights of its own.
+
+    channel_count: of each projection. has_bias: of both projections and of the convolution.
+    """
+
+    channel_count: int
+    kernel_size: int
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _count("the convolution's channels", self.channel_count, DIMENSION_MAX)
+        _count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX)
+
+    @property
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+        return self.channel_count
+
+    @property
+    def projected_size(self) -> int:
+        """What the first projection gives of a token."""
+        return 3 * self.channel_count
+
+    @property
+    def inner_size(self) -> int:
+        """What the last projection takes of a token."""
+        return self.channel_count
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that it keeps of a sequence: what it convolved last."""
+        return (self.kernel_size - 1) * self.channel_count
+
+
+class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_space"):
+    """A selective state space in the place of attention (Mamba-2, arXiv 2405.21060). Of a token's projections z, x, b,
+    c and time steps, x, b and c are convolved, each channel by weights of its own, and go through silu. Each head keeps
+    a state of [vector_size, head_dim] numbers, which a token multiplies with exp(time step * rate), the head's rate
+    being negative, and adds time step * b * x to; what comes out is c * state + skip * x. It is multiplied with
+    silu(z), and normed by groups.
+
+    group_count: heads of a group share b and c, and are normed together. kernel_size: tokens that a convolution sees.
+    has_bias: of both projections; has_conv_bias: of the convolution. time_step_min, _max: what softplus(time step + the
+    head's bias) is kept within.
+    """
+
+    head_count: int
+    head_dim: int
+    group_count: int
+    vector_size: int
+    kernel_size: int
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    time_step_min: float = 0.0
+    time_step_max: float = math.inf
+
+    def __post_init__(self) -> None:
+        _count("the state space's head count", self.head_count, HEADS_MAX)
+        _count("the state space's head_dim", self.head_dim, DIMENSION_MAX)
+        _count("the state space's group count", self.group_count, self.head_count)
+        _count("the state space's state size", self.vector_size, DIMENSION_MAX)
+        _count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX)
+        _count("the state space's state", self.state_size, STATE_NUMBERS_MAX)
+        if self.head_count % self.group_count:
+            raise ModelLoadError(
+                f"the state space has {self.head_count} heads in {self.group_count} groups, but each group must have "
+                "the same number of heads: the checkpoint's config is damaged"
+            )
+        if not 0 <= self.time_step_min < self.time_step_max:
+            raise ModelLoadError(
+                f"time_step_limit is {self.time_step_min} to {self.time_step_max}, but it must be a range of numbers "
+                "of at least 0: the checkpoint's config is damaged"
+            )
+
+    @property
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+        return self.inner_size + 2 * self.group_count * self.vector_size
+
+    @property
+    def projected_size(self) -> int:
+        """What the first projection gives of a token."""
+        return self.inner_size + self.convolved_size + self.head_count
+
+    @property
+    def inner_size(self) -> int:
+        """What the last projection takes of a token."""
+        return self.head_count * self.head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that it keeps of a sequence: what it convolved last, and the heads' states."""
+        return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention, and an MLP or a mixture of experts; each with a norm before (input) and a norm behind (output), where
-    there is one, and a sum.
+    """Attention, or what is in its place, and an MLP or a mixture of experts; each with a norm before (input) and a
+    norm behind (output), where there is one, and a sum.
 
     is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
     residual_scale: what either is multiplied by before it is added.
     """
 
-    attention: AttentionConfig
+    attention: AttentionConfig | ShortConvConfig | StateSpaceConfig
     mlp: MlpConfig | ExpertsConfig
     has_input_norms: bool = True
     has_output_norms: bool = False
@@ -317,6 +418,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         _positive_number("the logits' scale", self.logit_scale)
         if self.logit_cap is not None:
             _positive_number("final_logit_softcapping", self.logit_cap)
+        if not self._attentions:
+            raise ModelLoadError("no layer has attention, which is not supported")
         shapes = {(heads.head_count, heads.kv_head_count, heads.head_dim) for heads in self._attentions}
         if len(shapes) > 1:
             raise ModelLoadError("the shape of heads differs from layer to layer, which is not supported")
@@ -333,7 +436,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attentions(self) -> tuple[AttentionConfig, ...]:
-        return tuple(layer.attention for layer in self.layers)
+        """Without what is in their place."""
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig))
 
     @property
     def layer_count(self) -> int:
@@ -341,8 +445,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> AttentionConfig:
-        """The first layer's attention: the shape of its heads is that of all layers."""
-        return self.layers[0].attention
+        """The first attention of a layer: the shape of its heads is that of all layers."""
+        return self._attentions[0]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that layers keep of one sequence, float32; 0 where none does."""
+        return 4 * sum(
+            layer.attention.state_size for layer in self.layers if not isinstance(layer.attention, AttentionConfig)
+        )
 
     @property
     def has_experts(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -20,7 +21,15 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    RotaryConfig,
+)
+from trioserve.model.native_recurrent import NativeRecurrent, why_not_recurrent
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
@@ -28,6 +37,7 @@ from trioserve.model.pooling import needed_rows, normed, pooled_vector
 from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
+from trioserve.model.state_storage import StateStorage
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
     ACTIVATIONS,
@@ -62,6 +72,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     head_dim = config.heads.head_dim
     sizes = [("hidden_size", config.hidden_size), ("head_dim", head_dim)]
     for layer in config.layers:
+        if not isinstance(layer.attention, AttentionConfig) and (reason := why_not_recurrent(layer.attention)):
+            return reason
         sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
             return "experts have a norm behind them"
@@ -114,6 +126,8 @@ class NativeModel:
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
         self.step_weight_bytes: int = self._weights.step_byte_count
+        self._states: StateStorage[Values] | None = None
+        self._state_addresses = (ctypes.c_void_p * config.layer_count)()
         self._layers = [_Layer(layer, config.hidden_size) for layer in config.layers]
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
@@ -122,10 +136,7 @@ class NativeModel:
         tables = [rotary_frequencies(rotary, heads.head_dim) for rotary in rotaries]
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._layer_structs = (LayerStruct * config.layer_count)(
-            *(
-                layer.struct(f"layers.{index}", self._weights, rotaries.index(described.attention.rotary))
-                for index, (layer, described) in enumerate(zip(self._layers, config.layers, strict=True))
-            )
+            *(layer.struct(f"layers.{index}", self._weights, rotaries) for index, layer in enumerate(self._layers))
         )
         self._struct = ModelStruct(
             dtype=DTYPES[dtype],
@@ -171,17 +182,26 @@ class NativeModel:
     def storage(self) -> KVStorage[Values] | None:
         return self._storage
 
-    def allocate_kv(self, block_count: int) -> None:
-        def make(shape: tuple[int, ...]) -> Values:
-            pages: Values = empty_array(shape, self.dtype)
+    @property
+    def states(self) -> StateStorage[Values] | None:
+        return self._states
+
+    def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
+        def make(shape: tuple[int, ...], dtype: Dtype = self.dtype) -> Values:
+            pages: Values = empty_array(shape, dtype)
             self._library.use_large_pages(pages)
             return pages
 
-        self._storage, self._unclaimed = None, iter(())  # before the new one is made: two might not fit
+        self._storage, self._states, self._unclaimed = None, None, iter(())  # before the new one: two might not fit
+        if state_slot_count:
+            make_states = functools.partial(make, dtype="float32")
+            self._states = StateStorage(self.config, slot_count=state_slot_count, make=make_states)
+            for index, memory in enumerate(self._states.buffers):
+                self._state_addresses[index] = None if memory is None else address(memory)
         self._storage = KVStorage(self.config, block_count=block_count, block_size=self._block_size, make=make)
         for index, pages in enumerate(self._storage.pages):
             self._page_addresses[index] = address(pages)
-        self._unclaimed = _pieces(self._storage.pages)
+        self._unclaimed = _pieces([pages for pages in self._storage.pages if pages.nbytes])
 
     def claim_memory(self) -> bool:
         piece = next(self._unclaimed, None)
@@ -218,6 +238,9 @@ class NativeModel:
             sampled_rows=start_of(arrays.sampled_rows),
             hidden=address(hidden) if needs_hidden else None,
             waited_for=is_abandoned.address,
+            states=ctypes.addressof(self._state_addresses),
+            span_firsts=start_of(arrays.span_firsts),
+            spans=start_of(arrays.spans),
         )
         samplings.put_into(step)
         if not self._engine.step(self._struct, step):
@@ -272,7 +295,7 @@ class NativeModel:
         if engine is not None:
             engine.close()
             self._weights.close()
-        self._layers, self._storage, self._embedding, self._unclaimed = [], None, None, iter(())
+        self._layers, self._storage, self._states, self._embedding, self._unclaimed = [], None, None, None, iter(())
 
 
 def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
@@ -296,19 +319,22 @@ class _Layer:
 
     def __init__(self, layer: LayerConfig, hidden: int) -> None:
         attention, mlp = layer.attention, layer.mlp
-        heads, keys = attention.query_size, attention.key_size
         self._layer = layer
-        self._together = has_pairs_together(attention)
+        self._recurrent: NativeRecurrent | None = None
+        self.query_norm: Float32Array | None = None
+        self.key_norm: Float32Array | None = None
+        self.qkv_bias: Float32Array | None = None
+        self.output_bias: Float32Array | None = None
+        self.sinks: Float32Array | None = None
+        if isinstance(attention, AttentionConfig):
+            self._make_attention(attention, hidden)
+        else:
+            self._recurrent = NativeRecurrent(attention, hidden)
+            self.qkv_bias, self.output_bias = self._recurrent.input_bias, self._recurrent.output_bias
         self.attention_norm = _singles(hidden) if layer.has_input_norms else None
         self.mlp_norm = _singles(hidden) if layer.has_input_norms and not layer.is_parallel else None
         self.attention_output_norm = _singles(hidden) if layer.has_output_norms else None
         self.mlp_output_norm = _singles(hidden) if layer.has_output_norms else None
-        by_head = attention.qk_norm == "head"
-        has_norms = attention.qk_norm != "none"
-        self.query_norm = _singles(attention.head_dim if by_head else heads) if has_norms else None
-        self.key_norm = _singles(attention.head_dim if by_head else keys) if has_norms else None
-        self.qkv_bias = _singles(heads + 2 * keys) if attention.has_bias else None
-        self.output_bias = _singles(hidden) if attention.has_output_bias else None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
         self.gate_up_bias = _singles(2 * mlp.intermediate_size) if has_bias else None
         self.down_bias = _singles(hidden) if has_bias else None
@@ -317,7 +343,6 @@ class _Layer:
         self.score_bias: Float32Array | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_score_bias:
             self.score_bias = _singles(mlp.expert_count)
-        self.sinks = _padded(attention.head_count) if attention.has_sinks else None
         self.router_bias: Float32Array | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_router_bias:
             self.router_bias = _padded(mlp.expert_count)
@@ -328,29 +353,51 @@ class _Layer:
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
-    def struct(self, name: str, weights: PackedWeights, rotary: int) -> LayerStruct:
-        """name: such as layers.0."""
+    def _make_attention(self, attention: AttentionConfig, hidden: int) -> None:
+        heads, keys = attention.query_size, attention.key_size
+        by_head = attention.qk_norm == "head"
+        if attention.qk_norm != "none":
+            self.query_norm = _singles(attention.head_dim if by_head else heads)
+            self.key_norm = _singles(attention.head_dim if by_head else keys)
+        if attention.has_bias:
+            self.qkv_bias = _singles(heads + 2 * keys)
+        if attention.has_output_bias:
+            self.output_bias = _singles(hidden)
+        if attention.has_sinks:
+            self.sinks = _padded(attention.head_count)
+
+    def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
+        """name: such as layers.0. rotaries: the model's."""
         attention, mlp = self._layer.attention, self._layer.mlp
         own = ("qkv", "output", "gate_up", "down") if isinstance(mlp, MlpConfig) else ("qkv", "output")
         matrices = {matrix: weights.matrix(f"{name}.{matrix}") for matrix in own}
         if isinstance(mlp, ExpertsConfig):
             self._experts = self._experts_struct(name, mlp, weights)
-        pointers = [field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] != "experts"]
+        structs = ("experts", "recurrent")
+        pointers = [
+            field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] not in structs
+        ]
         tensors = {name: getattr(self, name) for name in pointers}
         addresses = {name: _address(tensor) for name, tensor in tensors.items()}
+        own_fields: dict[str, float] = {}
+        if isinstance(attention, AttentionConfig):
+            own_fields = {
+                "pairs_together": has_pairs_together(attention),
+                "window": attention.window or 0,
+                "rotary": rotaries.index(attention.rotary),
+                "qk_norm": QK_NORMS[attention.qk_norm],
+                "query_factor": attention.query_factor,
+                "score_cap": attention.score_cap or 0.0,
+            }
         return LayerStruct(
             **matrices,
             **addresses,
-            pairs_together=self._together,
-            window=attention.window or 0,
-            rotary=rotary,
-            qk_norm=QK_NORMS[attention.qk_norm],
+            **own_fields,
             activation=ACTIVATIONS[self._layer.mlp.activation],
             is_parallel=self._layer.is_parallel,
-            query_factor=attention.query_factor,
-            score_cap=attention.score_cap or 0.0,
             residual_scale=self._layer.residual_scale,
             experts=None if self._experts is None else ctypes.addressof(self._experts),
+            recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct),
         )
 
     def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
@@ -388,10 +435,19 @@ class _Layer:
             **shared,
         )
 
-    def _of_heads(self, bias: Float32Array | None) -> Float32Array | None:
-        if bias is None or not self._together:
-            return bias
-        return pairs_together(bias, self._layer.attention.head_dim)
+    def _attention_biases(self, attention: AttentionConfig) -> tuple[tuple[str, Float32Array | None], ...]:
+        def of_heads(bias: Float32Array | None) -> Float32Array | None:
+            if bias is None or not has_pairs_together(attention):
+                return bias
+            return pairs_together(bias, attention.head_dim)
+
+        heads, keys = attention.query_size, attention.key_size
+        return (
+            ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),
+            ("k_proj", of_heads(_part(self.qkv_bias, heads, keys))),
+            ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
+            ("o_proj", self.output_bias),
+        )
 
     def _expert_biases(self) -> Iterator[tuple[str, Float32Array | None]]:
         if self.expert_biases is None:
@@ -406,12 +462,11 @@ class _Layer:
             yield f"experts.{expert}.down_proj", of_down
 
     def slots(self, name: str) -> Iterator[Slot]:
-        heads, keys = self._layer.attention.query_size, self._layer.attention.key_size
+        attention = self._layer.attention
+        if self._recurrent is not None:
+            yield from self._recurrent.slots(name)
         for projection, bias in (
-            ("q_proj", self._of_heads(_part(self.qkv_bias, 0, heads))),
-            ("k_proj", self._of_heads(_part(self.qkv_bias, heads, keys))),
-            ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
-            ("o_proj", self.output_bias),
+            *(self._attention_biases(attention) if isinstance(attention, AttentionConfig) else ()),
             ("gate_proj", _every_other_block(self.gate_up_bias, 0)),
             ("up_proj", _every_other_block(self.gate_up_bias, 1)),
             ("down_proj", self.down_bias),
@@ -421,7 +476,8 @@ class _Layer:
             if bias is not None:
                 yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
         if self.sinks is not None:
-            sinks = self.sinks[: self._layer.attention.head_count]
+            assert isinstance(attention, AttentionConfig), "what else has sinks"
+            sinks = self.sinks[: attention.head_count]
             yield Slot(f"{name}.sinks.weight", sinks.shape, "float32", functools.partial(_copy, sinks))
         if self.shared_gate is not None:
             shape = (1, self.shared_gate.size)
@@ -490,3 +546,17 @@ class _StepArrays:
         self.chunk_starts = int32_array([chunk.start for chunk in chunks])
         self.chunk_counts = int32_array([chunk.row_count for chunk in chunks])
         self.sampled_rows = int32_array(rows)
+        self.span_firsts, self.spans = _spans(chunks, self.first_rows)
+
+
+def _spans(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> tuple[array[int], array[int]]:
+    """Where each chunk's spans begin, and where the last one's end; and of all spans the first row, the count, and the
+    slots that are read and written."""
+    firsts: list[int] = [0]
+    spans: list[int] = []
+    for chunk, row in zip(chunks, first_rows, strict=True):
+        for span in chunk.states:
+            spans += (row, span.count, -1 if span.reads is None else span.reads, span.writes)
+            row += span.count
+        firsts.append(len(spans) // 4)
+    return int32_array(firsts), int32_array(spans)

@@ -159,15 +159,19 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
     matrices: dict[str, tuple[_Part, ...]] = {}
     for index, described in enumerate(config.layers):
         attention, mlp = described.attention, described.mlp
-        heads, keys = attention.query_size, attention.key_size
-        pairs_of = attention.head_dim if has_pairs_together(attention) else 0
         layer = f"layers.{index}"
-        matrices[f"{layer}.qkv"] = (
-            part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of),
-            part(keys, hidden, f"{layer}.k_proj.weight", pairs_of=pairs_of),
-            part(keys, hidden, f"{layer}.v_proj.weight"),
-        )
-        matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
+        if isinstance(attention, AttentionConfig):
+            heads, keys = attention.query_size, attention.key_size
+            pairs_of = attention.head_dim if has_pairs_together(attention) else 0
+            matrices[f"{layer}.qkv"] = (
+                part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of),
+                part(keys, hidden, f"{layer}.k_proj.weight", pairs_of=pairs_of),
+                part(keys, hidden, f"{layer}.v_proj.weight"),
+            )
+            matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
+        else:
+            matrices[f"{layer}.qkv"] = (part(attention.projected_size, hidden, f"{layer}.in_proj.weight"),)
+            matrices[f"{layer}.output"] = (part(hidden, attention.inner_size, f"{layer}.out_proj.weight"),)
         if isinstance(mlp, MlpConfig):
             gated(layer, mlp.intermediate_size)
             continue

@@ -14,7 +14,7 @@ import numpy as np
 from trioserve.model.families.registry import family_named
 from trioserve.model.loading.names import TRANSFORMERS, Shape, outside_name, tensor_shapes
 from trioserve.model.loading.safetensors import INDEX_NAME
-from trioserve.model.model_config import MlpConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, convert, empty_values
 
 __all__ = ["checkpoint_bytes", "transformers_config", "write_config", "write_weights"]
@@ -29,6 +29,7 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     """What transformers calls these fields in a config.json. For models of SHAPES and such as differ in numbers."""
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, AttentionConfig), "others are not written"
     assert config.layers == (layer,) * config.layer_count, "others are not written"
     assert attention.window is None, "not written"
     assert attention.rotary is not None, "others are not written"

@@ -21,10 +21,10 @@ from trioserve.model.begun_step import BegunStep
 from trioserve.model.device import (
     DeviceType,
     attended_token_flops,
+    cache_size,
     default_thread_count,
     has_torch,
     kv_block_bytes,
-    kv_block_count,
     pick_device,
     pick_dtype,
     takes_every_cpu,
@@ -42,6 +42,7 @@ from trioserve.model.number_formats import Dtype
 from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
+from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_model import StepModel
 from trioserve.model.warm_up_plans import fused_kernel_plans, warm_up_plans
 from trioserve.model.weights import fill_slots
@@ -82,7 +83,7 @@ class ModelRunner:
         self._context_tokens_max = min(
             model.config.context_tokens_max, settings.context_tokens_max or model.config.context_tokens_max
         )
-        self.block_count = kv_block_count(
+        size = cache_size(
             model.config,
             settings,
             model.device,
@@ -90,7 +91,10 @@ class ModelRunner:
             draft_block_bytes=0 if draft is None else draft.block_bytes,
             draft_block_count=0 if draft is None else draft.spare_block_count,
         )
+        self.block_count = size.block_count
         """Blocks of the KV cache; before allocate_kv, how many fit."""
+        self.state_slot_count, self.snapshot_slot_count = size.state_slot_count, size.snapshot_slot_count
+        """Of layers that keep a state: slots for the sequences that run, and behind them slots for copies."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
         """A step leaves no CPU to anybody else."""
         self._batch_invariant = settings.batch_invariant
@@ -181,6 +185,11 @@ class ModelRunner:
         """The KV buffers, for whoever carries blocks elsewhere; None before allocate_kv."""
         return None if self._model is None else self._model.storage
 
+    @property
+    def states(self) -> StateStorage[Any] | None:
+        """What layers keep of sequences; None before allocate_kv, and of a model without such layers."""
+        return None if self._model is None else self._model.states
+
     def kv_pages(self, model_name: str) -> KVPages:
         """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both. A
         batch-invariant model takes KV only of its like, since others would give other bits; so might other versions of
@@ -203,7 +212,7 @@ class ModelRunner:
         assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
         self.block_count = block_count
-        self._model.allocate_kv(block_count)
+        self._model.allocate_kv(block_count, self.state_slot_count + self.snapshot_slot_count)
         if self._draft is not None:
             self._draft.allocate_kv(block_count)
 
@@ -223,7 +232,7 @@ class ModelRunner:
             self._draft.model.warm_up()
         context_max = min(self._context_tokens_max, self.block_count * self.block_size)
         limits = (context_max, self.block_count, self.config.vocab_size)
-        for plan in warm_up_plans(*limits):
+        for plan in warm_up_plans(*limits, has_states=self.config.state_bytes > 0):
             self.execute(plan)
         if self._model.launches:
             for plan in fused_kernel_plans(*limits):

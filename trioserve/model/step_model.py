@@ -12,6 +12,7 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype
 from trioserve.model.samples import ComputedStep, ReadSamples
+from trioserve.model.state_storage import StateStorage
 from trioserve.model.weights import Slot
 
 __all__ = ["StepModel"]
@@ -64,8 +65,13 @@ class StepModel(Protocol):
         """The KV cache; None before allocate_kv."""
         ...
 
-    def allocate_kv(self, block_count: int) -> None:
-        """Make the KV cache; what an earlier one held is gone."""
+    @property
+    def states(self) -> StateStorage[Any] | None:
+        """What layers keep of sequences; None before allocate_kv, and of a model without such layers."""
+        ...
+
+    def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
+        """Make the KV cache, and the slots of layers that keep a state; what earlier ones held is gone."""
         ...
 
     def claim_memory(self) -> bool:

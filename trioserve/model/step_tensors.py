@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.host_to_device import Sending
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
@@ -28,6 +28,8 @@ __all__ = [
     "HeadShape",
     "PromptPart",
     "StepShape",
+    "StateRows",
+    "StateSteps",
     "StepTensors",
     "TableWalk",
     "build_step_tensors",
@@ -133,10 +135,31 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRows:
+    """Rows of a step that have a chunk of their own, with one span. rows, reads, writes: int64 [n]. past_count: int64
+    [n, 1, 1], tokens before it; where it is 0 reads is any slot, and the state is zeros."""
+
+    rows: Tensor
+    reads: Tensor
+    writes: Tensor
+    past_count: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateSteps:
+    """Which states a step reads and writes, of a model with layers that keep some. rows: None if there are none. spans:
+    of each other chunk, its first row and its spans."""
+
+    rows: StateRows | None
+    spans: tuple[tuple[int, tuple[StateSpan, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """token_ids, positions, slots: int64 [T]; slot = block * block_size + offset. cleared_slots: int64 [n], behind the
     last token of every block that this step begins and does not fill; None if there are none, or if the kernels never
-    read them. attention: by window. first_rows: for each chunk in the order that was given, its first row."""
+    read them. attention: by window. first_rows: for each chunk in the order that was given, its first row. states: None
+    of a model without."""
 
     token_ids: Tensor
     positions: Tensor
@@ -144,6 +167,7 @@ class StepTensors:
     cleared_slots: Tensor | None
     attention: dict[int | None, AttentionTensors]
     first_rows: tuple[int, ...]
+    states: StateSteps | None = None
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
@@ -174,7 +198,28 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         cleared_slots=sending.add(behind) if behind.size and shape.walked_heads is None else None,
         attention=attention,
         first_rows=tuple(first_rows),
+        states=_state_steps(chunks, first_rows, sending) if chunks[0].states else None,
     )
+
+
+def _state_steps(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], sending: Sending) -> StateSteps:
+    singles: list[tuple[int, int, StateSpan]] = []
+    others: list[tuple[int, tuple[StateSpan, ...]]] = []
+    for chunk, row in zip(chunks, first_rows, strict=True):
+        if chunk.row_count == len(chunk.states) == 1:
+            singles.append((row, chunk.start, chunk.states[0]))
+        else:
+            others.append((row, chunk.states))
+    rows = None
+    if singles:
+        reads = [span.writes if span.reads is None else span.reads for _row, _start, span in singles]
+        rows = StateRows(
+            sending.add(np.array([row for row, _start, _span in singles], dtype=np.int64)),
+            sending.add(np.array(reads, dtype=np.int64)),
+            sending.add(np.array([span.writes for _row, _start, span in singles], dtype=np.int64)),
+            sending.add(np.array([[[start]] for _row, start, _span in singles], dtype=np.int64)),
+        )
+    return StateSteps(rows, tuple(others))
 
 
 def _row_order(chunks: Sequence[ScheduledChunk]) -> list[int]:

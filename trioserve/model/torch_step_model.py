@@ -34,6 +34,7 @@ from trioserve.model.samples import (
     sampled_rows,
 )
 from trioserve.model.settings import ModelSettings
+from trioserve.model.state_storage import StateStorage
 from trioserve.model.static_decode import StaticDecode
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
@@ -60,6 +61,12 @@ class TorchStepModel:
     ) -> None:
         """kernels: None takes those that the settings ask for. Raises StartupError if these cannot be had."""
         kernels = _kernels(settings, device) if kernels is None else kernels
+        if config.state_bytes and (kernels.FUSED or settings.batch_invariant):
+            asked = "batch_invariant is set" if settings.batch_invariant else f"gpu_kernels is {settings.gpu_kernels}"
+            raise StartupError(
+                f"{asked}, but layers that keep a state are computed in plain torch here, whose sums depend on how a "
+                "prompt is cut into chunks: take gpu_kernels torch, or the native kernels on a CPU"
+            )
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self.config = config
@@ -68,6 +75,7 @@ class TorchStepModel:
         self.step_weight_bytes: int = step_weight_bytes(config, dtype)
         self._settings = settings
         self._storage: KVStorage[Tensor] | None = None
+        self._states: StateStorage[Tensor] | None = None
         self._static: StaticDecode | None = None
         self._kept_ids: Tensor | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -126,17 +134,28 @@ class TorchStepModel:
     def storage(self) -> KVStorage[Tensor] | None:
         return self._storage
 
-    def allocate_kv(self, block_count: int) -> None:
+    @property
+    def states(self) -> StateStorage[Tensor] | None:
+        return self._states
+
+    def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
             return torch.empty(shape, dtype=self._shape.dtype, device=self._shape.device)
 
         model = self._model
         assert model is not None, "allocate_kv after close"
         is_static = self._has_static_steps
-        self._storage = self._static = self._kept_ids = None  # before the new ones are made: two might not fit
+        # Before the new ones are made: two might not fit.
+        self._storage = self._states = self._static = self._kept_ids = None
         self._storage = KVStorage(
             self.config, block_count=block_count, block_size=self._shape.block_size, make=make, has_spare=is_static
         )
+        if state_slot_count:
+            self._states = StateStorage(
+                self.config,
+                slot_count=state_slot_count,
+                make=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._shape.device),
+            )
         kept_max = self._settings.max_num_seqs
         if not is_static:
             self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
@@ -169,7 +188,7 @@ class TorchStepModel:
     def compute(
         self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
     ) -> ComputedStep | None:
-        model, storage = self._model, self._storage
+        model, storage, states = self._model, self._storage, self._states
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
         if is_abandoned():
@@ -179,7 +198,7 @@ class TorchStepModel:
         sending = Sending(self._shape.device)
         step = build_step_tensors(chunks, self._shape, sending)
         sending.send()
-        hidden = model.forward(step, storage, is_abandoned)
+        hidden = model.forward(step, storage, is_abandoned, states=states)
         if hidden is None:
             return None
         samples = None
@@ -254,7 +273,7 @@ class TorchStepModel:
         return tensors
 
     def close(self) -> None:
-        self._model = self._storage = self._static = self._kept_ids = None
+        self._model = self._storage = self._states = self._static = self._kept_ids = None
         if self.device == "cuda":
             torch.cuda.empty_cache()
 

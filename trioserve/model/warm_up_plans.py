@@ -13,7 +13,7 @@ from msgspec import structs
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.model.mask_rows import FilledMasks
 
 __all__ = ["fused_kernel_plans", "warm_up_plans"]
@@ -22,14 +22,20 @@ PROMPT_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def warm_up_plans(context_max: int, block_count: int, vocab_size: int) -> Iterator[StepPlan]:
+def warm_up_plans(
+    context_max: int, block_count: int, vocab_size: int, *, has_states: bool = False
+) -> Iterator[StepPlan]:
     """The common shapes: a prompt, and a decode behind it, greedy and drawn. context_max: of model, settings and KV
-    cache, the fewest tokens."""
+    cache, the fewest tokens. has_states: of layers that keep one; the first is written."""
     count = min(PROMPT_TOKENS, context_max)
     for temperature in (0.0, 1.0):
         request = _request("warm-up", count, vocab_size, SamplingParams(temperature=temperature))
-        yield _plan(_chunk(request, 0, count, block_count))
-        yield _plan(_chunk(request, count - 1, 1, block_count))
+        prompt, decode = _chunk(request, 0, count, block_count), _chunk(request, count - 1, 1, block_count)
+        if has_states:
+            prompt = structs.replace(prompt, states=(StateSpan(count, None, 0),))
+            decode = structs.replace(decode, states=(StateSpan(1, 0, 0),))
+        yield _plan(prompt)
+        yield _plan(decode)
 
 
 def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> Iterator[StepPlan]:

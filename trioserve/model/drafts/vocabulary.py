@@ -17,7 +17,12 @@ class TokenNames(Protocol):
 
 
 def check_draft_vocabulary(config: ModelConfig, draft: ModelConfig, name: str) -> None:
-    """Raises StartupError if their token ids cannot be the same."""
+    """Raises StartupError if their token ids cannot be the same, or the draft model cannot go back behind a token."""
+    if draft.state_bytes:
+        raise StartupError(
+            f"the draft model {name} has layers that keep a state, which a wrong token would have changed for good: "
+            "name another one"
+        )
     if draft.vocab_size != config.vocab_size:
         raise StartupError(
             f"the draft model {name} has a vocabulary of {draft.vocab_size} tokens, but the model has one of "

@@ -1,12 +1,18 @@
-"""Granite 3: a Llama, or a mixture of experts, with factors for embeddings, scores, sums and logits."""
+"""Granite 3: a Llama, or a mixture of experts, with factors for embeddings, scores, sums and logits. Granite 4.0-H: the
+same, but most layers are state spaces, as of Mamba-2, and the others see no positions."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import structs
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 
-__all__ = ["GRANITE", "GRANITE_MOE"]
+__all__ = ["GRANITE", "GRANITE_HYBRID", "GRANITE_MOE"]
 
 
 def _describe_dense(fields: ModelFields) -> ModelConfig:
@@ -18,21 +24,50 @@ def _describe_mixture(fields: ModelFields) -> ModelConfig:
     return _described(fields, "granitemoe", experts)
 
 
-def _described(fields: ModelFields, family: str, mlp: MlpConfig | ExpertsConfig) -> ModelConfig:
+def _describe_hybrid(fields: ModelFields) -> ModelConfig:
+    shared_size = fields.whole_or("shared_intermediate_size", 1024)
+    mlp: MlpConfig | ExpertsConfig
+    if fields.whole_or("num_local_experts", 8) == 0:
+        mlp = structs.replace(fields.mlp(), intermediate_size=shared_size)
+    else:
+        mlp = fields.experts(
+            "num_local_experts", fields.whole("intermediate_size"), normalizes=True, shared_size=shared_size
+        )
+    kind = fields.text_or("position_embedding_type", "nope")
+    if kind not in ("nope", "rope"):
+        raise fields.wrong("position_embedding_type", "nope or rope")
+    rotary = fields.rotary(fields.head_dim()) if kind == "rope" else None
+    attends = fields.attending_layers("linear_attention", ())
+    return _described(fields, "granitemoehybrid", mlp, attends, rotary=rotary)
+
+
+def _described(
+    fields: ModelFields,
+    family: str,
+    mlp: MlpConfig | ExpertsConfig,
+    attends: Sequence[bool] | None = None,
+    **choices: Any,
+) -> ModelConfig:
+    """attends: of each layer whether it has attention; None: all have. choices: of ModelFields.attention."""
     has_bias = fields.flag_or("attention_bias", False)
-    layer = LayerConfig(
-        attention=fields.attention(
-            has_bias=has_bias, has_output_bias=has_bias, scale=fields.number_or("attention_multiplier", 1.0)
-        ),
-        mlp=mlp,
-        residual_scale=fields.number_or("residual_multiplier", 1.0),
+    attention = fields.attention(
+        has_bias=has_bias, has_output_bias=has_bias, scale=fields.number_or("attention_multiplier", 1.0), **choices
     )
+    state_space = None if attends is None else fields.state_space()
+    layers = [
+        LayerConfig(
+            attention=attention if at or state_space is None else state_space,
+            mlp=mlp,
+            residual_scale=fields.number_or("residual_multiplier", 1.0),
+        )
+        for at in (attends or (True,) * fields.layer_count)
+    ]
     divisor = fields.number_or("logits_scaling", 1.0)
     if not divisor > 0:
         raise fields.wrong("logits_scaling", "above 0")
     return fields.described(
         family,
-        (layer,) * fields.layer_count,
+        layers,
         embedding_scale=fields.number_or("embedding_multiplier", 1.0),
         logit_scale=1.0 / divisor,
     )
@@ -59,4 +94,21 @@ GRANITE_MOE = Family(
         }
     ),
     gguf=GgufNaming(architecture="granitemoe", pairs_adjacent=True),
+)
+GRANITE_HYBRID = Family(
+    name="granitemoehybrid",
+    classes=("GraniteMoeHybridForCausalLM",),
+    model_type="granitemoehybrid",
+    describe=_describe_hybrid,
+    transformers=Naming(
+        modules={
+            **GRANITE_MOE.transformers.modules,
+            "gate_proj": "shared_mlp.input_linear",
+            "up_proj": "shared_mlp.input_linear",
+            "down_proj": "shared_mlp.output_linear",
+            "shared.gate_proj": "shared_mlp.input_linear",
+            "shared.up_proj": "shared_mlp.input_linear",
+            "shared.down_proj": "shared_mlp.output_linear",
+        }
+    ),
 )

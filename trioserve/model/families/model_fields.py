@@ -23,6 +23,7 @@ from trioserve.model.model_config import (
     RopeScaling,
     RotaryConfig,
     Scoring,
+    StateSpaceConfig,
 )
 
 __all__ = ["ModelFields", "RopeReader", "is_long", "windowed_layers"]
@@ -97,7 +98,8 @@ class ModelFields(Fields):
     def described(self, family: str, layers: Sequence[LayerConfig], **choices: Any) -> ModelConfig:
         """choices: what differs from the usual, by ModelConfig's names."""
         context_tokens = self.whole("max_position_embeddings")
-        scalings = {layer.attention.rotary.scaling for layer in layers if layer.attention.rotary is not None}
+        rotaries = (layer.attention.rotary for layer in layers if isinstance(layer.attention, AttentionConfig))
+        scalings = {rotary.scaling for rotary in rotaries if rotary is not None}
         reach = (context_tokens if scaling is None else scaling.context_tokens(context_tokens) for scaling in scalings)
         parts: dict[str, Any] = {
             "vocab_size": self.whole("vocab_size"),
@@ -244,6 +246,54 @@ class ModelFields(Fields):
         if layer_types is None:
             return tuple(window if pattern(layer) else None for layer in range(self.layer_count))
         return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+    def attending_layers(self, other: str, indexes: Sequence[int]) -> list[bool]:
+        """Of each layer whether it has attention, by the config's layer_types or layers_block_type, where those that do
+        not are called `other` or "mamba"; and without such a list by the indexes of those that do."""
+        types = self.strings_or("layer_types", None) or self.strings_or("layers_block_type", None)
+        if types is None:
+            return [index in indexes for index in range(self.layer_count)]
+        allowed = {"full_attention": True, "attention": True, other: False, "mamba": False}
+        for name in types:
+            if name not in allowed:
+                raise ModelLoadError(
+                    f"layer_types in {self.source} holds {name!r}; supported are full_attention and {other}"
+                )
+        if len(types) != self.layer_count:
+            raise ModelLoadError(
+                f"layer_types in {self.source} has {len(types)} entries, but the model has {self.layer_count} layers: "
+                "the checkpoint's config is damaged"
+            )
+        return [allowed[name] for name in types]
+
+    def state_space(self) -> StateSpaceConfig:
+        """By the names that hybrids of attention and Mamba-2 have in common."""
+        if (name := self.text_or("hidden_act", "silu")) != "silu":
+            raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
+        inner_size = self.whole_or("mamba_expand", 2) * self.whole("hidden_size")
+        head_count = self.interval("mamba_n_heads", 128)
+        head_dim = inner_size // head_count
+        if not self.is_one_of("mamba_d_head", ("auto",)):
+            head_dim = self.whole_or("mamba_d_head", head_dim)
+        if head_dim * head_count != inner_size:
+            raise ModelLoadError(
+                f"{self.source} has {head_count} heads of {head_dim} in its state spaces (mamba_n_heads, "
+                f"mamba_d_head), but mamba_expand makes {inner_size}: the checkpoint's config is damaged"
+            )
+        limits = self.numbers("time_step_limit") if "time_step_limit" in self else (0.0, math.inf)
+        if len(limits) != 2:
+            raise self.wrong("time_step_limit", "a list of two numbers")
+        return StateSpaceConfig(
+            head_count=head_count,
+            head_dim=head_dim,
+            group_count=self.whole_or("mamba_n_groups", 1),
+            vector_size=self.whole_or("mamba_d_state", 256),
+            kernel_size=self.whole_or("mamba_d_conv", 4),
+            has_bias=self.flag_or("mamba_proj_bias", False),
+            has_conv_bias=self.flag_or("mamba_conv_bias", True),
+            time_step_min=limits[0],
+            time_step_max=limits[1],
+        )
 
     def layer_types(self) -> list[str] | None:
         layer_types = self.strings_or("layer_types", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.bamba import BAMBA
 from trioserve.model.families.cohere import COHERE, COHERE2
 from trioserve.model.families.cwm import CWM
 from trioserve.model.families.dots import DOTS1
@@ -14,10 +15,11 @@ from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
 from trioserve.model.families.gpt_oss import GPT_OSS
-from trioserve.model.families.granite import GRANITE, GRANITE_MOE
+from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from trioserve.model.families.helium import HELIUM
 from trioserve.model.families.hyperclovax import HYPERCLOVAX
 from trioserve.model.families.internlm import INTERNLM3
+from trioserve.model.families.lfm2 import LFM2
 from trioserve.model.families.llama import LLAMA
 from trioserve.model.families.mistral import MISTRAL
 from trioserve.model.families.mixtral import MIXTRAL
@@ -60,6 +62,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     OLMOE,
     GRANITE_MOE,
+    GRANITE_HYBRID,
+    BAMBA,
+    LFM2,
     GLM4_MOE,
     DOTS1,
     GPT_OSS,

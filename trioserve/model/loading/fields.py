@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from array import array
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["Fields"]
 
+_INFINITY = {"__float__": "Infinity"}
 WHOLES_MAX = 65_536  # in one field; real ones have one for each layer or each end token
 
 T = TypeVar("T")
@@ -118,9 +120,9 @@ class Fields:
         return tuple(items)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of them."""
+        """A list of them. transformers writes infinity down as an object."""
         value = self._value(name)
-        items = value if isinstance(value, list) else []
+        items = [math.inf if item == _INFINITY else item for item in value] if isinstance(value, list) else []
         if not 1 <= len(items) <= WHOLES_MAX or not all(_is_number(item) for item in items):
             raise self.wrong(name, f"a list of 1 to {WHOLES_MAX} numbers")
         return tuple(map(float, items))

@@ -27,6 +27,8 @@ from trioserve.model.model_config import (
     LayerConfig,
     MlpConfig,
     ModelConfig,
+    ShortConvConfig,
+    StateSpaceConfig,
 )
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
@@ -51,11 +53,13 @@ AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 @dataclass(frozen=True, slots=True)
 class Format:
     """How a kind of file names tensors. modules: the usual names, by those in here. layers: what stands before a
-    layer's index. naming_of: the family's own ways, by ModelConfig.family."""
+    layer's index. naming_of: the family's own ways, by ModelConfig.family. has_log_rates: a state space's rates are
+    written down as the logarithms of what they are, but for the sign."""
 
     modules: Mapping[str, str]
     layers: str
     naming_of: Callable[[str], Naming]
+    has_log_rates: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class TensorPlace:
     name: the tensor's out there. shape: of the values that are wanted. stored_shape: of the rows that they are taken
     from; None: the same. first_row: where these begin in it. is_turned: their columns are the rows that are meant.
     order: int64, row i is row order[i], counted from the first; None leaves them as they are. offset: is added.
+    is_log: what is wanted is -exp of what is there.
     """
 
     name: str
@@ -74,6 +79,7 @@ class TensorPlace:
     is_turned: bool = False
     order: npt.NDArray[np.int64] | None = None
     offset: float = 0.0
+    is_log: bool = False
 
     @property
     def rows_shape(self) -> Shape:
@@ -82,9 +88,11 @@ class TensorPlace:
 
     def read(self, read: Callable[[Dtype], Values], wanted: Dtype) -> Values:
         """read: gives the rows from first_row on as they lie there."""
-        if not self.offset:
+        if not (self.offset or self.is_log):
             return self.ordered(read(wanted))
         values = self.ordered(cast(Float32Array, read("float32"))) + np.float32(self.offset)
+        if self.is_log:
+            values = -np.exp(values)
         result = empty_values(self.shape, wanted)
         convert(values, result)
         return result
@@ -124,9 +132,17 @@ TRANSFORMERS = Format(
         "shared.up_proj": "mlp.shared_expert.up_proj",
         "shared.down_proj": "mlp.shared_expert.down_proj",
         "shared_gate": "mlp.shared_expert_gate",
+        "in_proj": "mamba.in_proj",
+        "conv": "mamba.conv1d",
+        "out_proj": "mamba.out_proj",
+        "gate_norm": "mamba.norm",
+        "state.rates": "mamba.A_log",
+        "state.skips": "mamba.D",
+        "state.time_step_bias": "mamba.dt_bias",
     },
     "model.layers",
     lambda family: family_named(family).transformers,
+    has_log_rates=True,
 )
 GGUF = Format(
     {
@@ -156,9 +172,17 @@ GGUF = Format(
         "shared.down_proj": "ffn_down_shexp",
         "shared_gate": "ffn_gate_inp_shexp",
         "sinks": "attn_sinks",
+        "in_proj": "ssm_in",
+        "conv": "ssm_conv1d",
+        "out_proj": "ssm_out",
+        "gate_norm": "ssm_norm",
+        "state.rates": "ssm_a",
+        "state.skips": "ssm_d",
+        "state.time_step_bias": "ssm_dt.bias",
     },
     "blk",
     lambda family: family_named(family).gguf or Naming(),
+    has_log_rates=False,
 )
 
 
@@ -198,33 +222,51 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     attention = layer.attention
-    queries, keys = attention.query_size, attention.key_size
     norms: list[tuple[str, int]] = []
     if layer.has_input_norms:
         norms += [("attention_norm", hidden)]
         norms += [] if layer.is_parallel else [("mlp_norm", hidden)]
     if layer.has_output_norms:
         norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
-    if attention.qk_norm == "head":
-        norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
-    elif attention.qk_norm != "none":
-        norms += [("q_norm", queries), ("k_norm", keys)]
+    if isinstance(attention, AttentionConfig):
+        queries, keys = attention.query_size, attention.key_size
+        if attention.qk_norm == "head":
+            norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
+        elif attention.qk_norm != "none":
+            norms += [("q_norm", queries), ("k_norm", keys)]
+    elif isinstance(attention, StateSpaceConfig):
+        norms += [("gate_norm", attention.inner_size)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
+    if isinstance(attention, StateSpaceConfig):
+        shapes += [(f"state.{name}", (attention.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
     for module, rows, columns, has_bias in (
-        ("q_proj", queries, hidden, attention.has_bias),
-        ("k_proj", keys, hidden, attention.has_bias),
-        ("v_proj", keys, hidden, attention.has_bias),
-        ("o_proj", hidden, queries, attention.has_output_bias),
+        *_mixer_matrices(attention, hidden),
         *_mlp_matrices(layer.mlp, hidden),
     ):
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:
             shapes.append((f"{module}.bias", (rows,)))
-    if attention.has_sinks:
+    if isinstance(attention, AttentionConfig) and attention.has_sinks:
         shapes.append(("sinks.weight", (attention.head_count,)))
     return shapes
+
+
+def _mixer_matrices(
+    mixer: AttentionConfig | ShortConvConfig | StateSpaceConfig, hidden: int
+) -> Iterator[tuple[str, int, int, bool]]:
+    """As _mlp_matrices."""
+    if isinstance(mixer, AttentionConfig):
+        yield "q_proj", mixer.query_size, hidden, mixer.has_bias
+        yield "k_proj", mixer.key_size, hidden, mixer.has_bias
+        yield "v_proj", mixer.key_size, hidden, mixer.has_bias
+        yield "o_proj", hidden, mixer.query_size, mixer.has_output_bias
+        return
+    has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias
+    yield "in_proj", mixer.projected_size, hidden, mixer.has_bias
+    yield "conv", mixer.convolved_size, mixer.kernel_size, has_conv_bias
+    yield "out_proj", hidden, mixer.inner_size, mixer.has_bias
 
 
 def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
@@ -325,8 +367,12 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
     layer, module = path[1] if path[0] == "layers" else None, path[-2]
     if module.endswith("norm") and naming.norm_offset:
         place = replace(place, offset=naming.norm_offset)
+    if name.endswith(".state.rates"):
+        place = replace(place, is_log=format.has_log_rates)
     if layer is not None and module in ("q_proj", "k_proj", "q_norm", "k_norm"):
-        order = _head_order(config.layers[int(layer)].attention, naming.pairs_adjacent)
+        attention = config.layers[int(layer)].attention
+        assert isinstance(attention, AttentionConfig), "what else has queries"
+        order = _head_order(attention, naming.pairs_adjacent)
         if order is not None:
             heads = np.arange(0, place.shape[0], order.size)
             place = replace(place, order=(heads[:, None] + order).reshape(-1))

@@ -1,0 +1,143 @@
+// Layers that keep a state for a whole sequence: convolutions over its last tokens, and selective state spaces (Mamba-2,
+// arXiv 2405.21060).
+//
+// A state is float32, one slot of a layer's memory: [kernel - 1][channels], what was convolved last, oldest first, and then,
+// of a state space, [heads][vectors][head_dim]. The rows of one chunk come one after the other, whatever else is in the
+// step; so the bits of a row depend neither on that nor on how its prompt was cut into chunks. Chunks, channels and heads
+// are independent pieces of work.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "product.h"
+#include "simd.h"
+#include "step.h"
+
+namespace trioserve {
+
+constexpr int64_t CONV_KERNEL_MAX = 64;
+constexpr int64_t CONV_BLOCKS = 4;  // blocks of 16 channels in a piece of work
+
+inline int64_t head_size(const Recurrent& layer) { return int64_t(layer.vectors) * layer.head_dim; }
+
+inline int64_t conv_size(const Recurrent& layer) { return int64_t(layer.kernel - 1) * layer.channels; }
+
+inline int64_t state_size(const Recurrent& layer) { return conv_size(layer) + layer.heads * head_size(layer); }
+
+// Numbers between a row's projections and the next one's.
+inline int64_t projected_stride(const Recurrent& layer) { return (int64_t(layer.projected) + LANES - 1) / LANES * LANES; }
+
+// What the layer's last projection takes of a row.
+inline int64_t inner_size(const Recurrent& layer) {
+    return layer.heads > 0 ? int64_t(layer.heads) * layer.head_dim : layer.channels;
+}
+
+inline Lanes silu_of(Lanes x) { return div(x, add(set(1.0f), exp(sub(zero(), x)))); }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// Makes the state behind a span of what lies before it, `size` numbers at `offset` in their slots, and returns where it is
+// to be changed.
+inline float* begun_state(const Recurrent& layer, float* memory, const StateSpan& span, int64_t offset, int64_t size) {
+    const int64_t stride = state_size(layer);
+    float* to = memory + span.writes * stride + offset;
+    if (span.reads < 0)
+        std::memset(to, 0, sizeof(float) * size);
+    else if (span.reads != span.writes)
+        std::memcpy(to, memory + span.reads * stride + offset, sizeof(float) * size);
+    return to;
+}
+
+// 16 channels of a chunk's rows, from `channel` on. input(row): of these channels. output(row, sum).
+template <class Input, class Output>
+void convolve(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t channel,
+              const Input& input, const Output& output) {
+    const int64_t kept = layer.kernel - 1, channels = layer.channels;
+    alignas(64) float before[CONV_KERNEL_MAX * LANES];
+    for (const StateSpan* span = spans; span < spans + span_count; span++) {
+        const float* from = memory + int64_t(span->reads) * state_size(layer) + channel;
+        for (int64_t index = 0; index < kept; index++)
+            store(before + index * LANES, span->reads < 0 ? zero() : load(from + index * channels));
+        for (int64_t row = span->first_row; row < span->first_row + span->count; row++) {
+            const Lanes own = input(row);
+            Lanes sum = layer.conv_bias == nullptr ? zero() : load(layer.conv_bias + channel);
+            for (int64_t index = 0; index < kept; index++)
+                sum = fma(load(before + index * LANES), load(layer.conv_weights + index * channels + channel), sum);
+            output(row, fma(own, load(layer.conv_weights + kept * channels + channel), sum));
+            for (int64_t index = 0; index + 1 < kept; index++)
+                store(before + index * LANES, load(before + (index + 1) * LANES));
+            if (kept > 0) store(before + (kept - 1) * LANES, own);
+        }
+        float* to = memory + int64_t(span->writes) * state_size(layer) + channel;
+        for (int64_t index = 0; index < kept; index++) store(to + index * channels, load(before + index * LANES));
+    }
+}
+
+// BLOCKS * 16 numbers of a head, from `first` on, of one row. state: [vectors][head_dim].
+template <int BLOCKS>
+inline void scan_row(const Recurrent& layer, float* state, int64_t first, float decay, float time_step, float skip,
+                     const float* x, const float* b, const float* c, float* to) {
+    Lanes scaled[BLOCKS], sums[BLOCKS];
+    for (int block = 0; block < BLOCKS; block++) {
+        const Lanes own = load(x + first + block * LANES);
+        scaled[block] = mul(own, set(time_step));
+        sums[block] = mul(own, set(skip));
+    }
+    const Lanes decays = set(decay);
+    for (int64_t vector = 0; vector < layer.vectors; vector++) {
+        float* place = state + vector * layer.head_dim + first;
+        const Lanes into = set(b[vector]), out = set(c[vector]);
+        for (int block = 0; block < BLOCKS; block++) {
+            const Lanes value = fma(scaled[block], into, mul(load(place + block * LANES), decays));
+            store(place + block * LANES, value);
+            sums[block] = fma(value, out, sums[block]);
+        }
+    }
+    for (int block = 0; block < BLOCKS; block++) store(to + first + block * LANES, sums[block]);
+}
+
+// One head of a chunk's rows. convolved: [rows][channels], x, b and c; projected: the rows' first projections.
+inline void scan(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t head,
+                 const float* projected, const float* convolved, float* scanned) {
+    const int64_t dim = layer.head_dim, inner = layer.heads * dim, group = head / (layer.heads / layer.groups);
+    const float* time_steps = projected + inner + layer.channels + head;
+    for (const StateSpan* span = spans; span < spans + span_count; span++) {
+        float* state = begun_state(layer, memory, *span, conv_size(layer) + head * head_size(layer), head_size(layer));
+        for (int64_t row = span->first_row; row < span->first_row + span->count; row++) {
+            float time_step = softplus(time_steps[row * projected_stride(layer)] + layer.time_step_bias[head]);
+            time_step = std::fmin(std::fmax(time_step, layer.time_step_min), layer.time_step_max);
+            const float decay = std::exp(time_step * layer.rates[head]), skip = layer.skips[head];
+            const float* x = convolved + row * layer.channels + head * dim;
+            const float* b = convolved + row * layer.channels + inner + group * layer.vectors;
+            const float* c = b + layer.groups * layer.vectors;
+            float* to = scanned + row * inner + head * dim;
+            int64_t first = 0;
+            for (; first + 4 * LANES <= dim; first += 4 * LANES)
+                scan_row<4>(layer, state, first, decay, time_step, skip, x, b, c, to);
+            for (; first < dim; first += LANES)
+                scan_row<1>(layer, state, first, decay, time_step, skip, x, b, c, to);
+        }
+    }
+}
+
+// What the scan gave of a row, with its gate, normed by groups. numbers: [inner], which is changed.
+template <class T>
+void gate_and_norm(const Recurrent& layer, float eps, const float* gate, float* numbers, const Rows<T>& to, int64_t row) {
+    const int64_t inner = int64_t(layer.heads) * layer.head_dim, size = inner / layer.groups;
+    for (int64_t first = 0; first < inner; first += size) {
+        Lanes squares = zero();
+        for (int64_t n = first; n < first + size; n += LANES) {
+            const Lanes value = mul(load(numbers + n), silu_of(load(gate + n)));
+            store(numbers + n, value);
+            squares = fma(value, value, squares);
+        }
+        const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
+        for (int64_t n = first; n < first + size; n += LANES)
+            store(to.at(row, n), mul(mul(load(numbers + n), share), load(layer.gate_norm + n)));
+    }
+    to.pad(row, inner);
+}
+
+}  // namespace trioserve

@@ -1,0 +1,66 @@
+"""LFM2: most layers are short convolutions, the others attention whose heads are normed."""
+
+from __future__ import annotations
+
+from trioserve.model.families.family import Family, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig, ShortConvConfig
+
+__all__ = ["LFM2"]
+
+
+def _describe(fields: ModelFields) -> ModelConfig:
+    attention = fields.attention(
+        qk_norm="head", rotary=fields.rotary(fields.head_dim(), theta=fields.number_or("theta", 1_000_000.0))
+    )
+    conv = ShortConvConfig(
+        channel_count=fields.whole("hidden_size"),
+        kernel_size=fields.whole_or("conv_L_cache", 3),
+        has_bias=fields.flag_or("conv_bias", False),
+    )
+    mlp = MlpConfig(intermediate_size=_intermediate_size(fields))
+    attends = fields.attending_layers("conv", fields.wholes("full_attn_idxs"))
+    return fields.described(
+        "lfm2",
+        [LayerConfig(attention=attention if at else conv, mlp=mlp) for at in attends],
+        norm_eps=fields.number_or("norm_eps", 1e-5),
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", fields.flag_or("tie_embedding", True)),
+    )
+
+
+def _intermediate_size(fields: ModelFields) -> int:
+    """What the config names is two matrices' share of three, in whole pieces."""
+    size = fields.whole_or("block_ff_dim", None)
+    if size is None:
+        size = fields.whole("intermediate_size")
+    if not fields.flag_or("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    multiplier = fields.number_or("block_ffn_dim_multiplier", 1.0)
+    if fields.is_null("block_ffn_dim_multiplier"):
+        return size
+    return -(-int(multiplier * size) // (piece := fields.interval("block_multiple_of", 256))) * piece
+
+
+LFM2 = Family(
+    name="lfm2",
+    classes=("Lfm2ForCausalLM",),
+    model_type="lfm2",
+    describe=_describe,
+    transformers=Naming(
+        modules={
+            "attention_norm": "operator_norm",
+            "mlp_norm": "ffn_norm",
+            "norm": "model.embedding_norm",
+            "o_proj": "self_attn.out_proj",
+            "q_norm": "self_attn.q_layernorm",
+            "k_norm": "self_attn.k_layernorm",
+            "gate_proj": "feed_forward.w1",
+            "up_proj": "feed_forward.w3",
+            "down_proj": "feed_forward.w2",
+            "in_proj": "conv.in_proj",
+            "conv": "conv.conv",
+            "out_proj": "conv.out_proj",
+        }
+    ),
+)

@@ -1,0 +1,84 @@
+"""The vectors of one layer that keeps a state, as the native kernels read them: float32, which holds every dtype
+exactly. Its matrices are where all are, in PackedWeights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from trioserve.model.model_config import ShortConvConfig, StateSpaceConfig
+from trioserve.model.number_formats import Float32Array, Values
+from trioserve.model.weights import Slot
+from trioserve_kernels.native import BLOCK_OUTPUTS, CONV_KERNEL_MAX, RecurrentStruct, address
+
+__all__ = ["NativeRecurrent", "why_not_recurrent"]
+
+
+def why_not_recurrent(layer: ShortConvConfig | StateSpaceConfig) -> str | None:
+    """Why the native kernels cannot compute this layer, as a part of a sentence; None if they can."""
+    sizes = [("a convolution's number of channels", layer.convolved_size)]
+    if isinstance(layer, StateSpaceConfig):
+        sizes.append(("a state space's head_dim", layer.head_dim))
+    for name, size in sizes:
+        if size % BLOCK_OUTPUTS:
+            return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
+    return f"a convolution sees {layer.kernel_size} tokens" if layer.kernel_size > CONV_KERNEL_MAX else None
+
+
+class NativeRecurrent:
+    """input_bias, output_bias: of the projections; the first has zeros behind its end, up to a whole block."""
+
+    def __init__(self, layer: ShortConvConfig | StateSpaceConfig, hidden: int) -> None:
+        self._layer = layer
+        has_conv_bias = layer.has_bias if isinstance(layer, ShortConvConfig) else layer.has_conv_bias
+        padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
+        self.input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
+        self.output_bias = _singles(hidden) if layer.has_bias else None
+        self._conv_weights = _singles(layer.kernel_size, layer.convolved_size)
+        self._conv_bias = _singles(layer.convolved_size) if has_conv_bias else None
+        self._vectors: dict[str, Float32Array] = {}
+        self._limits = (0.0, 0.0)
+        if isinstance(layer, StateSpaceConfig):
+            self._vectors = {name: _singles(layer.head_count) for name in ("rates", "skips", "time_step_bias")}
+            self._vectors["gate_norm"] = _singles(layer.inner_size)
+            self._limits = (layer.time_step_min, layer.time_step_max)
+        self.struct = RecurrentStruct(
+            conv_weights=address(self._conv_weights),
+            conv_bias=None if self._conv_bias is None else address(self._conv_bias),
+            **{name: address(vector) for name, vector in self._vectors.items()},
+            channels=layer.convolved_size,
+            kernel=layer.kernel_size,
+            projected=layer.projected_size,
+            time_step_min=self._limits[0],
+            time_step_max=self._limits[1],
+        )
+        if isinstance(layer, StateSpaceConfig):
+            self.struct.heads, self.struct.head_dim = layer.head_count, layer.head_dim
+            self.struct.groups, self.struct.vectors = layer.group_count, layer.vector_size
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        """name: the layer's, such as layers.0."""
+        layer = self._layer
+        shape = (layer.convolved_size, layer.kernel_size)
+        yield Slot(f"{name}.conv.weight", shape, "float32", functools.partial(_fill, self._conv_weights.T))
+        places = {
+            "in_proj.bias": None if self.input_bias is None else self.input_bias[: layer.projected_size],
+            "out_proj.bias": self.output_bias,
+            "conv.bias": self._conv_bias,
+            "gate_norm.weight": self._vectors.get("gate_norm"),
+            **{f"state.{kind}": self._vectors.get(kind) for kind in ("rates", "skips", "time_step_bias")},
+        }
+        for tensor, place in places.items():
+            if place is not None:
+                yield Slot(f"{name}.{tensor}", place.shape, "float32", functools.partial(_fill, place))
+
+
+def _fill(place: Float32Array, values: Values) -> None:
+    place[:] = values.reshape(place.shape)
+
+
+def _singles(*shape: int) -> Float32Array:
+    return np.empty(shape, dtype=np.float32)

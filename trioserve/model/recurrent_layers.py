@@ -1,0 +1,186 @@
+"""What stands in the place of attention in a layer that keeps a state for a whole sequence, in torch.
+
+Chunks of one token are computed together. A prompt's chunk is computed span by span, and a state space goes through a
+span in pieces: within a piece every token sees those before it by products, and the state goes on from piece to piece
+(the chunked scan of Mamba-2, arXiv 2405.21060). What depends on earlier tokens is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trioserve.model.layers import Linear
+from trioserve.model.model_config import ModelConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.step_tensors import StateSteps
+from trioserve.model.torch_formats import TensorSlot
+
+__all__ = ["ShortConv", "StateSpace"]
+
+PIECE_TOKENS = 64  # in a longer one a token's products with all before it cost more than the state does
+
+
+class _Convolution:
+    """Of each channel with weights of its own, over the inputs of a token and of those before it."""
+
+    def __init__(self, name: str, channels: int, kernel_size: int, has_bias: bool, device: torch.device) -> None:
+        self._name = name
+        self._weight = torch.empty(channels, kernel_size, dtype=torch.float32, device=device)
+        self._bias = torch.empty(channels, dtype=torch.float32, device=device) if has_bias else None
+        self._kept = (kernel_size - 1, channels)
+
+    @property
+    def state_size(self) -> int:
+        return self._kept[0] * self._kept[1]
+
+    def slots(self) -> Iterator[TensorSlot]:
+        yield TensorSlot(f"{self._name}.weight", tuple(self._weight.shape), torch.float32, self._weight.copy_)
+        if self._bias is not None:
+            yield TensorSlot(f"{self._name}.bias", tuple(self._bias.shape), torch.float32, self._bias.copy_)
+
+    def __call__(self, inputs: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
+        """inputs: float32 [T, channels]. memory: [slots, state_size], which has what was convolved last."""
+        states = memory.view(-1, *self._kept)
+        result = torch.empty_like(inputs)
+        if (own := steps.rows) is not None:
+            before = torch.where(own.past_count > 0, states[own.reads], 0.0)
+            window = torch.cat((before, inputs[own.rows][:, None]), 1)
+            result[own.rows] = (window * self._weight.T).sum(1)
+            states[own.writes] = window[:, 1:]
+        for row, spans in steps.spans:
+            for span in spans:
+                before = inputs.new_zeros(self._kept) if span.reads is None else states[span.reads]
+                window = torch.cat((before, inputs[row : row + span.count]))
+                convolved = result[row : row + span.count].zero_()
+                for index in range(self._weight.shape[1]):
+                    convolved += window[index : index + span.count] * self._weight[:, index]
+                states[span.writes] = window[span.count :]
+                row += span.count
+        return result if self._bias is None else result.add_(self._bias)
+
+
+class ShortConv:
+    """As ShortConvConfig says."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, layer: ShortConvConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size, has_bias = layer.channel_count, layer.has_bias
+        self._input = _linear(f"{name}.in_proj", config.hidden_size, layer.projected_size, has_bias, dtype, device)
+        self._conv = _Convolution(f"{name}.conv", size, layer.kernel_size, has_bias, device)
+        self._output = _linear(f"{name}.out_proj", size, config.hidden_size, has_bias, dtype, device)
+        self.linears = (self._input, self._output)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._input, self._conv, self._output):
+            yield from part.slots()
+
+    def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
+        """memory: the layer's of StateStorage."""
+        b, c, x = self._input(normed).float().chunk(3, -1)
+        return self._output((self._conv(b * x, steps, memory) * c).to(normed.dtype))
+
+
+class StateSpace:
+    """As StateSpaceConfig says."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, layer: StateSpaceConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layer = layer
+        self._eps = config.norm_eps
+        self._input = _linear(
+            f"{name}.in_proj", config.hidden_size, layer.projected_size, layer.has_bias, dtype, device
+        )
+        self._conv = _Convolution(f"{name}.conv", layer.convolved_size, layer.kernel_size, layer.has_conv_bias, device)
+        self._output = _linear(f"{name}.out_proj", layer.inner_size, config.hidden_size, layer.has_bias, dtype, device)
+        self._rates, self._skips, self._time_step_bias = (
+            torch.empty(layer.head_count, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        self._norm = torch.empty(layer.inner_size, dtype=torch.float32, device=device)
+        self._vectors = {
+            f"{name}.state.rates": self._rates,
+            f"{name}.state.skips": self._skips,
+            f"{name}.state.time_step_bias": self._time_step_bias,
+            f"{name}.gate_norm.weight": self._norm,
+        }
+        self.linears = (self._input, self._output)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._input, self._conv, self._output):
+            yield from part.slots()
+        for name, vector in self._vectors.items():
+            yield TensorSlot(name, tuple(vector.shape), torch.float32, vector.copy_)
+
+    def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
+        """memory: the layer's of StateStorage."""
+        layer = self._layer
+        projected = self._input(normed).float()
+        gate, convolved, time_steps = torch.split(
+            projected, [layer.inner_size, layer.convolved_size, layer.head_count], -1
+        )
+        kept = self._conv.state_size
+        convolved = functional.silu(self._conv(convolved.contiguous(), steps, memory[:, :kept]))
+        vectors = layer.group_count * layer.vector_size
+        x, b, c = torch.split(convolved, [layer.inner_size, vectors, vectors], -1)
+        time_steps = functional.softplus(time_steps + self._time_step_bias)
+        scanned = self._scanned(
+            x.view(-1, layer.head_count, layer.head_dim),
+            self._of_heads(b),
+            self._of_heads(c),
+            time_steps.clamp(layer.time_step_min, layer.time_step_max),
+            steps,
+            memory[:, kept:].view(-1, layer.head_count, layer.vector_size, layer.head_dim),
+        )
+        gated = scanned.flatten(1) * functional.silu(gate)
+        groups = gated.view(len(gated), layer.group_count, -1)
+        normal = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)
+        return self._output((normal.flatten(1) * self._norm).to(normed.dtype))
+
+    def _of_heads(self, vectors: Tensor) -> Tensor:
+        """[T, heads, vector_size]"""
+        groups = vectors.view(-1, self._layer.group_count, self._layer.vector_size)
+        return groups.repeat_interleave(self._layer.head_count // self._layer.group_count, 1)
+
+    def _scanned(
+        self, x: Tensor, b: Tensor, c: Tensor, time_steps: Tensor, steps: StateSteps, states: Tensor
+    ) -> Tensor:
+        """x: [T, heads, head_dim]; b, c: [T, heads, vector_size]; states: [slots, heads, vector_size, head_dim]."""
+        result = x * self._skips[:, None]
+        scaled = x * time_steps[..., None]
+        exponents = time_steps * self._rates
+        if (own := steps.rows) is not None:
+            rows = own.rows
+            before = torch.where(own.past_count[..., None] > 0, states[own.reads], 0.0)
+            after = before * exponents[rows].exp()[..., None, None] + b[rows][..., None] * scaled[rows][:, :, None]
+            states[own.writes] = after
+            result[rows] += (after * c[rows][..., None]).sum(-2)
+        for row, spans in steps.spans:
+            for span in spans:
+                state = states.new_zeros(states.shape[1:]) if span.reads is None else states[span.reads].clone()
+                for first in range(row, row + span.count, PIECE_TOKENS):
+                    piece = slice(first, min(first + PIECE_TOKENS, row + span.count))
+                    result[piece] += _scanned_piece(scaled[piece], b[piece], c[piece], exponents[piece], state)
+                states[span.writes] = state
+                row += span.count
+        return result
+
+
+def _scanned_piece(x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, state: Tensor) -> Tensor:
+    """[t, heads, head_dim]. state: [heads, vector_size, head_dim], which is that before the piece, and becomes that
+    behind it."""
+    sums = exponents.cumsum(0).T  # [heads, t]
+    x, b, c = (numbers.transpose(0, 1) for numbers in (x, b, c))
+    # What is left of a token's part when a later one comes; of one that comes first, nothing.
+    left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
+    found = ((c @ b.transpose(1, 2)) * left) @ x + (c @ state) * sums.exp()[..., None]
+    last = sums[:, -1:]
+    state.mul_(last.exp()[..., None]).add_((b * (last - sums).exp()[..., None]).transpose(1, 2) @ x)
+    return found.transpose(0, 1)
+
+
+def _linear(name: str, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
+    return Linear(inputs, {name: outputs}, bias=has_bias, dtype=dtype, device=device)
