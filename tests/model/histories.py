@@ -11,7 +11,7 @@ import msgspec
 from trioserve.contracts.events import PromptLogprobs, RequestFinished, TokenLogprob, TokensReady
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.model.runner import ModelRunner
@@ -20,6 +20,7 @@ __all__ = ["Arrival", "History", "Response", "alone", "play", "request"]
 
 TOP = 20  # logprobs beside each token's own
 STEPS_MAX = 3_000
+SNAPSHOTS = 4  # of states, where layers keep some: so few that some are evicted
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -92,6 +93,7 @@ def alone(runner: ModelRunner, subject: EngineRequest) -> Response:
 
 
 def play(runner: ModelRunner, history: History) -> Played:
+    has_states = runner.config.state_bytes > 0
     core = EngineCore(
         CoreSettings(
             block_count=min(history.block_count, runner.block_count),
@@ -101,11 +103,15 @@ def play(runner: ModelRunner, history: History) -> Played:
             step_tokens_max=max(history.step_tokens_max, history.max_num_seqs),
             enable_prefix_caching=history.enable_prefix_caching,
             overlap_steps=history.overlap_steps,
-            draft_tokens_max=history.draft_tokens_max,
+            draft_tokens_max=0 if has_states else history.draft_tokens_max,
+            state_slot_count=history.max_num_seqs if has_states else 0,
+            snapshot_slot_count=SNAPSHOTS if has_states else 0,
         )
     )
     places = list(range(runner.block_count))
     random.Random(history.block_seed).shuffle(places)
+    states = list(range(runner.state_slot_count + runner.snapshot_slot_count))
+    random.Random(history.block_seed).shuffle(states)
     played = Played(responses={arrival.request.id: Response() for arrival in history.arrivals})
     to_come = sorted(history.arrivals, key=lambda arrival: arrival.step)
     out: list[tuple[StepPlan, object]] = []
@@ -119,10 +125,10 @@ def play(runner: ModelRunner, history: History) -> Played:
                 if to_come:
                     continue
                 break
-            out.append((plan, runner.launch(_moved(plan, places))))
+            out.append((plan, runner.launch(_moved(plan, places, states))))
         if history.overlap_steps and (ahead := core.schedule_ahead(0.0)) is not None:
             played.steps_ahead += 1
-            out.append((ahead, runner.launch(_moved(ahead, places))))
+            out.append((ahead, runner.launch(_moved(ahead, places, states))))
         plan, finish = out.pop(0)
         result = finish()
         assert not result.errors, result.errors
@@ -145,10 +151,14 @@ def play(runner: ModelRunner, history: History) -> Played:
     return played
 
 
-def _moved(plan: StepPlan, places: list[int]) -> StepPlan:
-    """The same plan with each block somewhere else."""
+def _moved(plan: StepPlan, places: list[int], states: list[int]) -> StepPlan:
+    """The same plan with each block and each state somewhere else."""
 
     def moved(chunk: ScheduledChunk) -> ScheduledChunk:
-        return msgspec.structs.replace(chunk, block_table=[places[block] for block in chunk.block_table])
+        spans = tuple(
+            StateSpan(span.count, None if span.reads is None else states[span.reads], states[span.writes])
+            for span in chunk.states
+        )
+        return msgspec.structs.replace(chunk, block_table=[places[block] for block in chunk.block_table], states=spans)
 
     return msgspec.structs.replace(plan, chunks=tuple(map(moved, plan.chunks)))

@@ -73,6 +73,9 @@ NATIVE = (
     ("qwen3-moe", "bfloat16", "int4"),
     ("gpt-oss", "bfloat16", "none"),
     ("gpt-oss", "bfloat16", "int8"),
+    ("lfm2-biased", "float32", "none"),
+    ("granite-hybrid", "bfloat16", "none"),
+    ("granite-hybrid-moe", "bfloat16", "int8"),
 )
 
 
@@ -264,6 +267,19 @@ def test_histories_are_what_they_are_said_to_be(
     assert (played.preemptions > 0) == ("block_count" in way)
     assert (played.steps_ahead > 0) == ("overlap_steps" in way)
     assert (played.drafts > 0) == ("draft_tokens_max" in way)
+
+
+@pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid"))
+@pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: next(iter(way)))
+def test_states_are_preempted_and_gone_on_from(
+    way: dict[str, Any], kind: str, histories: ModuleType, load: Callable[..., ModelRunner]
+) -> None:
+    library_or_skip(LEVELS[0])
+    runner = load(kind, "float32", "none", level=LEVELS[0])
+    played = check(histories, busy_history(histories, **way), runner, runner, {})
+    assert played.hit_tokens > 0
+    assert (played.preemptions > 0) == ("block_count" in way)
+    assert (played.steps_ahead > 0) == ("overlap_steps" in way)
 
 
 @pytest.mark.parametrize("level", LEVELS)

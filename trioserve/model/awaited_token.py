@@ -28,7 +28,14 @@ def fill_in(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk
         if chunk.awaits_token:
             tokens = _TokensAndOne(chunk.tokens, chunk.start, given[request_id])
             chunk = ScheduledChunk(
-                chunk.request, tokens, chunk.start, 1, chunk.block_table, True, mask_row=chunk.mask_row
+                chunk.request,
+                tokens,
+                chunk.start,
+                1,
+                chunk.block_table,
+                True,
+                mask_row=chunk.mask_row,
+                states=chunk.states,
             )
         filled.append((place, chunk))
     return filled

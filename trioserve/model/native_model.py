@@ -217,6 +217,7 @@ class NativeModel:
         assert self._storage is not None, "compute before allocate_kv"
         if is_abandoned():
             return None
+        assert all(chunk.states for chunk in chunks) or self._states is None, "chunks of such a model have states"
         arrays = _StepArrays(chunks, self._block_size)
         samplings = NativeSamplings(sampled_rows(chunks), self.config.vocab_size, masks)
         with_logprobs = [

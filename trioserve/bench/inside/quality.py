@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.model.runner import ModelRunner
@@ -110,7 +110,8 @@ def _judged(checkpoint: Checkpoint, settings: ModelSettings, pieces: list[tuple[
                 stop_token_ids=frozenset(),
                 seed=0,
             )
-            chunk = ScheduledChunk(request, piece, 0, len(piece), range(width), False)
+            states = (StateSpan(len(piece), None, 0),) if runner.state_slot_count else ()
+            chunk = ScheduledChunk(request, piece, 0, len(piece), range(width), False, states=states)
             result = runner.execute(StepPlan(0, (chunk,), len(piece)))
             assert result is not None, "nobody abandons it"
             for entry in result.prompt_logprobs[request.id]:

@@ -37,7 +37,7 @@ import numpy as np
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.model.device import kv_block_bytes
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
@@ -312,7 +312,10 @@ def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int)
         )
         first = shared + sequence * own
         table = [*range(shared), *range(first, first + own)]
-        chunks.append(ScheduledChunk(request, prompt, start, case.context - start, table, True))
+        states: tuple[StateSpan, ...] = ()
+        if runner.state_slot_count:
+            states = (StateSpan(case.context - start, None, sequence % runner.state_slot_count),)
+        chunks.append(ScheduledChunk(request, prompt, start, case.context - start, table, True, states=states))
     return StepPlan(0, tuple(chunks), len(chunks) * (case.context - start))
 
 
