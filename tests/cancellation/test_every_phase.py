@@ -1,6 +1,7 @@
 """A client leaves, in every way and at every phase; somebody else is served meanwhile and must not notice.
 
-Blocks are counted before, during and after. Time is virtual, and forward passes are held open and let go by the test.
+Blocks are counted before, during and after, and states, since the model has layers that keep some. Time is virtual, and
+forward passes are held open and let go by the test.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Scene:
 @asynccontextmanager
 async def scene(http1_client, **options: object):
     options = {"step_tokens_max": 16, "block_size": 4, "block_count": 128, **options}
+    options = {"state_slots": 8, "snapshot_slots": 4, **options}
     async with open_memory_server(**options) as server, trio.open_nursery() as nursery:
         # What the bystander is to get, made while it is alone.
         alone = http1_client(server)

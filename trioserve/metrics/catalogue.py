@@ -614,6 +614,15 @@ CATALOGUE: tuple[Metric, ...] = (
         labels=(Label("state", ("free", "cached", "used", "held")),),
     ),
     Metric(
+        name="state_slots",
+        question=Question.CACHE,
+        kind="gauge",
+        unit="slots",
+        meaning="Slots for what layers keep of a whole sequence: of sequences that run, and of copies that the prefix "
+        "cache can find. 0 where no layer keeps a state.",
+        labels=(Label("state", ("free", "used", "copies_free", "copies_kept")),),
+    ),
+    Metric(
         name="transfer_faults_total",
         question=Question.TRANSFERS,
         kind="counter",

@@ -86,6 +86,7 @@ class Metrics:
     step_age_seconds_max: Gauge
     no_progress_seconds: Gauge
     kv_blocks: Gauge
+    state_slots: Gauge
     transfer_faults_total: Counter
     kv_transfer_blocks_sent_total: Counter
     kv_transfer_bytes_sent_total: Counter

@@ -241,6 +241,8 @@ async def open_fake_engine(
     speculative_ngram: int = 0,
     draft_model_tokens: int = 0,
     overlap_steps: bool = False,
+    state_slots: int = 0,
+    snapshot_slots: int = 0,
     waiting_requests_max: int = 16,
     waiting_prompt_tokens_max: int = 1_000_000,
     waiting_seconds_max: float = 600.0,
@@ -275,7 +277,8 @@ async def open_fake_engine(
     request in a step, from its own text (speculative_ngram) or by a draft model that is right and wrong by turns
     (draft_model_tokens), requests that wait, the tokens of their prompts and for how long, changes of the prefix cache
     that are kept for `GET /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the
-    engine is paused.
+    engine is paused. state_slots, snapshot_slots: above 0 the model has layers that keep a state, in so many slots, and
+    so many copies of such for the prefix cache.
     tool_call_parser, reasoning_parser: how it writes calls of tools and thoughts: names of families; "auto" takes the
     common format for calls, and no thoughts.
     paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
@@ -313,6 +316,8 @@ async def open_fake_engine(
         enable_prefix_caching=enable_prefix_caching and keeps_kv,
         keeps_kv=keeps_kv,
         overlap_steps=overlap_steps,
+        state_slot_count=state_slots,
+        snapshot_slot_count=snapshot_slots,
         draft_tokens_max=speculative_ngram or draft_model_tokens,
         draft_source="model" if draft_model_tokens else "text",
         hold_seconds_max=hold_seconds_max,
@@ -344,6 +349,7 @@ async def open_fake_engine(
             model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
             keeps_kv=keeps_kv,
             has_draft_model=draft_model_tokens > 0,
+            state_slot_count=state_slots + snapshot_slots,
         )
         made = None if connector is None else connector(executor, lambda: opened[0].wake())
         core = GatedCore(
