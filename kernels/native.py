@@ -214,6 +214,9 @@ class StepStruct(ctypes.Structure):
         ("waited_for", _pointer),
         *((name, _pointer) for name in ("states", "span_firsts", "spans")),
         ("masks_filled", _pointer),
+        ("given_rows", _pointer),
+        ("given_values", _pointer),
+        ("given_count", _int),
     )
 
 

@@ -40,8 +40,8 @@ OUTSIDE_WORLD = words(
 DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
 
 EVERY_ROOM = words(
-    "contracts core router text metrics tracing model connectors trio_tools store admission engine http api proxy "
-    "asyncio bench"
+    "contracts core router text vision metrics tracing model connectors trio_tools store admission engine http api "
+    "proxy asyncio bench"
 )
 
 ROOMS = {
@@ -49,6 +49,7 @@ ROOMS = {
     "core": DECIDES,
     "router": DECIDES,
     "text": Room(rooms=words("contracts"), packages=words("tokenizers jinja2 gguf llguidance"), waits=False),
+    "vision": Room(rooms=words("contracts"), packages=words("PIL numpy"), waits=False),
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
     "tracing": Room(rooms=words("contracts"), packages=words("opentelemetry"), waits=False),
     "model": Room(
@@ -71,10 +72,12 @@ ROOMS = {
     # sqlite3 is of the standard library
     "store": Room(rooms=words("contracts trio_tools"), packages=words("trio"), without=words("asyncio")),
     "admission": Room(
-        rooms=words("contracts router text metrics trio_tools"), packages=words("trio"), without=words("asyncio")
+        rooms=words("contracts router text vision metrics trio_tools"),
+        packages=words("trio"),
+        without=words("asyncio"),
     ),
     "engine": Room(
-        rooms=words("contracts core text metrics trio_tools admission"),
+        rooms=words("contracts core text vision metrics trio_tools admission"),
         packages=words("trio outcome"),
         without=words("asyncio"),
     ),
@@ -146,7 +149,7 @@ TORCH_FILES = {
     "model": words(
         "attention.py sampled_ids.py cuda_graphs.py decoder.py encoder.py gumbel.py "
         "host_to_device.py layers.py recurrent_layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
-        "torch_formats.py torch_step_model.py"
+        "torch_formats.py torch_step_model.py vision_tower.py"
     ),
     "kernels": words(
         "compile_check.py gpu_bench.py paged.py reference.py reference_invariant.py triton/activation.py "

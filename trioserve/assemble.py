@@ -19,10 +19,11 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.engine import in_a_thread
 from trioserve.commands.prompt_naming import load_tokenizer
-from trioserve.config import Config, drafts_of, engine_settings, make_config
+from trioserve.config import Config, drafts_of, engine_settings, image_limits, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.images import ImageEncoder, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
@@ -35,6 +36,7 @@ from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.supervisor import supervise
+from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.drafts.vocabulary import check_draft_vocabulary, check_same_tokens
@@ -56,6 +58,8 @@ from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import check_is_in_trio
 from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.vision.image_file import why_no_images
+from trioserve.vision.image_prompt import IMAGE_SIGN
 
 if TYPE_CHECKING:
     from trioserve.model.encoder_runner import EncoderRunner
@@ -138,6 +142,7 @@ async def open_engine(
     reasoning_parser: str = "auto",
     generation_config: str = "auto",
     override_generation_config: str | dict[str, Any] | None = None,
+    limit_mm_per_prompt: str | dict[str, int] | None = None,
     tokenizer: str | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
@@ -205,6 +210,7 @@ async def open_engine(
         revision: branch, tag or commit of a model of the hub.
         chat_template: a file with the chat template, or the template itself, instead of the model's.
         seed: from which the seeds of requests come that name none. Default: random.
+        limit_mm_per_prompt: images that one prompt may have, as a dict or as JSON, such as {"image": 4}. Default: 8.
         override_generation_config: fields of it to set, as a dict or as JSON, such as {"temperature": 0.5}.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
@@ -356,6 +362,7 @@ class _Opening:
                     connector,
                     readers_first=runner.device == "cpu",
                     when_idle=lambda: compute.run(runner.claim_memory),
+                    image_encoder=_image_encoder(runner, compute),
                 )
             finally:
                 for made in runners:
@@ -363,7 +370,7 @@ class _Opening:
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        core, steps, connector, readers_first, when_idle = parts
+        core, steps, connector, readers_first, when_idle, image_encoder = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
@@ -383,6 +390,7 @@ class _Opening:
                 executor=self._executor,
                 family=_family(checkpoint),
                 weight_bytes=checkpoint.weight_bytes,
+                images=self._images(checkpoint, image_encoder, compiler.tokenizer),
             ),
             core=core,
             steps=steps,
@@ -407,8 +415,25 @@ class _Opening:
             readers_first=readers_first,
             when_idle=when_idle,
             guides=GuideFactory(compiler),
+            image_encoder=image_encoder,
+            image_limits=image_limits(config.limit_mm_per_prompt),
         )
         return self._engine
+
+    def _images(
+        self, checkpoint: Checkpoint | EncoderDirectory, encoder: ImageEncoder | None, tokenizer: Tokenizer
+    ) -> ImageProcessing | None:
+        """How the model wants images; None: it is served without."""
+        if encoder is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.vision is None:
+            return None
+        processing = checkpoint.vision.processing
+        reason = why_no_images()
+        if tokenizer.added_token_id(IMAGE_SIGN) != processing.image_token_id:
+            reason = f"its tokenizer has another token for {IMAGE_SIGN} than image_token_id {processing.image_token_id}"
+        if reason is not None:
+            logger.warning("images are not served: %s", reason)
+            return None
+        return processing
 
     def _fetching(self, name: str) -> Callable[[int, int], None] | None:
         on_progress = self._on_progress
@@ -649,6 +674,11 @@ def _steps(runner: Runner, compute: WorkerThread, *, overlap_steps: bool) -> Ste
     if overlap_steps and runner.launches:
         return LaunchedSteps(runner, compute)
     return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
+
+
+def _image_encoder(runner: Runner, compute: WorkerThread) -> ImageEncoder | None:
+    vision = getattr(runner, "vision", None)
+    return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
 
 
 class _LoadingCancelled(Exception):

@@ -28,6 +28,7 @@ from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.spelling import closest_name
 from trioserve.core.settings import check_overlap
@@ -45,6 +46,7 @@ __all__ = [
     "config_from",
     "drafts_of",
     "engine_settings",
+    "image_limits",
     "make_config",
 ]
 
@@ -323,6 +325,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "request gets", "DIR")] = "auto"
     override_generation_config: Annotated[str | dict[str, Any] | None, _about(
         """JSON with fields of it to set, such as {"temperature": 0.5}; default: none""", "JSON")] = None
+    limit_mm_per_prompt: Annotated[str | dict[str, int] | None, _about(
+        """JSON as in vLLM: images that one prompt may have, for models that see them, such as {"image": 4}; """
+        "default: 8", "JSON")] = None
     seed: Annotated[int | None, _about(
         "from which the seeds of requests come that name none: the same requests in the same order are sampled alike; "
         "default: random", "N")] = None
@@ -408,6 +413,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
             check_overlap(self.overlap_steps, drafts.token_count, drafts.source)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
+        image_limits(self.limit_mm_per_prompt)
 
 
 def drafts_of(config: Config) -> DraftSettings | None:
@@ -427,6 +433,26 @@ ConfigType = TypeVar("ConfigType", bound=ServerConfig)
 def make_config(**values: object) -> Config:
     """A Config from Python values. Raises StartupError that names the option and what it takes."""
     return _convert(Config, {name: (name, value) for name, value in values.items()}, strict=True)
+
+
+def image_limits(limit_mm_per_prompt: str | Mapping[str, int] | None) -> ImageLimits:
+    """What is taken of images. Raises StartupError for what is no such limit."""
+    given: object = limit_mm_per_prompt
+    if given is None:
+        return ImageLimits()
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise StartupError(
+                f"""--limit-mm-per-prompt is no JSON ({error}): write it like {{"image": 4}}"""
+            ) from None
+    count = given.get("image") if isinstance(given, Mapping) and set(given) == {"image"} else None
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise StartupError(
+            f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4}}: of media, images are read here"""
+        )
+    return ImageLimits(images_max=count)
 
 
 def engine_settings(config: ServerConfig) -> EngineSettings:

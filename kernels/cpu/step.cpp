@@ -248,6 +248,7 @@ private:
     std::vector<Own> own_;
     std::vector<Chunk> chunks_;
     std::vector<int32_t> chunk_of_row_;
+    std::vector<const float*> given_of_row_;  // empty where all embeddings are those of tokens
     std::vector<int64_t> slot_of_row_;    // where a row's keys begin in the pages of any layer
     std::vector<float*> logits_of_row_;  // of each sampled row; null: its logits are not kept
     std::map<int64_t, AttentionPlan> plans_;
@@ -271,6 +272,9 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     packs_decodes_ = is_invariant_ && model.dtype == BFLOAT16 && IN_TILES<bf16>;
     chunks_.clear();
     chunk_of_row_.clear();
+    given_of_row_.assign(step.given_count ? step.row_count : 0, nullptr);
+    for (int32_t given = 0; given < step.given_count; given++)
+        given_of_row_[step.given_rows[given]] = step.given_values + given * model.hidden_size;
     for (int32_t index = 0; index < step.chunk_count; index++) {
         chunks_.push_back({int64_t(chunk_of_row_.size()), step.chunk_counts[index], step.chunk_starts[index],
                            step.tables + step.table_firsts[index]});
@@ -519,6 +523,8 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         }
         if (model.embedding_scale != 1.0f)
             for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(load(to + n), scale));
+        if (const float* given = given_of_row_.empty() ? nullptr : given_of_row_[row])
+            for (int64_t n = 0; n < size; n += LANES) store(to + n, load(given + n));
         const Chunk& chunk = chunks_[chunk_of_row_[row]];
         const float position = float(chunk.start + row - chunk.first_row);
         for (int64_t rotary = 0; rotary < model.rotary_count; rotary++) {

@@ -114,6 +114,9 @@ struct Step {
     const int32_t* span_firsts;    // [chunks + 1]
     const StateSpan* spans;
     const int32_t* masks_filled;   // 0 until the masks of all samplings can be read; null if none has one
+    const int32_t* given_rows;     // [given], whose embeddings are not their tokens', in any order, none twice
+    const float* given_values;     // [given, hidden_size]
+    int32_t given_count;
 };
 
 class Engine;

@@ -31,6 +31,12 @@ def tiny_checkpoints() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_vision() -> ModuleType:
+    """The module tiny_vision itself: write_checkpoint, processor, image_file."""
+    return _neighbour("tiny_vision")
+
+
+@pytest.fixture(scope="session")
 def tiny_quantized() -> ModuleType:
     """The module tiny_quantized itself: VARIANTS, write_quantized, write_dense, change_files."""
     return _neighbour("tiny_quantized")

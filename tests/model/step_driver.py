@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -90,6 +91,7 @@ class StepDriver:
         seed: int = 0,
         stop_token_ids: Sequence[int] = (),
         pooling: Pooling | None = None,
+        given: tuple[GivenRows, ...] = (),
     ) -> None:
         self._requests[name] = EngineRequest(
             id=name,
@@ -99,6 +101,7 @@ class StepDriver:
             stop_token_ids=frozenset(stop_token_ids),
             seed=seed,
             pooling=pooling,
+            given=given,
         )
         self.tokens[name] = list(prompt)
         self._tables[name] = []

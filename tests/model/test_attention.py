@@ -68,6 +68,7 @@ def tensors_of_decodes(positions: list[int], *, window: int | None = None, token
         chunks.append(ScheduledChunk(request, [0] * (position + 1), position, 1, table, True))
     shape = StepShape(
         block_size=4,
+        hidden_size=16,
         token_kv_bytes=token_kv_bytes,
         windows=(window,),
         dtype=torch.float32,

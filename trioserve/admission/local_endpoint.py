@@ -12,6 +12,7 @@ from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
+from trioserve.vision.chat_images import image_count
 
 __all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch", "local_request"]
 
@@ -21,6 +22,7 @@ LOCAL_MODEL = "local"
 
 WAITING_DEPTH_MAX = 4  # prepared already when places in the batch come free, so that none waits for a tokenizer
 TOKEN_CHARACTERS = 4  # of English text, on average
+IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole, as small models have them
 
 
 def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
@@ -74,4 +76,4 @@ def _character_count(message: dict[str, Any]) -> int:
     if isinstance(content, str):
         return len(content)
     texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return sum(len(text) for text in texts if isinstance(text, str))
+    return sum(len(text) for text in texts if isinstance(text, str)) + image_count([message]) * IMAGE_CHARACTERS

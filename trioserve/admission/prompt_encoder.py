@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
@@ -16,25 +18,38 @@ from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.response_families import COMMON_TOOL_FAMILY
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
+from trioserve.vision.chat_images import ImageSource, split_images
+from trioserve.vision.image_prompt import ImageReader, PromptImage
 
-__all__ = ["PromptEncoder"]
+__all__ = ["NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
 
 INLINE_CHARACTERS_MAX = 1000  # well under a millisecond; a longer piece of Python would show in everybody's latency
 TOKEN_CHARACTERS = 1  # what a token counts for that is looked at: about a microsecond
 VALUE_CHARACTERS = 8  # what a value that is no text counts for
 CHAT_VALUES_MAX = 8192  # that are gone through for a chat's size, in a millisecond or two; with more it is a long one
 LONGEST = LONG_CHARACTERS_MAX + 1
+IMAGE_CHARACTERS = 2000  # what an image counts for besides its bytes, of which 200 are decoded in a microsecond
+IMAGE_BYTES_PER_CHARACTER = 200
+NO_IMAGES = "is an image, and this model reads text alone: send text"
 INPUT_CHARACTERS = 30  # what one of many inputs counts for, however short it is
 PIECE_CHARACTERS = 32_768  # of many inputs, about so much is tokenized in one go: a client that leaves waits no longer
 
 T = TypeVar("T")
 
 
+class EncodedPrompt(NamedTuple):
+    """images: in their order; what the model makes of them is not computed here."""
+
+    token_ids: list[int]
+    images: tuple[PromptImage, ...] = ()
+
+
 class PromptEncoder:
     """texts: where long ones are worked on. context_tokens_max: a prompt that is certain to have more tokens is refused
     before it is tokenized. One that may fit is encoded and counted, and whoever runs it compares: so a text's tokens
     can be counted here up to a length of context_tokens_max times the longest token, and a text that does fit is never
-    refused. tool_family: how tools and calls are written where the chat template has no place for them."""
+    refused. tool_family: how tools and calls are written where the chat template has no place for them. images: reads
+    those of chats; None: there are none to be."""
 
     def __init__(
         self,
@@ -44,7 +59,9 @@ class PromptEncoder:
         vocab_size: int,
         context_tokens_max: int,
         tool_family: str | None = None,
+        images: ImageReader | None = None,
     ) -> None:
+        self._images = images
         self._tokenizer = tokenizer
         self._texts = texts
         self._vocab_size = vocab_size
@@ -54,6 +71,23 @@ class PromptEncoder:
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
         """Token ids of a prompt. cut: of one that is longer; None: it is refused. Raises InvalidRequest,
         ContextTooLong; a cancelled caller leaves at once."""
+        return (await self.encode_prompt(prompt, add_special_tokens=add_special_tokens, cut=cut)).token_ids
+
+    async def encode_prompt(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
+    ) -> EncodedPrompt:
+        """The same, with the images of a chat. Of these the headers are read: a file that is damaged behind its header
+        is found when it is decoded."""
+        if isinstance(prompt, ChatPrompt):
+            messages, sources = split_images(prompt.messages)
+            if sources:
+                reader = self._readable(sources, cut)
+                marked = msgspec.structs.replace(prompt, messages=messages)
+                size = _chat_size(marked) + sum(map(_image_size, sources))
+                return await self.run(lambda: self._encode_with_images(marked, sources, reader), size=size)
+        return EncodedPrompt(await self._encode_texts(prompt, add_special_tokens=add_special_tokens, cut=cut))
+
+    async def _encode_texts(self, prompt: Prompt, *, add_special_tokens: bool, cut: Cut | None) -> list[int]:
         if cut is not None:
             [encoded] = await self.encode_inputs(
                 [prompt], name_of=lambda _: "prompt", add_special_tokens=add_special_tokens, cut=cut
@@ -142,6 +176,27 @@ class PromptEncoder:
         # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:
+        place = sources[0].place
+        if self._images is None:
+            raise InvalidRequest(f"{place} {NO_IMAGES}", param=place)
+        if cut is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is set, and the prompt has images, of which none can be cut: leave it out",
+                param="truncate_prompt_tokens",
+            )
+        self._images.check_count(sources)
+        return self._images
+
+    def _encode_with_images(
+        self, prompt: ChatPrompt, sources: Sequence[ImageSource], reader: ImageReader
+    ) -> EncodedPrompt:
+        images = reader.read(sources)
+        text = reader.written_out(self._chat_text(prompt), images)
+        self._check_length(text, param="messages")
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return EncodedPrompt(token_ids, reader.located(token_ids, images))
+
     def _chat_text(self, prompt: ChatPrompt) -> str:
         tokenizer = self._tokenizer
         template = tokenizer.chat_template
@@ -194,6 +249,10 @@ def _input_size(one: PooledInput) -> int:
     if isinstance(one, LabelledPrompt):
         return _input_size(one.prompt)
     return _chat_size(one) if isinstance(one, ChatPrompt) else len(one)
+
+
+def _image_size(source: ImageSource) -> int:
+    return IMAGE_CHARACTERS + len(source.sent) // IMAGE_BYTES_PER_CHARACTER
 
 
 def _is_whole(value: object) -> bool:

@@ -10,7 +10,6 @@ __all__ = ["without_vllm_flags"]
 
 ONE_DEVICE = "one model is computed by one device here: start a server for each device, and `route` before them"
 NO_ADAPTERS = "there are no LoRA adapters here: merge them into the checkpoint"
-NO_MEDIA = "only text is taken here: leave it out"
 
 TAKEN = frozenset(
     {
@@ -38,9 +37,8 @@ REFUSED = {
     "--lora-modules": NO_ADAPTERS,
     "--max-loras": NO_ADAPTERS,
     "--max-lora-rank": NO_ADAPTERS,
-    "--limit-mm-per-prompt": NO_MEDIA,
-    "--mm-processor-kwargs": NO_MEDIA,
-    "--allowed-local-media-path": NO_MEDIA,
+    "--mm-processor-kwargs": "images are prepared as the checkpoint's own files say: leave it out",
+    "--allowed-local-media-path": "files of the server are not read for requests: leave it out",
     "--enable-expert-parallel": "models with experts are not supported: leave it out",
     "--distributed-executor-backend": ONE_DEVICE,
     "--cpu-offload-gb": "weights stay where they are computed with: take a smaller or a quantized model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.guide import Guide
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -31,6 +32,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         told of them.
     pooling: the prompt is computed, and what its last chunk gives is a vector or a score in the place of a token: with
         that it ends. output_tokens_max is 0 then, and of sampling and seed nothing is looked at. None: it is continued.
+    given: rows of the prompt whose embeddings are given, in the order of their positions, none in two. Blocks are
+        shared only where these are equal, too; no connector is told of such a request.
     """
 
     id: RequestId
@@ -45,6 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     guide: Guide | None = None
     known_output: tuple[int, ...] = ()
     pooling: Pooling | None = None
+    given: tuple[GivenRows, ...] = ()
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

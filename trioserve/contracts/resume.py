@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -63,12 +63,13 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
         to_bool("resume.end_thinking", self.end_thinking)
 
 
-def digest_of(token_ids: Sequence[int]) -> str:
-    """The name of a prompt: 32 hexadecimal digits, the same for the same tokens, in any process."""
+def digest_of(token_ids: Sequence[int], images: Iterable[bytes] = ()) -> str:
+    """The name of a prompt: 32 hexadecimal digits, the same for the same tokens and images, in any process. images: the
+    name of each."""
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
-    return blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+    return blake2b(ids.tobytes() + b"".join(images), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _items(param: str, value: object, allowed: str) -> Sequence[object]:

@@ -18,7 +18,8 @@ Result = TypeVar("Result")
 
 
 class ConnectorGuard:
-    """A KVConnector's calls, which do not raise."""
+    """A KVConnector's calls, which do not raise. Connectors know a prompt by its tokens, so they are told nothing of a
+    request whose embeddings are given: two of them may differ in nothing else."""
 
     def __init__(self, connector: KVConnector, faults: TransferFaults) -> None:
         self._connector = connector
@@ -26,6 +27,8 @@ class ConnectorGuard:
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
         """0 <= answer < what is known beyond computed_count: the last known token is always computed here."""
+        if request.given:
+            return 0
         count = self._call(self._connector.num_matched_tokens, (request, computed_count), 0)
         if not isinstance(count, int) or count < 0:
             self._faults.count(TransferFault.BAD_COUNT, f"{request.id}: {count!r} tokens are said to match")
@@ -49,7 +52,9 @@ class ConnectorGuard:
         reason: FinishReason,
     ) -> bool:
         """Whether the connector holds the blocks."""
-        return bool(self._call(self._connector.request_finished, (request, block_table, tokens, reason), False))
+        return not request.given and bool(
+            self._call(self._connector.request_finished, (request, block_table, tokens, reason), False)
+        )
 
     def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
         return self._call(self._connector.transfer_params, (request_id,), None)

@@ -30,6 +30,7 @@ class PublishedBlock(msgspec.Struct, frozen=True):
     parent: ContentId | str | None
     parent_hash: BlockHash | None
     token_ids: tuple[int, ...]
+    material: bytes = b""  # of given rows (contracts/given_rows)
 
 
 class EvictedNames:

@@ -1,8 +1,9 @@
 """Which block holds the KV of a given prefix. Chained hashes find it; the tokens themselves decide.
 
-A hash may collide, by chance or because somebody tries. So each published block also remembers its tokens and the
-identity of the content before it; a lookup walks from the first block on and believes an entry only when both agree. By
-induction the whole prefix is then equal, whatever the hash function is worth.
+A hash may collide, by chance or because somebody tries. So each published block also remembers its tokens, what their
+embeddings are where these are given, and the identity of the content before it; a lookup walks from the first block on
+and believes an entry only when all of them agree. By induction the whole prefix is then equal, whatever the hash
+function is worth.
 
 Where all layers have a sliding window a prefix needs the blocks alone that the window reaches from its end. Those
 before them may have been evicted: what the walk has to know of them is remembered (evicted_names.py).
@@ -14,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
+from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash, with_material
+from trioserve.contracts.given_rows import GivenRows, rows_material
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex
 from trioserve.core.evicted_names import ContentId, EvictedNames, PublishedBlock
 from trioserve.core.kv_blocks import BlockPool
@@ -33,12 +35,14 @@ class PrefixChain:
 
     block_count and content say how far its prefix is published, by itself or by the one it shares with. found_count:
     how many blocks of it were found when it was last looked up, also those behind the last that it could go on from.
+    given: the request's.
     """
 
-    __slots__ = ("block_count", "content", "found_count", "hashes", "salt")
+    __slots__ = ("block_count", "content", "found_count", "given", "hashes", "salt")
 
-    def __init__(self, salt: str | None) -> None:
+    def __init__(self, salt: str | None, given: tuple[GivenRows, ...] = ()) -> None:
         self.salt = salt
+        self.given = given
         self.hashes: list[BlockHash] = []
         self.block_count = self.found_count = 0
         self.content: ContentId | str | None = salt
@@ -137,6 +141,8 @@ class PrefixCache:
         while len(hashes) <= index:
             start = len(hashes) * self._block_size
             parent = hashes[-1] if hashes else root_hash(chain.salt)
+            if chain.given:
+                parent = with_material(parent, self._material(chain, len(hashes)))
             hashes.append(self._hash_block(parent, tokens[start : start + self._block_size]))
         return hashes[index]
 
@@ -165,8 +171,13 @@ class PrefixCache:
         entry = self._by_hash.get(block_hash) or self._evicted.get(block_hash)
         if entry is None or entry.parent != chain.content:
             return None
+        if (chain.given or entry.material) and entry.material != self._material(chain, index):
+            return None
         start = index * self._block_size
         return entry if entry.token_ids == tuple(tokens[start : start + self._block_size]) else None
+
+    def _material(self, chain: PrefixChain, index: int) -> bytes:
+        return rows_material(chain.given, index * self._block_size, (index + 1) * self._block_size)
 
     def _enter(self, chain: PrefixChain, index: int, tokens: Sequence[int], block: BlockIndex) -> PublishedBlock:
         block_hash = self.hash_at(chain, index, tokens)
@@ -189,6 +200,7 @@ class PrefixCache:
             chain.content,
             None if index == 0 else self.hash_at(chain, index - 1, tokens),
             tuple(tokens[start : start + self._block_size]),
+            self._material(chain, index) if chain.given else b"",
         )
         self._next_content += 1
         self._evicted.published(entry)

@@ -99,7 +99,7 @@ class LiveRequest:
         self.state: OwnState | None = None  # while it runs, if the model's layers keep one
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
         self.overtaken_count = 0  # by those who came later and fitted, while it did not
-        self.chain = PrefixChain(request.cache_salt)
+        self.chain = PrefixChain(request.cache_salt, request.given)
         self.drafter: Drafter | ModelDraft | None = None  # made when it first may draft
         self.guide = request.guide
         self.cached_token_count: int | None = None  # set when it runs for the first time

@@ -34,6 +34,7 @@ from trioserve.contracts.events import (
     FinishReason,
     HandOverOutcome,
 )
+from trioserve.contracts.images import ImageEncoder, ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
@@ -46,12 +47,14 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
+from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
 from trioserve.engine.engine_parts import EngineParts, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
+from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.live_view import view_of
@@ -91,6 +94,7 @@ from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import OwnRun
+from trioserve.vision.image_prompt import ImageReader
 
 __all__ = ["Engine", "ModelDescription"]
 
@@ -110,7 +114,7 @@ class Engine:
     nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
     neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
     chat template says. readers_first and when_idle: see EngineLoop. guides: makes those of requests, and the core their
-    masks; None: no request has any.
+    masks; None: no request has any. image_encoder: of a model that is described to see images.
     """
 
     def __init__(
@@ -131,6 +135,8 @@ class Engine:
         readers_first: bool = False,
         when_idle: WhenIdle | None = None,
         guides: GuideFactory | None = None,
+        image_encoder: ImageEncoder | None = None,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         self._own_run = OwnRun()
         self.model = model
@@ -148,6 +154,12 @@ class Engine:
         self.step_times = StepTimes()
         self.tracer: Tracer = NO_TRACER
         self._text_threads = text_threads
+        self._image_reader: ImageReader | None = None
+        self._images: ImageEncoding | None = None
+        if model.images is not None:
+            limits = image_limits or ImageLimits()
+            self._image_reader = ImageReader(model.images, limits)
+            self._images = ImageEncoding(model.images, limits, text_threads, metrics, self._wait_until_open)
         self._prompts = self._encoder(text_threads)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self._guides = GuidePreparation(guides, text_threads, metrics)
@@ -172,13 +184,15 @@ class Engine:
             model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
         )
         self._forget_connector: Callable[[], None] = lambda: None
-        self._install(EngineParts(core, steps, connector, readers_first, when_idle))
+        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder))
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
 
     def _install(self, parts: EngineParts) -> None:
         """From here on it computes with these, and nothing of those before is known any more."""
-        core, steps, connector, readers_first, when_idle = parts
+        core, steps, connector, readers_first, when_idle, image_encoder = parts
+        if self._images is not None:
+            self._images.encoder = image_encoder
         metrics, settings = self.metrics, self._settings
         self._core = core
         self._connector = connector
@@ -767,6 +781,9 @@ class Engine:
                     await request.tokenize(self._prompts)
                     if request.resume is not None:
                         await self._take_known(request, request.resume)
+                    if self._images is not None and request.images:
+                        self._preparation.check_room(request)
+                        await self._images.prepare(request)
                     while self.reopens_at is not None and not self.draining:
                         await self._reopened.wait()
             finally:
@@ -790,6 +807,8 @@ class Engine:
     def _leave(self, request: OpenRequest) -> None:
         """The one way out of a request's scope. Synchronous; nothing to do when it has finished and is not held."""
         self._delivery.end(request, FinishReason.ABORT)
+        if not request.core_count:
+            self._release_outputs(request)
         request.cancel_alarms()
         if request.is_hold_kept and request.is_held and self.fault is None:
             self._kept_holds.add(request)
@@ -810,6 +829,23 @@ class Engine:
         self._note_idle()
 
     # --- inside ---
+
+    def _release_outputs(self, request: OpenRequest) -> None:
+        """The core has nothing of it any more: what the model made of its images others may have."""
+        if self._images is not None:
+            self._images.release(request)
+
+    async def _wait_until_open(self) -> None:
+        """Raises what refuses a request if it does not compute any more."""
+        while self.reopens_at is not None and not self.draining:
+            await self._reopened.wait()
+        if not self._is_open:
+            raise self.fault or self._admission.refused_draining()
+
+    @property
+    def image_outputs(self) -> EncoderOutputs | None:
+        """Who uses what of images, for a look; None: it sees none."""
+        return None if self._images is None else self._images.outputs
 
     def _check(self, request: OpenRequest) -> None:
         if isinstance(request, PooledRequest):
@@ -846,6 +882,7 @@ class Engine:
             vocab_size=model.vocab_size,
             context_tokens_max=model.context_tokens_max,
             tool_family=self.families.tool_family,
+            images=self._image_reader,
         )
 
     def _forget_hold(self, request: OpenRequest) -> None:
@@ -859,6 +896,7 @@ class Engine:
         if admission.is_queued:
             self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
+        self._release_outputs(request)
         request.trace.freed()
         self._readmission.look()
 

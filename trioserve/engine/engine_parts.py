@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
+from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
@@ -23,6 +24,7 @@ class EngineParts(NamedTuple):
     connector: RunningConnector | None = None
     readers_first: bool = False
     when_idle: WhenIdle | None = None
+    image_encoder: ImageEncoder | None = None
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]

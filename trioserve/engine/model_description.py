@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.contracts.images import ImageProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 
 __all__ = ["ModelDescription", "PooledModel"]
@@ -37,7 +38,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     else. fingerprint: names all that decides about the tokens of a response, so that servers with the same one go on
     with each other's; None: nobody has looked.
     executor: what computes, in a few words for people. family: which model it is a checkpoint of, such as "llama".
-    weight_bytes: of its weights, as they are stored; 0 where nobody has looked."""
+    weight_bytes: of its weights, as they are stored; 0 where nobody has looked. images: how it wants those of a chat;
+    None: it reads text alone."""
 
     served_names: tuple[str, ...]
     source: str
@@ -52,6 +54,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     executor: str | None = None
     family: str | None = None
     weight_bytes: int = 0
+    images: ImageProcessing | None = None
 
     def pooled_tokens_max(self, params: PoolingParams) -> int:
         """Tokens that an input may have."""

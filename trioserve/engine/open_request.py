@@ -18,6 +18,7 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
@@ -27,6 +28,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.engine.known_output import KnownChoice
 from trioserve.engine.request_trace import NO_TRACE, RequestTrace
 from trioserve.text.guide_factory import PreparedGuides
@@ -34,6 +36,7 @@ from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.none_outcome import NONE_OUTCOME
+from trioserve.vision.image_prompt import PromptImage
 
 __all__ = ["Choice", "OpenRequest"]
 
@@ -160,6 +163,10 @@ class OpenRequest:
         self.alarms: dict[Deadline, Alarm] = {}
         self.prompt = prompt
         self.prompt_token_ids: tuple[int, ...] = ()
+        self.images: tuple[PromptImage, ...] = ()
+        self.output_claim: OutputClaim | None = None  # on what the model makes of them
+        self.given: tuple[GivenRows, ...] = ()
+        self._image_names: tuple[bytes, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.cached_token_count = 0
         self.entered_at = 0.0
@@ -203,8 +210,14 @@ class OpenRequest:
 
     async def tokenize(self, encoder: PromptEncoder) -> None:
         """Raises what the encoder does."""
-        token_ids = await encoder.encode(self.prompt, add_special_tokens=self.add_special_tokens, cut=self.cut)
-        self.prompt_token_ids = tuple(token_ids)
+        encoded = await encoder.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens, cut=self.cut)
+        self.prompt_token_ids = tuple(encoded.token_ids)
+        self.images = encoded.images
+        self._image_names = tuple(one.image.digest for one in encoded.images)
+
+    def forget_files(self) -> None:
+        """Its images are encoded, and their files need not be kept as long as the rest takes."""
+        self.images = ()
 
     @property
     def prompt_token_count(self) -> int:
@@ -300,7 +313,7 @@ class OpenRequest:
     @property
     def prompt_digest(self) -> str | None:
         """None until its prompt is tokenized."""
-        return digest_of(self.prompt_token_ids) if self.prompt_token_ids else None
+        return digest_of(self.prompt_token_ids, self._image_names) if self.prompt_token_ids else None
 
     def _note_read_end(self, delta: Delta) -> None:
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from trioserve.admission.prompt_encoder import NO_IMAGES
 from trioserve.contracts.arguments import is_list, refuse, to_bool, to_str
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
@@ -23,6 +24,7 @@ from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.vision.chat_images import split_images
 
 __all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of", "text_or_none"]
 
@@ -43,6 +45,7 @@ class RequestPreparation:
     def check(self, request: OpenRequest) -> None:
         """What this model and this engine cannot do. Raises InvalidRequest."""
         self._check_vocabulary(request.sampling)
+        self._check_images(request)
         self._check_kv_transfer(request)
         if request.resume is not None:
             checked_resume(
@@ -101,12 +104,17 @@ class RequestPreparation:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 # What one choice has loaded, the others may hit.
-                kv_transfer=request.kv_transfer if choice is choices[0] else None,
+                kv_transfer=request.kv_transfer if choice is choices[0] and not request.given else None,
                 guide=choice.guide,
                 known_output=() if request.resume is None else request.resume.token_ids[choice.index],
+                given=request.given,
             )
             for choice in choices
         ]
+
+    def check_room(self, request: OpenRequest) -> None:
+        """Raises ContextTooLong for a prompt that has no room, before what is costly is done for it."""
+        self._tokens_max(request)
 
     def _tokens_max(self, request: OpenRequest) -> int:
         """Of the output of each choice. Raises ContextTooLong."""
@@ -138,6 +146,12 @@ class RequestPreparation:
         if kv_transfer is not None:  # what it was to load is computed; what it is to leave, it still is
             kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None
         return msgspec.structs.replace(sequence, known_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
+
+    def _check_images(self, request: OpenRequest) -> None:
+        if self._model.images is None and isinstance(request.prompt, ChatPrompt):
+            _, sources = split_images(request.prompt.messages)
+            if sources:
+                raise InvalidRequest(f"{sources[0].place} {NO_IMAGES}", param=sources[0].place)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._model.vocab_size

@@ -52,6 +52,7 @@ class Question(enum.Enum):
     CLIENTS = "Do clients leave, or read slowly?"
     CACHE = "Is there room for KV, and does the prefix cache help?"
     SHORTCUTS = "Do drafts and forms help?"
+    IMAGES = "What do images cost?"
     TRANSFERS = "Does KV get from one engine to another?"
     HOST = "Does KV get to the host's memory, and back?"
     SURVIVES = "Do streams survive their servers?"
@@ -476,6 +477,36 @@ CATALOGUE: tuple[Metric, ...] = (
         kind="counter",
         unit="seconds",
         meaning="Time spent filling token masks, in a thread beside the forward pass.",
+    ),
+    Metric(
+        name="image_encoding_seconds",
+        question=Question.IMAGES,
+        kind="histogram",
+        unit="seconds",
+        meaning="What it took to encode an image that was not at hand, with the steps that were computed between.",
+        buckets=WAIT_SECONDS,
+    ),
+    Metric(
+        name="image_queries_total",
+        question=Question.IMAGES,
+        kind="counter",
+        unit="images",
+        meaning="Images of prompts, each once for a prompt.",
+    ),
+    Metric(
+        name="image_hits_total",
+        question=Question.IMAGES,
+        kind="counter",
+        unit="images",
+        meaning="Of these, the ones that had been encoded before.",
+    ),
+    Metric(
+        name="image_output_bytes",
+        question=Question.IMAGES,
+        kind="gauge",
+        unit="bytes",
+        meaning="What encoded images take: used by requests, those to come included, or cached.",
+        labels=(Label("state", ("used", "cached")),),
     ),
     Metric(
         name="aborts_total",

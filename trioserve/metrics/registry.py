@@ -64,6 +64,10 @@ class Metrics:
     form_cache_hits_total: Counter
     mask_rows_total: Counter
     mask_seconds_total: Counter
+    image_encoding_seconds: PlainHistogram
+    image_queries_total: Counter
+    image_hits_total: Counter
+    image_output_bytes: Gauge
     request_success_total: Counter
     pooled_inputs_total: Counter
     num_preemptions_total: Counter

@@ -341,6 +341,8 @@ class Decoder:
         hidden = self._embedding(step.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden *= self._embedding_scale
+        if step.given is not None:
+            hidden.index_copy_(0, step.given[0], step.given[1].to(hidden.dtype))
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
         memories = (None,) * len(self._layers) if states is None else states.buffers

@@ -62,4 +62,4 @@ class _Piece:
         self._there[: self._end].copy_(self._host[: self._end], non_blocking=True)
 
 
-_TORCH_TYPES = {"float64": torch.float64, "int64": torch.int64, "int32": torch.int32}
+_TORCH_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "int32": torch.int32}

@@ -20,6 +20,7 @@ from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
+from trioserve.model.given_rows import given_rows
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import (
     AttentionConfig,
@@ -226,8 +227,12 @@ class NativeModel:
         pooling = [place for place, chunk in enumerate(chunks) if chunk.pools]
         needs_hidden = bool(with_logprobs or pooling)
         hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
+        given = given_rows(chunks, arrays.first_rows, self.config.hidden_size)
         step = StepStruct(
             row_count=arrays.row_count,
+            given_count=0 if given is None else len(given.rows),
+            given_rows=None if given is None else address(given.rows),
+            given_values=None if given is None else address(given.values),
             chunk_count=len(chunks),
             sampled_count=len(arrays.sampled_rows),
             token_ids=start_of(arrays.token_ids),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
@@ -48,6 +48,9 @@ from trioserve.model.warm_up_plans import fused_kernel_plans, warm_up_plans
 from trioserve.model.weights import fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
+if TYPE_CHECKING:
+    from trioserve.model.vision_tower import VisionTower
+
 __all__ = ["DraftSource", "ModelRunner"]
 
 logger = logging.getLogger(__name__)
@@ -71,11 +74,18 @@ class ModelRunner:
     torch is imported only where it computes: on a GPU, or in the place of the native kernels.
     """
 
-    def __init__(self, model: StepModel, settings: ModelSettings, draft: DraftModel | None = None) -> None:
-        """draft: proposes tokens behind each step. Raises StartupError if not even one KV block fits beside the models;
-        they are the caller's to close, then."""
+    def __init__(
+        self,
+        model: StepModel,
+        settings: ModelSettings,
+        draft: DraftModel | None = None,
+        vision: VisionTower | None = None,
+    ) -> None:
+        """draft: proposes tokens behind each step. vision: makes rows of images; None: nobody does. Raises StartupError
+        if not even one KV block fits beside the models; they are the caller's to close, then."""
         self._model: StepModel | None = model
         self._draft = draft
+        self.vision = vision
         self.config: ModelConfig = model.config
         self.device = model.device
         self.dtype = model.dtype
@@ -128,7 +138,9 @@ class ModelRunner:
         try:
             model = _loaded_model(checkpoint, settings, progress, on_compile)
             try:
-                return cls(model, settings, draft_model)
+                # First: what it takes is not the KV cache's.
+                vision = _load_vision(checkpoint, model.dtype, model.device)
+                return cls(model, settings, draft_model, vision)
             except BaseException:
                 model.close()
                 raise
@@ -245,6 +257,7 @@ class ModelRunner:
         for made in (model, draft):
             if made is not None:
                 made.close()
+        self.vision = None
 
     @property
     def launches(self) -> bool:
@@ -399,6 +412,29 @@ class _Step:
                     rows = range(row + 1, row + 1 + len(after))
                     draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
+
+
+def _load_vision(checkpoint: Checkpoint, dtype: Dtype, device: DeviceType) -> VisionTower | None:
+    part = checkpoint.vision
+    if part is None:
+        return None
+    if not has_torch():
+        logger.warning(
+            "images are not served: torch, which encodes them, is not installed: pip install 'trioserve[torch]'"
+        )
+        return None
+    torch = torch_now()
+    from trioserve.model.torch_formats import TORCH_DTYPES
+    from trioserve.model.vision_tower import VisionTower
+
+    tower = VisionTower(part.config, part.processing, dtype=TORCH_DTYPES[dtype], device=torch.device(device))
+    fill_slots(
+        (slot.for_values() for slot in tower.slots()),
+        part.tensors(),
+        bytes_total=part.weight_bytes,
+        progress=None,
+    )
+    return tower
 
 
 def _make_model(

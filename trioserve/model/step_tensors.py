@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk, StateSpan
+from trioserve.model.given_rows import given_rows
 from trioserve.model.host_to_device import Sending
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
@@ -59,6 +60,7 @@ class StepShape:
     walked_heads: set if the kernels are fused and walk block tables themselves; these need no masks and no groups."""
 
     block_size: int
+    hidden_size: int
     token_kv_bytes: int  # of one token in one layer
     windows: tuple[int | None, ...]
     dtype: torch.dtype
@@ -159,7 +161,7 @@ class StepTensors:
     """token_ids, positions, slots: int64 [T]; slot = block * block_size + offset. cleared_slots: int64 [n], behind the
     last token of every block that this step begins and does not fill; None if there are none, or if the kernels never
     read them. attention: by window. first_rows: for each chunk in the order that was given, its first row. states: None
-    of a model without."""
+    of a model without. given: rows whose embeddings are not their tokens': int64 [n], and float32 [n, hidden_size]."""
 
     token_ids: Tensor
     positions: Tensor
@@ -168,6 +170,7 @@ class StepTensors:
     attention: dict[int | None, AttentionTensors]
     first_rows: tuple[int, ...]
     states: StateSteps | None = None
+    given: tuple[Tensor, Tensor] | None = None
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
@@ -199,6 +202,7 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         attention=attention,
         first_rows=tuple(first_rows),
         states=_state_steps(chunks, first_rows, sending) if chunks[0].states else None,
+        given=_given(chunks, first_rows, shape, sending),
     )
 
 
@@ -220,6 +224,13 @@ def _state_steps(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], se
             sending.add(np.array([[[start]] for _row, start, _span in singles], dtype=np.int64)),
         )
     return StateSteps(rows, tuple(others))
+
+
+def _given(
+    chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], shape: StepShape, sending: Sending
+) -> tuple[Tensor, Tensor] | None:
+    found = given_rows(chunks, first_rows, shape.hidden_size)
+    return None if found is None else (sending.add(found.rows.astype(np.int64)), sending.add(found.values))
 
 
 def _row_order(chunks: Sequence[ScheduledChunk]) -> list[int]:

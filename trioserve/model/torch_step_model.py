@@ -84,6 +84,7 @@ class TorchStepModel:
         heads = config.heads
         self._shape = StepShape(
             block_size=settings.block_size,
+            hidden_size=config.hidden_size,
             token_kv_bytes=2 * heads.key_size * VALUE_BYTES[dtype],
             windows=config.windows,
             dtype=TORCH_DTYPES[dtype],

@@ -25,9 +25,15 @@ def assert_all_free(engine: Engine) -> None:
         f"{stats.blocks_used} KV blocks in use, {stats.blocks_held} held, {stats.running_count} sequences running, "
         f"{stats.waiting_count} waiting, {len(live)} requests entered"
     )
+    outputs = engine.image_outputs
+    claimed_bytes = 0 if outputs is None else outputs.claimed_bytes
+    waiting_claims = 0 if outputs is None else outputs.waiting_count
     queue = engine.dispatch.core.stats()
     leases = sum(queue.leases.values())
     taken += f", {queue.waiting} in the queue, {leases} leases out"
-    held = (stats.blocks_used, stats.blocks_held, stats.running_count, stats.waiting_count, queue.waiting, leases)
+    if outputs is not None:
+        taken += f", {claimed_bytes} bytes of images claimed, {waiting_claims} requests waiting for some"
+    blocks = (stats.blocks_used, stats.blocks_held)
+    held = (*blocks, stats.running_count, stats.waiting_count, queue.waiting, leases, claimed_bytes, waiting_claims)
     is_free = not (any(held) or live)
     assert is_free, "\n".join([f"not all is free: {taken}", *lines])

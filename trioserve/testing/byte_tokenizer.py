@@ -8,11 +8,22 @@ from tokenizers import decoders, models, pre_tokenizers
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
-__all__ = ["BYTE_VOCAB_SIZE", "CHAT_TEMPLATE", "END_TOKEN", "END_TOKEN_ID", "byte_backend", "byte_tokenizer"]
+__all__ = [
+    "BYTE_VOCAB_SIZE",
+    "CHAT_TEMPLATE",
+    "END_TOKEN",
+    "END_TOKEN_ID",
+    "IMAGE_CHAT_TEMPLATE",
+    "IMAGE_TOKEN_ID",
+    "byte_backend",
+    "byte_tokenizer",
+]
 
 END_TOKEN = "<|end|>"
 END_TOKEN_ID = 256
 BYTE_VOCAB_SIZE = 257
+IMAGE_TOKEN_ID = 257
+"""Of a tokenizer for a model that sees images, whose vocabulary has one token more."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -20,11 +31,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
-    """Token i is byte i. The chat template is one line a message, where none is given."""
+IMAGE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""The same, with a place for images."""
+
+
+def byte_tokenizer(chat_template: str = CHAT_TEMPLATE, *, has_images: bool = False) -> Tokenizer:
+    """Token i is byte i. The chat template is one line a message, where none is given. has_images: there is a token
+    for a row of an image."""
+    backend = byte_backend(BYTE_VOCAB_SIZE)
+    if has_images:
+        backend.add_special_tokens([tokenizers.AddedToken("<image>", special=True)])
     return Tokenizer(
         TokenizerParts(
-            backend=byte_backend(BYTE_VOCAB_SIZE),
+            backend=backend,
             bos_token=None,
             eos_token=END_TOKEN,
             chat_template=chat_template,

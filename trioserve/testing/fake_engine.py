@@ -13,6 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
@@ -24,9 +25,10 @@ from trioserve.engine.settings import EngineSettings
 from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.accounting import assert_all_free
-from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
+from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
@@ -49,7 +51,7 @@ class InjectedFault(Exception):
 class FakeEngine(Engine):
     """Made by open_fake_engine: an Engine, and what a test needs besides.
 
-    core, steps, executor, connector: its inside, to look at.
+    core, steps, executor, connector, image_encoder: its inside, to look at.
     """
 
     def __init__(
@@ -64,8 +66,11 @@ class FakeEngine(Engine):
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         scores_pairs: bool = False,
+        image_limits: ImageLimits | None = None,
     ) -> None:
-        tokenizer = tokenizer or byte_tokenizer()
+        sees_images = parts.image_encoder is not None
+        if tokenizer is None:
+            tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE, has_images=True) if sees_images else byte_tokenizer()
         self._look_into(parts)
         core = self.core
         self.broken_openings = 0
@@ -74,7 +79,8 @@ class FakeEngine(Engine):
                 served_names=served_names,
                 source="fake",
                 context_tokens_max=core.settings.context_tokens_max,
-                vocab_size=BYTE_VOCAB_SIZE,
+                vocab_size=BYTE_VOCAB_SIZE + sees_images,
+                images=FAKE_IMAGES if sees_images else None,
                 eos_token_ids=(END_TOKEN_ID,),
                 created_at=0,
                 fingerprint="fake+exact",
@@ -97,6 +103,8 @@ class FakeEngine(Engine):
             role=role,
             guides=GuideFactory(byte_form_compiler()),
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
+            image_encoder=parts.image_encoder,
+            image_limits=image_limits,
         )
 
     def reopen(self, parts: EngineParts) -> None:
@@ -109,6 +117,8 @@ class FakeEngine(Engine):
         assert isinstance(steps, ControlledSteps)
         assert isinstance(steps.executor, FakeExecutor)
         self.core, self.steps, self.executor, self.connector = core, steps, steps.executor, parts.connector
+        assert parts.image_encoder is None or isinstance(parts.image_encoder, FakeImageEncoder)
+        self.image_encoder = parts.image_encoder
 
     # --- when it steps ---
 
@@ -220,6 +230,8 @@ class FakeEngine(Engine):
         """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""
         assert_all_free(self)
         check_idle(self.core)
+        if self.image_outputs is not None:
+            self.image_outputs.check()
 
 
 @cache
@@ -269,6 +281,7 @@ async def open_fake_engine(
     encoder: Literal["embed", "score"] | None = None,
     engine_restarts: int = 0,
     opening_seconds: float = 0.0,
+    image_limits: ImageLimits | None = None,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -294,6 +307,8 @@ async def open_fake_engine(
 
     encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
     vectors besides; they follow from the prompt and from what is asked.
+
+    image_limits: its model sees images, as many and as large ones; None: it reads text alone.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -359,7 +374,12 @@ async def open_fake_engine(
             mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
         )
         seconds = opened[0].step_seconds if opened else step_seconds
-        yield EngineParts(core, ControlledSteps(executor, seconds=seconds), made)
+        images = None if image_limits is None else FakeImageEncoder()
+        try:
+            yield EngineParts(core, ControlledSteps(executor, seconds=seconds), made, image_encoder=images)
+        finally:
+            if images is not None:
+                images.close()
 
     opened: list[FakeEngine] = []
 
@@ -374,6 +394,7 @@ async def open_fake_engine(
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             scores_pairs=encoder == "score",
+            image_limits=image_limits,
         )
         opened.append(engine)
         return engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -367,7 +368,7 @@ class FakeExecutor:
             assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
             parent = before[0]
         for position, token_id in zip(positions, chunk.row_tokens, strict=True):
-            parent = self.model.digest((token_id,), parent)
+            parent = self.model.digest((token_id,), _given_at(chunk.request, position, parent))
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _write_states(self, chunk: ScheduledChunk) -> None:
@@ -419,7 +420,7 @@ class FakeExecutor:
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
         first = self._first_seen(chunk)
         for position, token_id in enumerate(tokens):
-            expected = self.model.digest((token_id,), expected)
+            expected = self.model.digest((token_id,), _given_at(chunk.request, position, expected))
             if not self.keeps_kv or position < first:
                 digests.append(expected)
                 continue
@@ -437,6 +438,16 @@ class FakeExecutor:
             self.model.logprob(chunk.tokens[position], digests[position - 1], top_count)
             for position in range(first, last + 1)
         )
+
+
+def _given_at(request: EngineRequest, position: int, parent: int) -> int:
+    """The digest of what stands before a position, changed by what is given there."""
+    for rows in request.given:
+        if rows.start <= position < rows.end:
+            row_bytes = memoryview(rows.values).nbytes // rows.count  # type: ignore[arg-type]  # it has a buffer
+            row = memoryview(rows.values).cast("B")[(position - rows.start) * row_bytes :][:row_bytes]  # type: ignore[arg-type]
+            return _mixed(parent ^ zlib.crc32(row))
+    return parent
 
 
 def _mask_of(plan: StepPlan, row: int) -> IsAllowed:

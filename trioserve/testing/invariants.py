@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from trioserve.contracts.given_rows import rows_material
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex
 from trioserve.contracts.kv_transfer import HoldKind
 from trioserve.core.block_holds import Hold
@@ -268,6 +269,8 @@ def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
             assert first_index == index, f"{names} at different places"
             assert first.request.cache_salt == live.request.cache_salt, f"{names} across salts"
             assert first.tokens[:end] == live.tokens[:end], f"{names} after different prefixes"
+            material = [rows_material(one.request.given, 0, end) for one in (first, live)]
+            assert material[0] == material[1], f"{names} after different images"
             assert end <= min(first.computed_count, live.computed_count), f"{names}, but it is still being written"
 
 

@@ -9,11 +9,15 @@ from typing import Any
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 
-__all__ = ["ContentForm", "prepared_messages"]
+__all__ = ["IMAGE_MARK", "ContentForm", "prepared_messages"]
 
 ARGUMENT_DEPTH_MAX = 64  # templates walk and print arguments recursively; those of real tools are ten deep at most
 ARGUMENT_VALUES_MAX = 100_000  # of all calls together; as Python objects they take ten times the room of their text
 _VALUE_MARKS = (",", "[", "{")  # each value but the first comes after one
+
+
+IMAGE_MARK = {"type": "image"}
+"""A part of a message's content where an image is. The image itself no template sees."""
 
 
 class ContentForm(enum.Enum):
@@ -30,8 +34,9 @@ def prepared_messages(prompt: ChatPrompt, form: ContentForm, *, final_end: str) 
     Text parts are joined by line breaks where the template wants a string, as in vLLM; a string is wrapped where it
     wants parts; an absent content is empty. Arguments of earlier tool calls, JSON in a string, become objects, if they
     are of bounded depth and number.
-    final_end is put behind the final message's text if that message is to be continued.
-    Raises InvalidRequest, naming the place, for anything but text.
+    final_end is put behind the final message's text if that message is to be continued. A mark of an image,
+    {"type": "image"}, stays where it is.
+    Raises InvalidRequest, naming the place, for anything but text and such marks.
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
@@ -54,10 +59,15 @@ def _content(content: object, place: str, form: ContentForm) -> str | list[dict[
         return [{"type": "text", "text": text}] if form is ContentForm.PARTS else text
     if not isinstance(content, list):
         raise InvalidRequest(f"{place} is {type(content).__name__}, allowed are text and a list of parts", param=place)
-    texts = [_part_text(part, f"{place}[{index}]") for index, part in enumerate(content)]
     if form is ContentForm.STRING:
-        return "\n".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(_part_text(part, f"{place}[{index}]") for index, part in enumerate(content))
+    return [_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: object, place: str) -> dict[str, Any]:
+    if part == IMAGE_MARK:
+        return IMAGE_MARK
+    return {"type": "text", "text": _part_text(part, place)}
 
 
 def _part_text(part: object, place: str) -> str:
@@ -66,6 +76,11 @@ def _part_text(part: object, place: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{place} is {type(part).__name__}, expected an object with a type", param=place)
     kind = part.get("type")
+    if part == IMAGE_MARK:
+        raise InvalidRequest(
+            f"{place} is an image, and the chat template has no place for one in such a chat: send text alone",
+            param=place,
+        )
     if kind not in ("text", "refusal"):
         raise InvalidRequest(f"{place} is of type {kind!r}; this model takes parts of type 'text'", param=place)
     text = part.get(kind)
@@ -127,7 +142,7 @@ def _append_to_content(message: dict[str, Any], text: str) -> None:
     content = message["content"]
     if isinstance(content, str):
         message["content"] = content + text
-    elif content:
+    elif content and "text" in content[-1]:
         content[-1]["text"] += text
     else:
         raise InvalidRequest(

@@ -22,11 +22,12 @@ from trioserve.api.anthropic.request_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from trioserve.api.turn.image_parts import Piece, image_part, joined_content, pieces_of
 from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["chat_messages", "chat_tools"]
 
-NO_IMAGES = 'is an image, and only text is read here: send {"type": "text", "text": "..."}'
+MISPLACED_IMAGE = "is an image, and images are read in messages of the user alone: put it there"
 # Some agents put a line that changes with every request before their system prompt; kept, it would make each prompt
 # new from its first block on, and nothing of it could be found in the prefix cache.
 BILLING_LINE = "x-anthropic-billing-header:"
@@ -72,26 +73,28 @@ class _Translation:
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
 
-    def add(self, role: str, text: str) -> None:
+    def add(self, role: str, *pieces: Piece) -> None:
         if self.messages and self.messages[-1]["role"] == role:
-            before = self.messages[-1]["content"]
-            self.messages[-1]["content"] = BETWEEN.join(filter(None, (before, text)))
+            pieces = (*pieces_of(self.messages[-1]["content"]), *pieces)
+            self.messages[-1]["content"] = joined_content(pieces, BETWEEN)
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": joined_content(pieces, BETWEEN)})
 
     def take_others(self, message: Message, blocks: Iterable[Block], place: str) -> None:
         """Of the user, or of the system in the middle of the conversation."""
-        texts: list[str] = []
+        pieces: list[Piece] = []
         for index, block in enumerate(blocks):
             at = f"{place}.content[{index}]"
             if isinstance(block, ToolResultBlock):
-                self._flush(message.role, texts)
+                self._flush(message.role, pieces)
                 self._add_result(block, at)
+            elif isinstance(block, ImageBlock) and message.role == "user":
+                pieces.append(_image(block, at))
             elif isinstance(block, ReadableBlock):
-                texts.append(_text(block, at))
+                pieces.append(_text(block, at))
             else:
                 raise _misplaced(block, message.role, at)
-        self._flush(message.role, texts)
+        self._flush(message.role, pieces)
 
     def take_assistant(self, blocks: Iterable[Block], place: str) -> None:
         texts: list[str] = []
@@ -116,10 +119,10 @@ class _Translation:
         if thoughts:
             message["reasoning_content"] = BETWEEN.join([*filter(None, [message.get("reasoning_content")]), *thoughts])
 
-    def _flush(self, role: str, texts: list[str]) -> None:
-        if texts:
-            self.add(role, BETWEEN.join(texts))
-            texts.clear()
+    def _flush(self, role: str, pieces: list[Piece]) -> None:
+        if pieces:
+            self.add(role, *pieces)
+            pieces.clear()
 
     def _add_result(self, block: ToolResultBlock, at: str) -> None:
         name = self._names.get(block.tool_use_id)
@@ -169,11 +172,23 @@ def _system_text(system: str | list[TextBlock] | None) -> str:
     return BETWEEN.join(block.text for block in system if not block.text.startswith(BILLING_LINE))
 
 
+def _image(block: ImageBlock, at: str) -> dict[str, Any]:
+    source = block.source or {}
+    kind, data, url, media = (source.get(name) for name in ("type", "data", "url", "media_type"))
+    if kind == "base64" and isinstance(data, str) and isinstance(media, str):
+        return image_part(f"data:{media};base64,{data}")
+    if kind == "url" and isinstance(url, str) and url:
+        return image_part(url)
+    raise InvalidRequest(
+        'must have a source like {"type": "base64", "media_type": "image/png", "data": "..."}', param=f"{at}.source"
+    )
+
+
 def _text(block: ReadableBlock, at: str) -> str:
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, ImageBlock):
-        raise InvalidRequest(NO_IMAGES, param=at)
+        raise InvalidRequest(MISPLACED_IMAGE, param=at)
     if isinstance(block, SearchResultBlock):
         return BETWEEN.join([block.title, block.source, *(part.text for part in block.content)])
     heads = [head for head in (block.title, block.context) if head]

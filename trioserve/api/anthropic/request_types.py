@@ -73,7 +73,10 @@ class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thi
 
 
 class ImageBlock(_Block, frozen=True, kw_only=True, tag="image"):
-    """Refused: only text is read."""
+    """source: {"type": "base64", "media_type": "image/png", "data": "..."}, or {"type": "url", "url": "..."}. Read in
+    messages of the user."""
+
+    source: dict[str, Any] | None = None
 
 
 class TextSource(_Block, frozen=True, kw_only=True, tag="text"):

@@ -9,26 +9,29 @@ from collections.abc import Callable
 from typing import Any
 
 from trioserve.api.ollama.request_types import OllamaMessage
+from trioserve.api.turn.image_parts import image_part, joined_content
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["chat_messages", "check_no_images"]
+__all__ = ["chat_messages", "content_with_images"]
 
 
-def check_no_images(images: list[str] | None, place: str) -> None:
-    """Raises InvalidRequest."""
-    if images:
-        raise InvalidRequest(f"{place} holds {len(images)}, and only text is read here: leave them out", param=place)
+def content_with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """images: base64 without what a data URL has before it; they come before the text. What they are, their first bytes
+    tell."""
+    return joined_content([*(image_part(f"data:image/*;base64,{image}") for image in images or ()), text], "\n")
 
 
 def chat_messages(messages: list[OllamaMessage], new_call_id: Callable[[str], str]) -> list[dict[str, Any]]:
     """new_call_id: of letters and digits that are unique in the conversation, an id that its template takes. Raises
-    InvalidRequest, naming the place, for images and for results without their calls."""
+    InvalidRequest, naming the place, for results without their calls."""
     translated: list[dict[str, Any]] = []
     unanswered: list[tuple[str, str]] = []  # calls without a result, by id and name
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
-        check_no_images(message.images, f"{place}.images")
-        said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        said: dict[str, Any] = {
+            "role": message.role,
+            "content": content_with_images(message.content or "", message.images),
+        }
         if message.thinking:
             said["reasoning_content"] = message.thinking
         if message.role == "tool":

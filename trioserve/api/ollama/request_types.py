@@ -96,7 +96,7 @@ class OllamaAnswerBody(_Body, frozen=True, kw_only=True):
 
 
 class OllamaGenerateBody(OllamaAnswerBody, frozen=True, kw_only=True):
-    """raw: the prompt goes to the model as it is. context, template and images: refused."""
+    """raw: the prompt goes to the model as it is. context and template: refused. images: base64."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -119,7 +119,7 @@ class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     """tool_name, tool_call_id: of a result, whose it is; without both, that of the first call that has none yet.
-    images: refused."""
+    images: base64."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None

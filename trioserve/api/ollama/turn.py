@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.ollama.chat_messages import chat_messages, check_no_images
+from trioserve.api.ollama.chat_messages import chat_messages, content_with_images
 from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
 from trioserve.api.ollama.sampling import form_of, sampling_of
 from trioserve.api.openai.prompt_fields import gap_of
@@ -49,7 +49,6 @@ def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, mod
     for field, reason in REFUSED.items():
         if getattr(body, field):
             raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
-    check_no_images(body.images, "images")
     request = _request(body, headers, engine)
     prompt = body.prompt or ""
     gap = gap_of(engine.tokenizer, body.suffix)
@@ -61,7 +60,7 @@ def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, mod
             ends = (*sampling.stop_token_ids, *gap.end_token_ids(engine.tokenizer))
             sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
         return msgspec.structs.replace(request, plain_prompt=prompt, sampling=sampling)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content_with_images(prompt, body.images)}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     return msgspec.structs.replace(request, messages=messages, reasoning=_reasoning(body, engine, model))
@@ -89,6 +88,6 @@ def _reasoning(body: OllamaAnswerBody, engine: Engine, model: str) -> Reasoning:
 
 def _check_plain(body: OllamaGenerateBody, reason: str) -> None:
     """Of a prompt that no template sees. Raises InvalidRequest for what only a template could say."""
-    for field in ("system", "think"):
+    for field in ("system", "think", "images"):
         if getattr(body, field):
             raise InvalidRequest(f"{field} is set, and with {reason} there is no template: leave one out", param=field)

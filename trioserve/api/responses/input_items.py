@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trioserve.api.responses.items import Item
+from trioserve.api.turn.image_parts import image_part, joined_content
 from trioserve.api.turn.messages import check_shape
 from trioserve.contracts.errors import InvalidRequest
 
@@ -107,7 +108,13 @@ def _message(item: dict[str, Any], path: str) -> Item:
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     elif isinstance(content, list):
-        content = [_part(part, f"{path}.content[{index}]", kind) for index, part in enumerate(content)]
+        takes_images = role == "user"
+        content = [
+            _image(part, f"{path}.content[{index}]")
+            if takes_images and isinstance(part, dict) and part.get("type") == "input_image"
+            else _part(part, f"{path}.content[{index}]", kind)
+            for index, part in enumerate(content)
+        ]
     else:
         raise InvalidRequest(f"{path}.content must be a string or a list of parts", param=f"{path}.content")
     phase = {"phase": item["phase"]} if item.get("phase") in ("commentary", "final_answer") else {}
@@ -118,13 +125,23 @@ def _part(part: object, path: str, kind: str) -> dict[str, Any]:
     given = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(given, str) or given not in TEXT_PARTS:
         raise InvalidRequest(
-            f"{path} is of type {str(given)[:64]!r}, but only text is supported: {', '.join(TEXT_PARTS)}",
+            f"{path} is of type {str(given)[:64]!r}, but only text is supported here: {', '.join(TEXT_PARTS)}",
             param=f"{path}.type",
         )
     text = part.get(TEXT_PARTS[given])
     if not isinstance(text, str):
         raise InvalidRequest(f"{path}.{TEXT_PARTS[given]} must be a string", param=f"{path}.{TEXT_PARTS[given]}")
     return {"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})}
+
+
+def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
+    url = part.get("image_url")
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(
+            f'{path}.image_url must be a string, "data:image/png;base64,...": files are not read here',
+            param=f"{path}.image_url",
+        )
+    return {"type": "input_image", "image_url": url}
 
 
 def _function_call(item: dict[str, Any], path: str) -> Item:
@@ -212,6 +229,10 @@ _CHECKS = {
 
 
 def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
+    if any(part["type"] == "input_image" for part in item["content"]):
+        pieces = [image_part(part["image_url"]) if "image_url" in part else part["text"] for part in item["content"]]
+        messages.append({"role": item["role"], "content": joined_content(pieces, "\n")})
+        return
     text = _text(item["content"])
     role = "system" if item["role"] == "developer" else item["role"]  # few templates know the newer name
     if role == "assistant":

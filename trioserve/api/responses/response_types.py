@@ -47,6 +47,10 @@ class InputTextPart(Described, tag_field="type", tag="input_text"):
     text: str
 
 
+class InputImagePart(Described, tag_field="type", tag="input_image"):
+    image_url: str
+
+
 class ReasoningTextPart(Described, tag_field="type", tag="reasoning_text"):
     text: str
 
@@ -62,7 +66,7 @@ class MessageItem(Described, tag_field="type", tag="message"):
     id: str
     role: Literal["user", "assistant", "system", "developer"]
     status: ItemStatus
-    content: list[OutputTextPart | InputTextPart]
+    content: list[OutputTextPart | InputTextPart | InputImagePart]
     phase: Literal["commentary", "final_answer"] | UnsetType = UNSET
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trioserve.api.turn.image_parts import check_image_part
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 
@@ -100,9 +101,13 @@ def _check_result(message: dict[str, Any], place: str, call_ids: set[str]) -> No
 def _check_part(part: object, path: str) -> None:
     if not isinstance(part, dict):
         raise InvalidRequest(f'{path} is no content part: send {{"type": "text", "text": "..."}}', param=path)
+    if part.get("type") == "image_url":
+        check_image_part(part, path)
+        return
     if part.get("type") != "text":
         raise InvalidRequest(
-            f'{path} is of type {part.get("type")!r}, but only "text" is supported', param=f"{path}.type"
+            f'{path} is of type {part.get("type")!r}, but only "text" and "image_url" are supported',
+            param=f"{path}.type",
         )
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")

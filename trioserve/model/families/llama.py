@@ -24,5 +24,6 @@ LLAMA = Family(
     classes=("LlamaForCausalLM",),
     model_type="llama",
     describe=_describe,
+    with_images=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     gguf=GgufNaming(architecture="llama", pairs_adjacent=True),
 )

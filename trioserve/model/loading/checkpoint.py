@@ -13,6 +13,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
 from trioserve.model.loading.safetensors import SafetensorsCheckpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 
 __all__ = ["Checkpoint", "one_line", "open_checkpoint"]
@@ -24,7 +25,8 @@ class Checkpoint(Protocol):
     """files: those that hold the weights. weight_bytes: the size of all that tensors() gives, together.
 
     tokenizer_directory: where the tokenizer's files lie; None if they are in gguf_metadata, which is None otherwise.
-    sampling_defaults: what the model's makers recommend, by the names of SamplingParams.
+    sampling_defaults: what the model's makers recommend, by the names of SamplingParams. vision: the part that sees
+    images; None: it sees none, or none are served.
     """
 
     @property
@@ -37,6 +39,8 @@ class Checkpoint(Protocol):
     def tokenizer_directory(self) -> Path | None: ...
     @property
     def gguf_metadata(self) -> Mapping[str, object] | None: ...
+    @property
+    def vision(self) -> VisionPart | None: ...
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]: ...
 

@@ -15,6 +15,7 @@ from trioserve.model.loading.gguf_config import (
 )
 from trioserve.model.loading.names import GGUF, FurtherLayers, TensorPlace, match_tensors
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain, read_sample
+from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
 
@@ -41,6 +42,7 @@ class GgufCheckpoint:
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = None
         self.gguf_metadata: dict[str, object] | None = file.metadata
+        self.vision: VisionPart | None = None
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(file.metadata)
 
     def tensors(self) -> Iterator[StoredTensor]:

@@ -17,6 +17,7 @@ from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 __all__ = [
     "end_token_ids_from",
     "model_config_from",
+    "named_class",
     "read_json_list",
     "read_json_object",
     "sampling_defaults_from",
@@ -88,9 +89,15 @@ def model_config_from(
     return family.config_from(fields)
 
 
+def named_class(config: dict[str, object]) -> str | None:
+    """The first of config.json's architectures."""
+    named = Fields(config, "config.json").strings_or("architectures", None)
+    return named[0] if named else None
+
+
 def sees_images(config: dict[str, object]) -> bool:
-    """Whether config.json is of a model of which only the part for texts is served. Raises ModelLoadError for a model
-    of no known family."""
+    """Whether config.json is of a model with a part for texts and one for images. Raises ModelLoadError for a model of
+    no known family."""
     return _family(Fields(config, "config.json"))[1]
 
 

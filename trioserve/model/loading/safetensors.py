@@ -20,6 +20,7 @@ from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.file_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor
 from trioserve.model.loading.hf_config import (
     model_config_from,
+    named_class,
     read_json_object,
     sampling_defaults_from,
     sees_images,
@@ -29,6 +30,7 @@ from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_ten
 from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import QuantizedMatrix, quantized_matrices
 from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
 from trioserve.model.model_config import ModelConfig
 
 __all__ = ["INDEX_NAME", "SafetensorsCheckpoint", "stored_tensors"]
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 # What the part for texts is called in models that see images, by transformers 5 and before; then what it is without.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
@@ -71,8 +74,8 @@ class SafetensorsCheckpoint:
         config = read_json_object(directory / "config.json")
         quantization = _quantization(Fields(config, "config.json"))
         stored = stored_tensors(directory, PLAIN_DTYPES if quantization is None else STORAGE_BYTES)
+        whole = stored
         if sees_images(config):
-            logger.warning("images are not served: of this model, the part for texts alone is")
             stored = _of_texts(stored)
         if "embed_tokens.weight" in stored:  # saved without what turns hidden states into logits, to make vectors of
             stored = {name if name == "lm_head.weight" else f"model.{name}": at for name, at in stored.items()}
@@ -92,6 +95,13 @@ class SafetensorsCheckpoint:
             dtype_name="float32" if embedding is None else embedding.dtype,
             context_tokens=context_tokens,
         )
+        self.vision: VisionPart | None = None
+        if sees_images(config):
+            if named_class(config) in VISION_CLASSES:
+                self.vision = VisionPart(directory, config, self.config, whole)
+                self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
+            else:
+                logger.warning("images are not served: of this model, the part for texts alone is")
         self._matrices = matrices
         self._stored: dict[str, FileTensor | QuantizedMatrix | Mxfp4Matrix] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}

@@ -1,0 +1,399 @@
+"""Images of chats: what they are to the core, who owns what the model makes of them, and that nothing of it is left,
+whenever a request leaves."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.lowlevel
+from PIL import Image
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.admission.text_threads import TextThreads
+from trioserve.contracts.errors import ContextTooLong, EngineFault, InvalidRequest
+from trioserve.contracts.events import AbortOutcome
+from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.pooling import PoolingParams
+from trioserve.contracts.prompt import ChatPrompt, Cut
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.image_encoding import DECODE_CHARACTERS
+from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
+from trioserve.testing.fake_image_encoder import FAKE_IMAGES
+from trioserve.testing.invariants import check_core
+
+IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # of a square one
+TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
+SIXTY = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+
+
+def png(colour: int = 0, size: tuple[int, int] = (16, 16)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, (colour, 40, 200 - colour)).save(file, "PNG")
+    return file.getvalue()
+
+
+def chat(*images: bytes, text: str = "What?", before: str = "") -> ChatPrompt:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": before}] if before else []
+    parts += [{"type": "image", "image": image} for image in images]
+    return ChatPrompt(messages=[{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
+
+
+@asynccontextmanager
+async def seeing(**options: Any) -> AsyncIterator[FakeEngine]:
+    options = {"image_limits": ImageLimits(), "block_count": 512, "context_tokens_max": 1024, **options}
+    async with open_fake_engine(**options) as fake:
+        yield fake
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def said(fake: FakeEngine, prompt: ChatPrompt, sampling: SamplingParams = TEN, **options: Any) -> str:
+    async with fake.generate(prompt, sampling, **options) as stream:
+        return "".join([delta.text async for delta in stream])
+
+
+async def cached(fake: FakeEngine, prompt: ChatPrompt) -> int:
+    async with fake.generate(prompt, TEN) as stream:
+        async for _ in stream:
+            pass
+        return stream.cached_token_count
+
+
+async def test_an_image_changes_the_response_and_counts_its_tokens() -> None:
+    async with seeing() as fake:
+        texts = [await said(fake, chat(png(colour))) for colour in (0, 100, 0)]
+        assert texts[0] == texts[2] != texts[1]
+        async with fake.generate(chat(png()), TEN) as stream:
+            count = stream.prompt_token_count
+            async for _ in stream:
+                pass
+        assert count == len(await fake.encode(chat(png())))
+        assert count > 5 * FAKE_IMAGES.tile_tokens
+        assert await fake.encode(chat(png(1))) == await fake.encode(chat(png()))
+
+
+async def test_equal_images_share_blocks_and_different_ones_share_those_before_them() -> None:
+    async with seeing(block_size=4) as fake:
+        before = "The same beginning, sixty characters long or even some more."
+        assert await cached(fake, chat(png(0), before=before)) == 0
+        whole = len(await fake.encode(chat(png(0), before=before)))
+        assert await cached(fake, chat(png(0), before=before)) == (whole - 1) // 4 * 4
+        common = await cached(fake, chat(png(1), before=before))
+        # Up to the block in which the first row of the image lies, and not one further.
+        token_ids = await fake.encode(chat(png(1), before=before))
+        assert common == token_ids.index(FAKE_IMAGES.image_token_id) // 4 * 4
+        check_core(fake.core)
+
+
+async def test_prompts_come_in_chunks_that_cut_through_an_image() -> None:
+    async with seeing() as fake:
+        expected = await said(fake, chat(png(3), png(4)))
+    async with seeing(step_tokens_max=8, max_num_seqs=4) as fake:
+        assert await said(fake, chat(png(3), png(4))) == expected
+
+
+async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
+    async with seeing() as fake:
+        expected = [await said(fake, chat(png(colour)), SIXTY) for colour in range(3)]
+        blocks = len(await fake.encode(chat(png()))) // 4 + 1
+    async with seeing(
+        block_count=3 * blocks + 10, block_size=4, context_tokens_max=400, enable_prefix_caching=False
+    ) as fake:
+        texts: dict[int, str] = {}
+
+        async def ask(colour: int) -> None:
+            texts[colour] = await said(fake, chat(png(colour)), SIXTY)
+
+        async with trio.open_nursery() as nursery:
+            for colour in range(3):
+                nursery.start_soon(ask, colour)
+        assert fake.stats().preemptions_total > 0
+        assert [texts[colour] for colour in range(3)] == expected
+
+
+async def test_an_image_is_encoded_once_for_all_who_ask_at_a_time() -> None:
+    async with seeing() as fake:
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(said, fake, chat(png()))
+        assert fake.image_encoder.tile_count == 5
+        await said(fake, chat(png()))
+        assert fake.image_encoder.tile_count == 5
+        assert fake.image_outputs.query_count == 5
+        assert fake.image_outputs.hit_count >= 1
+        assert fake.image_outputs.cached_bytes == IMAGE_BYTES
+
+
+async def test_what_is_encoded_makes_room_for_what_is_asked() -> None:
+    limits = ImageLimits(outputs_bytes_max=2 * IMAGE_BYTES)
+    async with seeing(image_limits=limits) as fake:
+        for colour in (0, 1, 0, 2):
+            await said(fake, chat(png(colour)))
+            assert fake.image_outputs.bytes_total <= limits.outputs_bytes_max
+        assert fake.image_encoder.tile_count == 15
+        await said(fake, chat(png(0)))
+        assert fake.image_encoder.tile_count == 15, "the one that was used last stays"
+        await said(fake, chat(png(1)))
+        assert fake.image_encoder.tile_count == 20
+        with pytest.raises(InvalidRequest, match="send fewer or smaller"):
+            await said(fake, chat(png(0), png(1), png(2)))
+
+
+async def test_who_has_no_room_waits_in_line_for_it() -> None:
+    async with seeing(image_limits=ImageLimits(outputs_bytes_max=IMAGE_BYTES)) as fake:
+        fake.pause()
+        texts: list[str] = []
+
+        async def ask(colour: int) -> None:
+            texts.append(await said(fake, chat(png(colour))))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 0)
+            while not fake.stats().waiting_count:
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(ask, 1)
+            while not fake.image_outputs.waiting_count:
+                await trio.lowlevel.checkpoint()
+            await wait_all_tasks_blocked()
+            assert fake.image_encoder.tile_count == 5
+            fake.resume()
+        assert len(set(texts)) == 2
+        assert fake.image_encoder.tile_count == 10
+
+
+@pytest.mark.parametrize("phase", ["waiting for room", "decoding", "encoding", "queued", "in a step", "decode"])
+@pytest.mark.parametrize("way", ["leaves", "aborted by id"])
+async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: str, monkeypatch: Any) -> None:
+    decoding, decoded = trio.Event(), trio.Event()
+    if phase == "decoding":
+        run = TextThreads.run
+
+        async def held(threads: TextThreads, function: Any, *, size: int) -> object:
+            if size == DECODE_CHARACTERS:
+                decoding.set()
+                await decoded.wait()
+            return await run(threads, function, size=size)
+
+        monkeypatch.setattr(TextThreads, "run", held)
+
+    limits = ImageLimits(outputs_bytes_max=IMAGE_BYTES if phase == "waiting for room" else 4 * IMAGE_BYTES)
+    async with seeing(image_limits=limits, paused=phase != "decode") as fake, trio.open_nursery() as nursery:
+        outputs, scope = fake.image_outputs, trio.CancelScope()
+        ends: list[object] = []
+
+        async def ask() -> None:
+            with scope:
+                async with fake.generate(
+                    chat(png(7)), SamplingParams(max_tokens=200, ignore_eos=True), request_id="r"
+                ) as stream:
+                    async for delta in stream:
+                        ends.append(delta.finish_reason)
+
+        if phase == "waiting for room":
+            other = await nursery.start(_hold_room, fake)
+        if phase == "encoding":
+            fake.image_encoder.hold()
+        nursery.start_soon(ask)
+        before = fake.stats()
+        if phase == "waiting for room":
+            while not outputs.waiting_count:
+                await trio.lowlevel.checkpoint()
+        elif phase == "decoding":
+            await decoding.wait()
+            assert outputs.claimed_bytes == IMAGE_BYTES
+        elif phase == "encoding":
+            while not fake.image_encoder.waiting_count:
+                await trio.lowlevel.checkpoint()
+            assert outputs.claimed_bytes == IMAGE_BYTES
+        elif phase == "decode":
+            while not ends:
+                await trio.lowlevel.checkpoint()
+        else:
+            while not fake.stats().waiting_count:
+                await trio.lowlevel.checkpoint()
+
+        def leave() -> None:
+            if way == "leaves":
+                scope.cancel()
+            else:
+                assert fake.abort(["r"])["r"] is AbortOutcome.ABORTED
+
+        if phase == "in a step":
+            async with fake.held_step():
+                leave()
+                await wait_all_tasks_blocked()
+                assert outputs.claimed_bytes == IMAGE_BYTES, "the step reads them"
+        else:
+            leave()
+            if way == "aborted by id" and phase != "decode":
+                held_by_others = IMAGE_BYTES if phase == "waiting for room" else 0
+                assert outputs.claimed_bytes == held_by_others, "in the same call"
+        await wait_all_tasks_blocked()
+        outputs.check()
+        assert fake.image_encoder.waiting_count == 0
+        assert outputs.claimed_bytes == (IMAGE_BYTES if phase == "waiting for room" else 0)
+        assert fake.stats().blocks_used == before.blocks_used == 0
+        if phase == "waiting for room":
+            other.cancel()
+
+
+async def _hold_room(fake: FakeEngine, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+    with trio.CancelScope() as scope:
+        async with fake.generate(chat(png(99)), TEN):
+            task_status.started(scope)
+            await trio.sleep_forever()
+
+
+async def test_who_waits_for_the_same_image_goes_on_when_the_first_one_leaves() -> None:
+    async with seeing() as fake:
+        fake.image_encoder.hold()
+        first = trio.CancelScope()
+        texts: list[str] = []
+
+        async def ask(scope: trio.CancelScope) -> None:
+            with scope:
+                texts.append(await said(fake, chat(png())))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, first)
+            while not fake.image_encoder.waiting_count:
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(ask, trio.CancelScope())
+            while len(fake.live_requests()) < 2:
+                await trio.lowlevel.checkpoint()
+            await wait_all_tasks_blocked()
+            first.cancel()
+            while not fake.image_encoder.waiting_count:
+                await trio.lowlevel.checkpoint()
+            fake.image_encoder.release()
+        assert len(texts) == 1
+
+
+async def test_an_image_that_cannot_be_decoded_fails_its_request_alone() -> None:
+    async with seeing() as fake:
+        broken = png(5, (64, 64))[:-30]
+        with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\] cannot be decoded") as refusal:
+            await said(fake, chat(broken))
+        assert refusal.value.param == "messages[0].content[0]"
+        assert await said(fake, chat(png(5)))
+
+
+async def test_a_fault_of_the_encoder_ends_its_request_alone() -> None:
+    async with seeing() as fake:
+        fake.image_encoder.fault = RuntimeError("out of memory")
+        with pytest.raises(Exception, match="could not be encoded"):
+            await said(fake, chat(png()))
+        fake.image_encoder.fault = None
+        assert await said(fake, chat(png()))
+
+
+async def test_an_engine_that_is_opened_anew_goes_on_with_images(autojump_clock: Any) -> None:
+    async with seeing() as fake:
+        expected = await said(fake, chat(png(1)))
+    async with seeing(engine_restarts=2) as fake:
+        fake.pause()
+        texts: list[str] = []
+
+        async def ask(colour: int) -> None:
+            texts.append(await said(fake, chat(png(colour))))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 1)
+            while not fake.stats().waiting_count:
+                await trio.lowlevel.checkpoint()
+            fake.image_encoder.hold()
+            old = fake.image_encoder
+            nursery.start_soon(ask, 2)
+            while not old.waiting_count:
+                await trio.lowlevel.checkpoint()
+            fake.break_next_step(InjectedFault("a test broke it"))
+            fake.resume()
+        assert fake.image_encoder is not old
+        assert texts[0] == expected or texts[1] == expected
+        assert len(texts) == 2
+
+
+async def test_an_engine_that_breaks_for_good_leaves_nobody_waiting_for_an_image() -> None:
+    with pytest.raises(EngineFault):
+        async with seeing(paused=True) as fake, trio.open_nursery() as nursery:
+            nursery.start_soon(said, fake, chat(png(1)))
+            while not fake.stats().waiting_count:
+                await trio.lowlevel.checkpoint()
+            fake.image_encoder.hold()
+            nursery.start_soon(said, fake, chat(png(2)))
+            while not fake.image_encoder.waiting_count:
+                await trio.lowlevel.checkpoint()
+            fake.break_next_step()
+            fake.resume()
+
+
+@pytest.mark.parametrize(
+    "prompt, sentence",
+    [
+        (chat(b"no image"), "is no image that can be read"),
+        (chat(png(size=(400, 16))), "400 x 16 pixels"),
+        (chat(png(), text="And <image>?"), "leave it out of the texts"),
+        (chat(*[png()] * 3), "at most 2 are read"),
+        (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image", "image": "x"}]}]), "bytes of a file"),
+    ],
+)
+async def test_refusals(prompt: ChatPrompt, sentence: str) -> None:
+    async with seeing(image_limits=ImageLimits(images_max=2, side_max=300)) as fake:
+        with pytest.raises(InvalidRequest, match=sentence):
+            await said(fake, prompt)
+        assert fake.image_outputs.bytes_total == 0
+
+
+async def test_a_model_for_texts_refuses_images_before_they_have_a_place() -> None:
+    async with open_fake_engine() as fake:
+        with pytest.raises(InvalidRequest, match="this model reads text alone") as refusal:
+            await said(fake, chat(png()))
+        assert refusal.value.param == "messages[0].content[0]"
+        with pytest.raises(InvalidRequest, match="this model reads text alone"):
+            await fake.encode(chat(png()))
+
+
+async def test_images_count_for_the_context() -> None:
+    async with seeing(context_tokens_max=100) as fake:
+        with pytest.raises(ContextTooLong):
+            await said(fake, chat(png()))
+        assert fake.image_encoder.tile_count == 0
+
+
+async def test_images_are_not_cut_and_not_pooled() -> None:
+    async with seeing() as fake:
+        with pytest.raises(InvalidRequest, match="none can be cut"):
+            await said(fake, chat(png()), cut=Cut(20))
+        with pytest.raises(InvalidRequest):
+            await fake.embed([chat(png())], PoolingParams())
+
+
+async def test_a_response_goes_on_behind_the_same_image_alone() -> None:
+    async with seeing() as fake:
+        async with fake.generate(chat(png(1)), TEN) as stream:
+            whole = "".join([delta.text async for delta in stream])
+        async with fake.generate(chat(png(1)), FOUR) as stream:
+            begun = "".join([delta.text async for delta in stream])
+            resume = stream.resume_state()
+        resume = msgspec.structs.replace(resume, finished=(False,))
+        async with fake.generate(chat(png(1)), TEN, resume=resume) as stream:
+            rest = "".join([delta.text async for delta in stream])
+        assert begun + rest == whole
+        with pytest.raises(InvalidRequest, match="digest"):
+            async with fake.generate(chat(png(2)), TEN, resume=resume) as stream:
+                pass
+
+
+async def test_several_choices_have_one_claim() -> None:
+    async with seeing() as fake:
+        async with fake.generate(chat(png()), SamplingParams(max_tokens=5, n=3, temperature=1.0)) as stream:
+            async for delta in stream:
+                assert delta.finish_reason is None or fake.image_outputs.claimed_bytes in (0, IMAGE_BYTES)
+        assert fake.image_encoder.tile_count == 5

@@ -1,0 +1,174 @@
+"""Images as transformers sees them: the same pixels, prompts, rows, logits and greedy tokens, natively and in torch,
+however a prompt is cut into chunks. Everything is in float32, where only the order of sums differs."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.vision.chat_images import split_images
+from trioserve.vision.image_prompt import ImageReader
+from trioserve.vision.tiles import tiles_of
+
+LOGPROB_TOLERANCE = 2e-4
+ALL_LOGPROBS = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
+
+
+def data_url(content: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def opened(content: bytes) -> Image.Image:
+    import io
+
+    return Image.open(io.BytesIO(content))
+
+
+@pytest.fixture(scope="module")
+def vision_checkpoint(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[tuple[str, int], Path] = {}
+
+    def checkpoint(kind: str, image_size: int = 32) -> Path:
+        key = (kind, image_size)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(kind)
+            tiny_vision.write_checkpoint(made[key], kind, image_size=image_size)
+        return made[key]
+
+    return checkpoint
+
+
+class Prompted:
+    """A chat with images, by our own rooms."""
+
+    def __init__(self, path: Path, messages: list[dict[str, Any]]) -> None:
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.vision is not None
+        self.processing = checkpoint.vision.processing
+        self.reader = ImageReader(self.processing, ImageLimits())
+        tokenizer = Tokenizer.from_directory(path)
+        marked, sources = split_images(messages)
+        read = self.reader.read(sources)
+        assert tokenizer.chat_template is not None
+        text = self.reader.written_out(tokenizer.chat_template.render(ChatPrompt(messages=marked)), read)
+        self.token_ids = tokenizer.encode(text, add_special_tokens=False)
+        self.images = self.reader.located(self.token_ids, read)
+        self.tiles = [tiles_of(image.content, self.processing, image.place) for image in read]
+
+    def given(self, runner: Any) -> tuple[GivenRows, ...]:
+        rows: list[GivenRows] = []
+        for image, tiles in zip(self.images, self.tiles, strict=True):
+            encoding = runner.vision.begin(tiles)
+            while not encoding.advance():
+                pass
+            for tile, (start, count) in enumerate(image.runs):
+                rows.append(GivenRows(start, count, bytes([tile] * 16), encoding.rows[tile * count :][:count]))
+        return tuple(rows)
+
+
+class Expected:
+    """What transformers makes of it."""
+
+    def __init__(self, path: Path, processor: Any, messages: list[dict[str, Any]], files: list[bytes]) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        marked, _ = split_images(messages)
+        text = processor.apply_chat_template(marked, add_generation_prompt=True)
+        pictures = [opened(file) for file in files]
+        self.inputs = processor(images=[pictures], text=[text], return_tensors="pt")
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.inputs["input_ids"][0].tolist()
+
+    def rows(self) -> torch.Tensor:
+        with torch.no_grad():
+            out = self.model.get_image_features(self.inputs["pixel_values"], self.inputs["pixel_attention_mask"])
+        return torch.cat(list(out.pooler_output))
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            given = {**self.inputs, "input_ids": torch.tensor([tokens])}
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            return self.model(**given, use_cache=False).logits[0].log_softmax(-1)
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logprobs(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def chat(*files: bytes) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": [*(data_url(file) for file in files), {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A hill."}]},
+        {"role": "user", "content": [{"type": "text", "text": "And this: "}, data_url(files[0])]},
+    ]
+
+
+@pytest.mark.parametrize("kind, image_size", [("idefics3", 32), ("smolvlm", 32), ("smolvlm", 48)])
+def test_images_prompts_and_tokens_equal_transformers(
+    kind: str,
+    image_size: int,
+    cpu_kernels: str,
+    vision_checkpoint: Callable[..., Path],
+    tiny_vision: ModuleType,
+    step_driver: ModuleType,
+) -> None:
+    path = vision_checkpoint(kind, image_size)
+    files = [tiny_vision.image_file(60, 33), tiny_vision.image_file(20, 20, seed=1)]
+    messages = chat(*files)
+    prompted = Prompted(path, messages)
+    expected = Expected(path, tiny_vision.processor(kind), messages, [*files, files[0]])
+    assert prompted.token_ids == expected.token_ids
+    runner = step_driver.load_runner(path, cpu_kernels=cpu_kernels)
+    pixels = np.concatenate([[runner.vision.pixels(tile) for tile in tiles] for tiles in prompted.tiles])
+    assert np.array_equal(pixels, expected.inputs["pixel_values"][0].numpy())
+    given = prompted.given(runner)
+    rows = np.concatenate([one.values for one in given])
+    np.testing.assert_allclose(rows, expected.rows().numpy(), atol=1e-4, rtol=1e-4)
+
+    driver = step_driver.StepDriver(runner)
+    prompt = prompted.token_ids
+    wanted = expected.logprobs(prompt)
+    # Both cut through tiles, and the second one nearly everywhere.
+    for name, size in (("whole", len(prompt)), ("chunks", 7)):
+        driver.add(name, prompt, ALL_LOGPROBS, given=given)
+        entries: list[Any] = []
+        while (left := driver.left(name)) > 0 and len(driver.tokens[name]) == len(prompt):
+            entries.extend(driver.step({name: min(left, size)}).prompt_logprobs[name])
+        assert len(entries) == len(prompt) - 1
+        for row, entry in enumerate(entries):
+            assert entry.logprob == pytest.approx(float(wanted[row, entry.token_id]), abs=LOGPROB_TOLERANCE)
+            for token, logprob in entry.top:
+                assert logprob == pytest.approx(float(wanted[row, token]), abs=LOGPROB_TOLERANCE)
+    # Beside a text whose embeddings are all its own.
+    driver.add("text", prompt[:20])
+    driver.step({"text": 20, "whole": 1, "chunks": 1})
+    for _ in range(6):
+        driver.step({"chunks": 1, "text": 1, "whole": 1})
+    for name in ("whole", "chunks"):
+        output = driver.tokens[name][len(prompt) :]
+        assert output == expected.greedy(prompt, len(output))
+    driver.add("blind", prompt)
+    driver.step({"blind": len(prompt)})
+    runner.close()

@@ -1,0 +1,129 @@
+"""Tiny random checkpoints of models that see images, as transformers saves them, each with a tokenizer, a chat template
+and the files that say how images are prepared; and small images. A tile is 32 pixels in either direction, and 16 rows
+to the model."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["IMAGE_TOKEN", "KINDS", "TILE_TOKENS", "VOCAB_SIZE", "image_file", "processor", "write_checkpoint"]
+
+KINDS = ("idefics3", "smolvlm")
+VOCAB_SIZE = 320
+IMAGE_TOKEN = "<image>"
+TILE_TOKENS = 16
+_SPECIAL = (
+    "<unk>",
+    "<|im_start|>",
+    "<end_of_utterance>",
+    IMAGE_TOKEN,
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+IMAGE_TOKEN_ID = _SPECIAL.index(IMAGE_TOKEN)
+END_TOKEN_ID = _SPECIAL.index("<end_of_utterance>")
+CHAT_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+_TEXTS: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": END_TOKEN_ID,
+    "pad_token_id": 0,
+}
+_EYES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 4,
+}
+
+
+def write_checkpoint(
+    directory: Path, kind: str = "smolvlm", *, dtype: str = "float32", longest_edge: int = 64, image_size: int = 32
+) -> None:
+    """longest_edge: of an image before it is cut. image_size: that the positions are made for, 32 or another one."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config=_TEXTS,
+        vision_config={**_EYES, "image_size": image_size},
+        image_token_id=IMAGE_TOKEN_ID,
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    generator = torch.Generator().manual_seed(20_260_101)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # What sees images is loud, so that a forgotten image shows.
+            parameter.normal_(0.0, 0.3 if "vision" in name or "connector" in name else 0.1, generator=generator)
+            if "norm" in name:
+                parameter.add_(1.0)
+    model.to(getattr(torch, dtype))
+    model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=END_TOKEN_ID)
+    model.save_pretrained(directory)
+    processor(kind, longest_edge=longest_edge).save_pretrained(directory)
+
+
+def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = True) -> Any:
+    """transformers' own."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer(), unk_token="<unk>", eos_token="<end_of_utterance>", pad_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    images = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}[kind](
+        size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 32}, do_image_splitting=splits
+    )
+    return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=CHAT_TEMPLATE)
+
+
+def image_file(width: int = 50, height: int = 40, *, seed: int = 0, format: str = "PNG", mode: str = "RGB") -> bytes:
+    """Noise over a slope, so that every tile differs from every other."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    slope = np.linspace(0, 200, width)[None, :, None] + np.linspace(0, 40, height)[:, None, None]
+    pixels = np.clip(slope * [1.0, 0.6, 0.3] + rng.integers(0, 60, (height, width, 3)), 0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, format)
+    return file.getvalue()
+
+
+def _tokenizer() -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    assert len(tokens) <= VOCAB_SIZE
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    return tokenizer

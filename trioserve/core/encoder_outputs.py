@@ -1,0 +1,161 @@
+"""Who uses what the model has made of an image, and when its room is free again. Knows bytes by name; computes nothing.
+
+An output is in one of three states, and the room of all three together is bounded:
+
+    expected  somebody has claimed it, and nobody has computed it yet; its room is taken already
+    used      it is there, and one live request or several have a claim on it
+    cached    it is there, and nobody uses it; taken last, least recently used first, when there is no room
+
+    (absent) ──claim──► expected ──put──► used ──last release──► cached ──claim──► used
+             ◄──last release──            cached ──no room──► (absent)
+
+A request claims all of its outputs at once, or waits in line until they fit: two that had half of theirs each would
+wait for each other for ever. What it has claimed it gives back in one call, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+
+from trioserve.contracts.errors import InvalidRequest
+
+__all__ = ["EncoderOutputs", "OutputClaim"]
+
+
+class _Output:
+    __slots__ = ("byte_count", "claim_count", "values")
+
+    def __init__(self, byte_count: int) -> None:
+        self.byte_count = byte_count
+        self.claim_count = 0
+        self.values: object | None = None  # None: it is expected
+
+
+class OutputClaim:
+    """One request's, on all of its outputs. wanted: their sizes in bytes, by name. on_granted: called once, when it has
+    them, unless that was at once; it must not call the owner of the outputs."""
+
+    __slots__ = ("is_granted", "is_released", "on_granted", "wanted")
+
+    def __init__(self, wanted: Mapping[bytes, int], on_granted: Callable[[], None]) -> None:
+        self.wanted = dict(wanted)
+        self.on_granted = on_granted
+        self.is_granted = False
+        self.is_released = False
+
+
+class EncoderOutputs:
+    """Every call is O(1) for each output, but for a claim that leaves the line."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._outputs: dict[bytes, _Output] = {}
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._line: deque[OutputClaim] = deque()
+        self.bytes_total = 0
+        self._cached_bytes = 0
+        self.query_count = 0  # outputs that were asked for
+        self.hit_count = 0  # of them, those that were there
+
+    @property
+    def cached_bytes(self) -> int:
+        """Of outputs that nobody uses."""
+        return self._cached_bytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Of outputs that are used or expected."""
+        return self.bytes_total - self._cached_bytes
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._line)
+
+    def claim(self, wanted: Mapping[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
+        """Take room for these, or a place in the line for it. The caller owes a release. Raises InvalidRequest if they
+        never fit, and then nothing is claimed."""
+        byte_count = sum(wanted.values())
+        if byte_count > self.bytes_max:
+            raise InvalidRequest(
+                f"the images of this prompt need {byte_count} bytes for what the model makes of them, and there are "
+                f"{self.bytes_max} for all: send fewer or smaller ones",
+                param="messages",
+            )
+        claim = OutputClaim(wanted, on_granted)
+        if self._line or not self._grant(claim):
+            self._line.append(claim)
+        return claim
+
+    def values(self, name: bytes) -> object | None:
+        """None: it is not there, or not yet."""
+        output = self._outputs.get(name)
+        return None if output is None else output.values
+
+    def put(self, name: bytes, values: object) -> None:
+        """It is computed. Forgotten at once if nobody has a claim on it any more."""
+        output = self._outputs.get(name)
+        if output is not None and output.values is None:
+            output.values = values
+
+    def release(self, claim: OutputClaim) -> None:
+        """Give back all that is claimed, or leave the line. To be called once."""
+        assert not claim.is_released, "a claim is released twice"
+        claim.is_released = True
+        if not claim.is_granted:
+            self._line.remove(claim)
+        else:
+            for name in claim.wanted:
+                self._let_go(name)
+        while self._line and self._grant(self._line[0]):
+            self._line.popleft().on_granted()
+
+    def _grant(self, claim: OutputClaim) -> bool:
+        missing = sum(size for name, size in claim.wanted.items() if name not in self._outputs)
+        spared = sum(self._outputs[name].byte_count for name in claim.wanted if name in self._cached)
+        if self.claimed_bytes + spared + missing > self.bytes_max:
+            return False
+        for name in claim.wanted:
+            if name in self._cached:
+                del self._cached[name]
+                self._cached_bytes -= self._outputs[name].byte_count
+        while self.bytes_total + missing > self.bytes_max:
+            evicted, _none = self._cached.popitem(last=False)
+            byte_count = self._outputs.pop(evicted).byte_count
+            self.bytes_total -= byte_count
+            self._cached_bytes -= byte_count
+        for name, size in claim.wanted.items():
+            output = self._outputs.get(name)
+            self.query_count += 1
+            if output is None:
+                output = self._outputs[name] = _Output(size)
+                self.bytes_total += size
+            elif output.values is not None:
+                self.hit_count += 1
+            output.claim_count += 1
+        claim.is_granted = True
+        return True
+
+    def _let_go(self, name: bytes) -> None:
+        output = self._outputs[name]
+        output.claim_count -= 1
+        assert output.claim_count >= 0, "an output has fewer claims than none"
+        if output.claim_count:
+            return
+        if output.values is None:
+            del self._outputs[name]
+            self.bytes_total -= output.byte_count
+        else:
+            self._cached[name] = None
+            self._cached_bytes += output.byte_count
+
+    def check(self) -> None:
+        """Assert that every output is in one state and the bytes add up. O(outputs): for tests and simulations."""
+        assert self.bytes_total == sum(output.byte_count for output in self._outputs.values())
+        assert self._cached_bytes == sum(self._outputs[name].byte_count for name in self._cached)
+        assert 0 <= self._cached_bytes <= self.bytes_total <= self.bytes_max, "more than there is room for"
+        for name, output in self._outputs.items():
+            assert (output.claim_count == 0) == (name in self._cached), "neither claimed nor cached, or both"
+            assert name not in self._cached or output.values is not None, "nobody waits for it, and it is expected"
+        assert not any(claim.is_granted or claim.is_released for claim in self._line)
+        assert not self._line or self.claimed_bytes > 0, "somebody waits for room, and nobody has any"

@@ -1,0 +1,180 @@
+"""The part of a checkpoint that sees images: its config, how it wants them, and its tensors. Beside it lies the part
+for texts, which is read as that of any family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.images import ImageProcessing
+from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.file_tensor import PLAIN_DTYPES, FileTensor
+from trioserve.model.loading.hf_config import read_json_object
+from trioserve.model.loading.names import Shape, TensorPlace
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.model_config import Activation, ModelConfig
+from trioserve.model.vision_config import VisionConfig
+
+__all__ = ["VISION_CLASSES", "VisionPart"]
+
+VISION_CLASSES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+"""What config.json calls the models whose images are seen here; of all others the part for texts is served."""
+
+_ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the latter since transformers 5
+_PREFIXES = ("model.", "")
+
+
+class VisionPart:
+    """Opening reads small files only. Raises ModelLoadError where they are damaged, or the tensors are not those of the
+    config."""
+
+    def __init__(
+        self, directory: Path, config: Mapping[str, object], texts: ModelConfig, stored: Mapping[str, FileTensor]
+    ) -> None:
+        """config: all of config.json. stored: every tensor of the checkpoint, by its name out there."""
+        fields = Fields(config, "config.json")
+        self.config = _vision_config(fields, texts)
+        self.processing = _processing(directory, fields, self.config)
+        if self.processing.image_token_id >= texts.vocab_size:
+            raise ModelLoadError(
+                f"image_token_id in config.json is {self.processing.image_token_id}, but the vocabulary has "
+                f"{texts.vocab_size} tokens: the checkpoint's config is damaged"
+            )
+        self._stored = _placed(stored, vision_shapes(self.config))
+        self.files = tuple(dict.fromkeys(tensor.path for tensor in self._stored.values()))
+        self.weight_bytes = sum(tensor.byte_count for tensor in self._stored.values())
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """By the names that vision_shapes gives."""
+        for name, tensor in self._stored.items():
+            yield tensor.stored(name, TensorPlace(name, tensor.shape))
+
+
+def vision_shapes(config: VisionConfig) -> dict[str, Shape]:
+    """Every tensor that such a part has, by its name out there without what stands before it."""
+    hidden, middle = config.hidden_size, config.intermediate_size
+    shapes: dict[str, Shape] = {
+        "vision_model.embeddings.patch_embedding.weight": (hidden, 3, config.patch_size, config.patch_size),
+        "vision_model.embeddings.patch_embedding.bias": (hidden,),
+        "vision_model.embeddings.position_embedding.weight": (config.positions_per_side**2, hidden),
+    }
+    for index in range(config.layer_count):
+        layer = f"vision_model.encoder.layers.{index}"
+        for module, rows, columns in (
+            *((f"self_attn.{name}_proj", hidden, hidden) for name in ("q", "k", "v", "out")),
+            ("mlp.fc1", middle, hidden),
+            ("mlp.fc2", hidden, middle),
+        ):
+            shapes[f"{layer}.{module}.weight"] = (rows, columns)
+            shapes[f"{layer}.{module}.bias"] = (rows,)
+        for norm in ("layer_norm1", "layer_norm2"):
+            shapes[f"{layer}.{norm}.weight"] = shapes[f"{layer}.{norm}.bias"] = (hidden,)
+    shapes["vision_model.post_layernorm.weight"] = shapes["vision_model.post_layernorm.bias"] = (hidden,)
+    shapes["connector.modality_projection.proj.weight"] = (config.output_size, hidden * config.scale_factor**2)
+    return shapes
+
+
+def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> dict[str, FileTensor]:
+    placed = {}
+    for name, shape in shapes.items():
+        tensor = next((stored[prefix + name] for prefix in _PREFIXES if prefix + name in stored), None)
+        if tensor is None:
+            raise ModelLoadError(f"the weights lack {name}, which sees images: the checkpoint is incomplete")
+        if tensor.shape != shape or tensor.storage not in PLAIN_DTYPES:
+            raise ModelLoadError(
+                f"{name} is {tensor.storage} with shape {list(tensor.shape)}; the config asks for {list(shape)}, and "
+                f"what sees images is to be {', '.join(PLAIN_DTYPES)}"
+            )
+        placed[name] = tensor
+    return placed
+
+
+def _vision_config(outer: Fields, texts: ModelConfig) -> VisionConfig:
+    fields = outer.group_or_none("vision_config")
+    if fields is None:
+        raise ModelLoadError("config.json has no vision_config: fetch the checkpoint again")
+    activation = fields.text_or("hidden_act", "gelu_pytorch_tanh")
+    if activation not in _ACTIVATIONS:
+        raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
+    if fields.whole_or("num_channels", 3) != 3:
+        raise fields.wrong("num_channels", "3")
+    return VisionConfig(
+        # What a config leaves out is what transformers' classes say.
+        hidden_size=fields.whole_or("hidden_size", 1152),
+        intermediate_size=fields.whole_or("intermediate_size", 3072),
+        layer_count=fields.whole_or("num_hidden_layers", 12),
+        head_count=fields.whole_or("num_attention_heads", 16),
+        image_size=fields.whole_or("image_size", 224),
+        patch_size=fields.whole_or("patch_size", 32),
+        norm_eps=fields.number_or("layer_norm_eps", 1e-6),
+        activation=_ACTIVATIONS[activation],
+        scale_factor=outer.whole_or("scale_factor", 2),
+        output_size=texts.hidden_size,
+    )
+
+
+def _processing(directory: Path, outer: Fields, config: VisionConfig) -> ImageProcessing:
+    fields = _processor_fields(directory)
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not fields.flag_or(name, True):
+            raise fields.wrong(name, "true")
+    size = fields.group_or_none("size") or Fields({"longest_edge": 4 * 364}, "size")
+    tile = fields.group_or_none("max_image_size") or Fields({"longest_edge": 364}, "max_image_size")
+    tile_size = _side(tile)
+    return ImageProcessing(
+        longest_edge=_side(size),
+        tile_size=tile_size,
+        splits=fields.flag_or("do_image_splitting", True),
+        resample=_filter(fields),
+        mean=_colours(fields, "image_mean"),
+        std=_colours(fields, "image_std"),
+        rescale_factor=fields.number_or("rescale_factor", 1 / 255),
+        tile_tokens=config.tile_tokens(tile_size),
+        embedding_size=config.output_size,
+        image_token_id=_image_token_id(outer),
+    )
+
+
+def _processor_fields(directory: Path) -> Fields:
+    for name in _PROCESSOR_FILES:
+        if (directory / name).is_file():
+            fields = Fields(read_json_object(directory / name), name)
+            inner = fields.group_or_none("image_processor")
+            if inner is not None or name == _PROCESSOR_FILES[0]:
+                return inner or fields
+    raise ModelLoadError(
+        f"the directory has no {_PROCESSOR_FILES[0]}, which says how images are prepared: fetch the checkpoint again"
+    )
+
+
+def _side(fields: Fields) -> int:
+    value = fields.whole("longest_edge")
+    if not 1 <= value <= 4096:
+        raise fields.wrong("longest_edge", "1 to 4096")
+    return value
+
+
+def _filter(fields: Fields) -> int:
+    value = fields.whole_or("resample", 1)
+    if not 0 <= value <= 5:
+        raise fields.wrong("resample", "the number of a filter, 0 to 5")
+    return value
+
+
+def _colours(fields: Fields, name: str) -> tuple[float, float, float]:
+    if name not in fields:
+        return (0.5, 0.5, 0.5)
+    values = fields.numbers(name)
+    if len(values) != 3 or (name == "image_std" and 0.0 in values):
+        raise fields.wrong(name, "three numbers, one for each colour")
+    red, green, blue = values
+    return red, green, blue
+
+
+def _image_token_id(outer: Fields) -> int:
+    value = outer.whole_or("image_token_id", 128_257)
+    if value < 0:
+        raise outer.wrong("image_token_id", "at least 0")
+    return value

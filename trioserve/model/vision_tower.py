@@ -1,0 +1,172 @@
+"""Images to rows of the text model, in torch: one tile at a time, and of that one layer at a time, so that between two
+of them somebody else may compute. A tile's bits depend on its own pixels alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trioserve.contracts.images import ImageProcessing
+from trioserve.model.layers import Linear
+from trioserve.model.loading.vision_part import vision_shapes
+from trioserve.model.model_config import Activation
+from trioserve.model.number_formats import Float32Array
+from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.vision_config import VisionConfig
+
+__all__ = ["TileEncoding", "VisionTower"]
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+
+class VisionTower:
+    """Its weights."""
+
+    def __init__(
+        self, config: VisionConfig, processing: ImageProcessing, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self.processing = processing
+        self.dtype = dtype
+        self.device = device
+        self._plain = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, shape in vision_shapes(config).items()
+            if ("encoder" not in name and "proj" not in name) or "norm" in name
+        }
+        self._layers = [_Layer(self, index) for index in range(config.layer_count)]
+        self._projection = self.linear(
+            "connector.modality_projection.proj", config.hidden_size * config.scale_factor**2
+        )
+        self._pixels = _pixel_table(processing)
+
+    def linear(self, name: str, inputs: int) -> Linear:
+        outputs = vision_shapes(self.config)[f"{name}.weight"][0]
+        has_bias = f"{name}.bias" in vision_shapes(self.config)
+        return Linear(inputs, {name: outputs}, bias=has_bias, dtype=self.dtype, device=self.device)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for name, place in self._plain.items():
+            yield TensorSlot(name, tuple(place.shape), self.dtype, place.copy_)
+        for layer in self._layers:
+            for linear in layer.linears:
+                yield from linear.slots()
+        yield from self._projection.slots()
+
+    def begin(self, tiles: npt.NDArray[np.uint8]) -> TileEncoding:
+        """tiles: see Tiles."""
+        return TileEncoding(self, tiles)
+
+    def normed(self, values: Tensor, name: str) -> Tensor:
+        weight, bias = self._plain[f"{name}.weight"], self._plain[f"{name}.bias"]
+        return functional.layer_norm(values, (self.config.hidden_size,), weight, bias, self.config.norm_eps)
+
+    def pixels(self, tile: npt.NDArray[np.uint8]) -> Float32Array:
+        """[3, tile_size, tile_size], as the model was trained to see them."""
+        colours = [self._pixels[colour][tile[:, :, colour]] for colour in range(3)]
+        return np.stack(colours)
+
+    def patches(self, tile: npt.NDArray[np.uint8]) -> Tensor:
+        """[patches, hidden_size] before the first layer."""
+        pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self.dtype)
+        name = "vision_model.embeddings.patch_embedding"
+        size = self.config.patch_size
+        found = functional.conv2d(pixels[None], self._plain[f"{name}.weight"], self._plain[f"{name}.bias"], stride=size)
+        count = tile.shape[0] // size
+        positions = self._plain["vision_model.embeddings.position_embedding.weight"]
+        return found[0].flatten(1).T + positions[_position_ids(count, self.config.positions_per_side, self.device)]
+
+    def layer(self, index: int, hidden: Tensor) -> Tensor:
+        return self._layers[index](hidden)
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """[tile_tokens, output_size] of what the last layer gave: neighbours become one row."""
+        hidden = self.normed(hidden, "vision_model.post_layernorm")
+        scale, size = self.config.scale_factor, self.config.hidden_size
+        side = round(hidden.shape[0] ** 0.5)
+        squares = hidden.view(side // scale, scale, side // scale, scale, size).permute(0, 2, 1, 3, 4)
+        return self._projection(squares.reshape(-1, size * scale**2))
+
+
+class _Layer:
+    """Attention over all patches, and an MLP, each behind a norm."""
+
+    def __init__(self, tower: VisionTower, index: int) -> None:
+        self._tower = tower
+        self._name = f"vision_model.encoder.layers.{index}"
+        config = tower.config
+        hidden = config.hidden_size
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1")
+        self.linears = [tower.linear(f"{self._name}.{name}", hidden) for name in names]
+        self.linears.append(tower.linear(f"{self._name}.mlp.fc2", config.intermediate_size))
+        self._activate = _ACTIVATIONS[config.activation]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        query, key, value, output, up, down = self.linears
+        heads = self._tower.config.head_count
+        normed = self._tower.normed(hidden, f"{self._name}.layer_norm1")
+        queries, keys, values = (
+            linear(normed).view(normed.shape[0], heads, -1).transpose(0, 1)[None] for linear in (query, key, value)
+        )
+        attended = functional.scaled_dot_product_attention(queries, keys, values)
+        hidden = hidden + output(attended[0].transpose(0, 1).reshape(hidden.shape))
+        normed = self._tower.normed(hidden, f"{self._name}.layer_norm2")
+        return hidden + down(self._activate(up(normed)))
+
+
+class TileEncoding:
+    """One image under way: advance until it says that it is done, then take its rows. In one thread at a time."""
+
+    def __init__(self, tower: VisionTower, tiles: npt.NDArray[np.uint8]) -> None:
+        processing = tower.processing
+        self._tower = tower
+        self._tiles = tiles
+        self._tile = self._layer = 0
+        self._hidden: Tensor | None = None
+        self.rows: Float32Array = np.empty(
+            (len(tiles) * processing.tile_tokens, processing.embedding_size), dtype=np.float32
+        )
+        """float32 [tiles * tile_tokens, embedding_size], when it is done."""
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Compute one layer of one tile. True: that was all."""
+        tower = self._tower
+        hidden = tower.patches(self._tiles[self._tile]) if self._hidden is None else self._hidden
+        self._hidden = tower.layer(self._layer, hidden)
+        self._layer += 1
+        if self._layer < tower.config.layer_count:
+            return False
+        count = tower.processing.tile_tokens
+        rows = tower.rows(self._hidden).to("cpu", torch.float32)
+        self.rows[self._tile * count :][:count] = rows.numpy()
+        self._hidden, self._layer, self._tile = None, 0, self._tile + 1
+        return self._tile == len(self._tiles)
+
+
+def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
+    """int64 [count * count]: which of the trained positions each patch is at. float32, as transformers does it, since
+    at a boundary the rounding decides."""
+    boundaries = torch.arange(1 / trained, 1.0, 1 / trained, device=device)
+    step = 1.0 / torch.tensor(count, device=device)
+    places = torch.clamp(torch.arange(count, device=device, dtype=torch.float32) * step, max=1.0 - 1e-6)
+    buckets = torch.bucketize(places, boundaries, right=True)
+    return (buckets[:, None] * trained + buckets[None, :]).flatten()
+
+
+def _pixel_table(processing: ImageProcessing) -> Float32Array:
+    """[3, 256]: what a number of each colour becomes, rounded as transformers does it."""
+    scaled = (np.arange(256, dtype=np.float64) * processing.rescale_factor).astype(np.float32)
+    mean, std = (np.array(values, dtype=np.float32) for values in (processing.mean, processing.std))
+    table: Float32Array = (scaled[None, :] - mean[:, None]) / std[:, None]
+    return table

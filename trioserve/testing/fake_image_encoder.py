@@ -1,0 +1,81 @@
+"""What makes rows of images in an engine without weights: a function of their pixels, which a test can hold."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Coroutine
+from typing import Any
+
+import trio
+
+from trioserve.contracts.errors import AlreadyEnded
+from trioserve.contracts.images import ImageProcessing, Tiles
+from trioserve.testing.byte_tokenizer import IMAGE_TOKEN_ID
+
+__all__ = ["FAKE_IMAGES", "FakeImageEncoder"]
+
+FAKE_IMAGES = ImageProcessing(
+    longest_edge=16,
+    tile_size=8,
+    splits=True,
+    resample=1,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    rescale_factor=1 / 255,
+    tile_tokens=4,
+    embedding_size=2,
+    image_token_id=IMAGE_TOKEN_ID,
+)
+"""Images become four tiles and the whole, if they are square."""
+
+
+class FakeImageEncoder:
+    """An ImageEncoder. gate: while it is set, each tile waits for it; None: none waits. tile_count: of those encoded.
+    is_closed: its engine is being opened anew. fault: raised by the next tile."""
+
+    def __init__(self, processing: ImageProcessing = FAKE_IMAGES) -> None:
+        self._processing = processing
+        self.gate: trio.Event | None = None
+        self.fault: Exception | None = None
+        self.tile_count = 0
+        self.waiting_count = 0
+        self.is_closed = False
+
+    def hold(self) -> None:
+        self.gate = trio.Event()
+
+    def release(self) -> None:
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.release()
+
+    def encode(self, tiles: Tiles) -> Coroutine[Any, Any, object]:
+        return self._encode(tiles)
+
+    async def _encode(self, tiles: Tiles) -> object:
+        pixels = memoryview(tiles).cast("B")  # type: ignore[arg-type]  # it has a buffer
+        tile_bytes = len(pixels) // tiles.shape[0]
+        rows = bytearray()
+        for first in range(0, len(pixels), tile_bytes):
+            await trio.lowlevel.checkpoint()
+            if self.gate is not None:
+                self.waiting_count += 1
+                try:
+                    await self.gate.wait()
+                finally:
+                    self.waiting_count -= 1
+            if self.is_closed:
+                raise AlreadyEnded("the thread that computes has ended")
+            if self.fault is not None:
+                raise self.fault
+            digest = zlib.crc32(pixels[first : first + tile_bytes])
+            for row in range(self._processing.tile_tokens):
+                numbers = [float(digest >> 16), float(digest & 0xFFFF) + row]
+                rows += struct.pack(f"<{self._processing.embedding_size}f", *numbers)
+            self.tile_count += 1
+        return bytes(rows)
