@@ -116,15 +116,30 @@ def test_documents_and_search_results_that_are_text_are_read() -> None:
     assert made == [user("Tale\nold\nOnce.\nTwice.\nt\nu\nfound")]
 
 
+def test_images_stand_where_they_are_among_the_texts() -> None:
+    base64 = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    url = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
+    made = chat_messages(body_of([user([text("See"), text("this"), base64, text("and"), url]), user("Well?")]))
+    parts = [
+        {"type": "text", "text": "See\nthis"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+        {"type": "text", "text": "and"},
+        {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}},
+        {"type": "text", "text": "Well?"},
+    ]
+    assert made == [{"role": "user", "content": parts}]
+
+
 @pytest.mark.parametrize(
     "messages, param, words",
     [
         ([], "messages", "empty"),
-        ([user([{"type": "image", "source": {}}])], "messages[0].content[0]", "only text is read"),
+        ([user([{"type": "image", "source": {}}])], "messages[0].content[0].source", "must have a source"),
+        ([user("a"), assistant([{"type": "image", "source": {}}])], "messages[1].content[0]", "of the user alone"),
         (
             [user("a"), assistant([use()]), user([result([{"type": "image", "source": {}}])])],
             "messages[2].content[0].content[0]",
-            "only text is read",
+            "of the user alone",
         ),
         ([user([{"type": "document", "source": {"type": "base64"}}])], "messages[0].content[0].source", "is no text"),
         ([user([result("x", "nobody")])], "messages[0].content[0].tool_use_id", "'nobody'"),

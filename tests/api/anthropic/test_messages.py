@@ -208,7 +208,7 @@ async def test_thinking_is_told_to_the_template(api: Any, fields: Any, arguments
         ({"max_tokens": 0}, "max_tokens is 0, allowed is 1 or more"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "only text is read"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "must have a source"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),

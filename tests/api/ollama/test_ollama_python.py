@@ -153,7 +153,7 @@ async def test_errors_are_the_clients_own() -> None:
         assert unknown.value.status_code == 404
         with pytest.raises(ollama.ResponseError, match=r"options\.temperature is -1"):
             await client.chat("fake", [USER], options={"temperature": -1})
-        with pytest.raises(ollama.ResponseError, match="images"):
+        with pytest.raises(ollama.ResponseError, match="is an image"):
             await client.chat("fake", [{**USER, "images": [b"pixels"]}])
         with pytest.raises(ollama.ResponseError, match="there is nothing at /api/pull"):
             await client.pull("fake")

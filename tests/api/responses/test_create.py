@@ -125,8 +125,12 @@ async def test_a_gap_in_the_chain_is_told(opened, autojump_clock):
         ({"input": []}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [{"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            "input[0].content[0].image_url",
         ),
         ({"input": [{"type": "mcp_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),

@@ -128,10 +128,10 @@ class DraftModel:
 
 
 def _plain(request: EngineRequest) -> EngineRequest:
-    """The same, of which nothing is asked but tokens."""
+    """The same, of which nothing is asked but tokens. Images it does not see: their rows are the other model's."""
     sampling = request.sampling
-    if sampling.logprobs is None and sampling.prompt_logprobs is None:
+    if sampling.logprobs is None and sampling.prompt_logprobs is None and not request.given:
         return request
     return msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(sampling, logprobs=None, prompt_logprobs=None)
+        request, sampling=msgspec.structs.replace(sampling, logprobs=None, prompt_logprobs=None), given=()
     )
