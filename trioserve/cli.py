@@ -270,7 +270,12 @@ def _add_random_checkpoint(parser: argparse.ArgumentParser) -> None:
     from trioserve.model.real_shapes import SHAPES
 
     parser.add_argument("shape", choices=SHAPES, help=", ".join(SHAPES), metavar="SHAPE")
-    parser.add_argument("directory", type=Path, help="where to: a directory that is empty or not there yet")
+    parser.add_argument(
+        "path", type=Path, help="where to: a directory that is empty or not there yet, or a new file that ends in .gguf"
+    )
+    parser.add_argument(
+        "--type", choices=("bf16", "q8_0", "q4_0"), help="of the matrices of a .gguf file (default: bf16)"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the same one gives the same weights (default: 0)"
     )
@@ -389,4 +394,4 @@ def _operate(arguments: argparse.Namespace) -> int:
 def _random_checkpoint(arguments: argparse.Namespace) -> int:
     from trioserve.commands.random_checkpoint import run_random_checkpoint
 
-    return run_random_checkpoint(arguments.shape, arguments.directory, seed=arguments.seed)
+    return run_random_checkpoint(arguments.shape, arguments.path, seed=arguments.seed, gguf_type=arguments.type)

@@ -6,12 +6,25 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 
 from trioserve.assemble import open_engine
 from trioserve.cli import main
 from trioserve.commands import random_checkpoint as random_checkpoint_command
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.model_config import ExpertsConfig
+from trioserve.model.real_shapes import SHAPES
+
+_TINY = SHAPES["tiny"]
+_LAYER = msgspec.structs.replace(
+    _TINY.layers[0],
+    attention=msgspec.structs.replace(_TINY.heads, qk_norm="row", kv_head_count=4),
+    mlp=ExpertsConfig(expert_count=4, experts_per_token=2, intermediate_size=32, normalizes=False),
+)
+TINY_MIXTURE = msgspec.structs.replace(_TINY, family="olmoe", layers=(_LAYER,) * 2)
 
 
 async def test_it_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +42,36 @@ async def test_it_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[st
         named = [f" t{token}" for token in token_ids if 256 <= token < 319]
         assert named
         assert all(name in text for name in named)
+
+
+@pytest.mark.parametrize("matrix_type", ["bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+async def test_so_can_a_gguf_file(
+    shape: str, matrix_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new" / "model.gguf"
+    monkeypatch.setitem(SHAPES, "tiny-mixture", TINY_MIXTURE)
+    command = ["random-checkpoint", shape, str(file), "--type", matrix_type]
+    assert main(command) == 0
+    assert f"trioserve serve {file}" in capsys.readouterr().out
+    assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
+    checkpoint = open_checkpoint(file)
+    ends = {"eos_token_ids": (SHAPES[shape].vocab_size - 1,)}
+    in_singles = {"norm_eps": float(np.float32(SHAPES[shape].norm_eps))}
+    assert checkpoint.config == msgspec.structs.replace(SHAPES[shape], **ends, **in_singles)
+    assert {tensor.block_type for tensor in checkpoint.tensors() if "q_proj" in tensor.name} == {
+        {"bf16": None}.get(matrix_type, matrix_type.upper())
+    }
+    async with (
+        open_engine(str(file), kv_cache_memory=0.02, max_model_len=512) as engine,
+        engine.generate("héllo", SamplingParams(max_tokens=5, ignore_eos=True)) as stream,
+    ):
+        assert stream.prompt_token_ids == tuple("héllo".encode())
+        assert sum([len(delta.token_ids) async for delta in stream]) == 5
+    assert main(command) == 1
+    assert f"{file} is there already: name a new file, or remove it" in capsys.readouterr().err
+    assert main(["random-checkpoint", "tiny", str(tmp_path / "folder"), "--type", "bf16"]) == 1
+    assert "name a file that ends in .gguf" in capsys.readouterr().err
 
 
 def test_an_empty_directory_is_taken_and_a_full_one_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import msgspec
@@ -278,7 +278,7 @@ def _kibibytes(path: pathlib.Path) -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, _colon, value in named}
 
 
-def _middle(values: list[float | None] | list[int | None], form: str, unit: int) -> str:
+def _middle(values: Sequence[float | None], form: str, unit: int) -> str:
     known = [value for value in values if value is not None]
     return form.format(median(known) / unit) if known else "-"
 

@@ -1,4 +1,5 @@
-"""`python -m trioserve random-checkpoint`: a directory to be served, of a real model's shape, that says nothing.
+"""`python -m trioserve random-checkpoint`: a model to be served, of a real one's shape, that says nothing: a directory,
+or a GGUF file.
 
 Its tokenizer has a token for each byte, so that any text is a prompt, and names the rest of the vocabulary by numbers.
 """
@@ -13,8 +14,9 @@ from pathlib import Path
 from trioserve.contracts.errors import StartupError
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.random_checkpoint import checkpoint_bytes, write_config, write_weights
+from trioserve.model.random_gguf import SPACE, GgufType, write_gguf
 from trioserve.model.real_shapes import SHAPES
-from trioserve.testing.byte_tokenizer import CHAT_TEMPLATE, END_TOKEN, byte_backend
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, CHAT_TEMPLATE, END_TOKEN, byte_backend
 from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["run_random_checkpoint"]
@@ -22,12 +24,17 @@ __all__ = ["run_random_checkpoint"]
 SPARE_BYTES = 2**26  # for the tokenizer, whose vocabulary is written out, and the headers
 
 
-def run_random_checkpoint(shape: str, directory: Path, *, seed: int) -> int:
-    """The directory is there whole, or not at all. Raises StartupError if something else is there, or no room."""
+def run_random_checkpoint(shape: str, path: Path, *, seed: int, gguf_type: GgufType | None = None) -> int:
+    """What is written is there whole, or not at all. path: a directory, or a file whose name ends in .gguf. gguf_type:
+    of a file's matrices; None is bfloat16. Raises StartupError if something else is there, or no room."""
     config = SHAPES[shape]
     if seed < 0:
         raise StartupError(f"--seed is {seed}; it must be at least 0")
-    directory = directory.absolute()
+    if path.suffix == ".gguf":
+        return _run_gguf(shape, config, path.absolute(), gguf_type or "bf16", seed=seed)
+    if gguf_type is not None:
+        raise StartupError(f"--type is {gguf_type}, and {path} is a directory: name a file that ends in .gguf")
+    directory = path.absolute()
     unfinished = directory.parent / f".{directory.name}.{os.getpid()}"
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -44,6 +51,29 @@ def run_random_checkpoint(shape: str, directory: Path, *, seed: int) -> int:
         raise StartupError(f"cannot write {directory}: {error.strerror or error}") from error
     print(f"{directory}: {shape}, {checkpoint_bytes(config) / 1e6:,.0f} MB of random weights, seed {seed}")
     print(f"serve it with: trioserve serve {directory}")
+    return 0
+
+
+def _run_gguf(shape: str, config: ModelConfig, path: Path, gguf_type: GgufType, *, seed: int) -> int:
+    unfinished = path.parent / f".{path.name}.{os.getpid()}"
+    ids = byte_backend(config.vocab_size).get_vocab()
+    tokens = sorted(ids, key=ids.__getitem__)
+    tokens[BYTE_VOCAB_SIZE - 1] = 2 * SPACE
+    try:
+        if path.exists():
+            raise StartupError(f"{path} is there already: name a new file, or remove it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(config, path.parent)
+        try:
+            with ProgressBar("writing random weights") as bar:
+                write_gguf(config, unfinished, gguf_type, tokens, seed=seed, progress=bar.show_share)
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise StartupError(f"cannot write {path}: {error.strerror or error}") from error
+    print(f"{path}: {shape}, {path.stat().st_size / 1e6:,.0f} MB of random weights, {gguf_type}, seed {seed}")
+    print(f"serve it with: trioserve serve {path}")
     return 0
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from trioserve.model.families.registry import family_named
 from trioserve.model.loading.names import TRANSFORMERS, Shape, outside_name, tensor_shapes
 from trioserve.model.loading.safetensors import INDEX_NAME
-from trioserve.model.model_config import AttentionConfig, MlpConfig, ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype, convert, empty_values
+from trioserve.model.model_config import AttentionConfig, ExpertsConfig, ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, convert, empty_values
 
-__all__ = ["checkpoint_bytes", "transformers_config", "write_config", "write_weights"]
+__all__ = ["PIECE_VALUES", "checkpoint_bytes", "drawn_values", "transformers_config", "write_config", "write_weights"]
 
 DTYPE: Dtype = "bfloat16"
 DEVIATION = 0.02  # with which the makers of these models begin their training, too
@@ -33,7 +33,6 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     assert config.layers == (layer,) * config.layer_count, "others are not written"
     assert attention.window is None, "not written"
     assert attention.rotary is not None, "others are not written"
-    assert isinstance(mlp, MlpConfig), "others are not written"
     assert not mlp.has_bias, "not written"
     fields: dict[str, Any] = {
         "model_type": config.family,
@@ -50,6 +49,13 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": attention.has_bias,
         "rope_theta": attention.rotary.theta,
     }
+    if isinstance(mlp, ExpertsConfig):
+        assert config.family == "olmoe", "other mixtures are not written"
+        fields |= {
+            "num_experts": mlp.expert_count,
+            "num_experts_per_tok": mlp.experts_per_token,
+            "norm_topk_prob": mlp.normalizes,
+        }
     scaling = attention.rotary.scaling
     if scaling is not None:
         assert scaling.kind == "llama3", "others are not written"
@@ -138,12 +144,16 @@ def _write_tensor(file: BinaryIO, name: str, count: int, generator: np.random.Ge
     """Yields how many bytes each piece had."""
     for begin in range(0, count, PIECE_VALUES):
         piece_count = min(PIECE_VALUES, count - begin)
-        if name.endswith("norm.weight"):
-            singles = np.ones(piece_count, dtype=np.float32)
-        else:
-            singles = generator.standard_normal(piece_count, dtype=np.float32)
-            singles *= DEVIATION
         piece = empty_values((piece_count,), DTYPE)
-        convert(singles, piece)
+        convert(drawn_values(name, piece_count, generator), piece)
         file.write(piece.data)
         yield piece.nbytes
+
+
+def drawn_values(name: str, count: int, generator: np.random.Generator) -> Float32Array:
+    """The next ones of a tensor. name: in here or out there."""
+    if name.endswith("norm.weight"):
+        return np.ones(count, dtype=np.float32)
+    values = generator.standard_normal(count, dtype=np.float32)
+    values *= np.float32(DEVIATION)
+    return values

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RopeScaling, RotaryConfig
+from trioserve.model.model_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    QkNorm,
+    RopeScaling,
+    RotaryConfig,
+)
 
 __all__ = ["SHAPES", "TINY"]
+
+
+QK_NORMS: dict[str, QkNorm] = {"qwen3": "head", "olmoe": "row"}
 
 
 def _shape(
@@ -22,6 +34,8 @@ def _shape(
     rms_norm_eps: float = 1e-5,
     rope_scaling: RopeScaling | None = None,
     is_tied: bool = False,
+    expert_count: int = 0,
+    experts_per_token: int = 0,
 ) -> ModelConfig:
     layer = LayerConfig(
         attention=AttentionConfig(
@@ -29,9 +43,16 @@ def _shape(
             kv_head_count=kv_head_count,
             head_dim=head_dim,
             rotary=RotaryConfig(theta=rope_theta, rotated_dims=head_dim, scaling=rope_scaling),
-            qk_norm="head" if family == "qwen3" else "none",
+            qk_norm=QK_NORMS.get(family, "none"),
         ),
-        mlp=MlpConfig(intermediate_size=intermediate_size),
+        mlp=MlpConfig(intermediate_size=intermediate_size)
+        if not expert_count
+        else ExpertsConfig(
+            expert_count=expert_count,
+            experts_per_token=experts_per_token,
+            intermediate_size=intermediate_size,
+            normalizes=False,
+        ),
     )
     return ModelConfig(
         family=family,
@@ -89,6 +110,20 @@ SHAPES: dict[str, ModelConfig] = {
         rope_theta=1_000_000.0,
         context_tokens_max=40_960,
         rms_norm_eps=1e-6,
+    ),
+    "olmoe-1b-7b": _shape(
+        "olmoe",
+        vocab_size=50_304,
+        hidden_size=2_048,
+        intermediate_size=1_024,
+        layer_count=16,
+        head_count=16,
+        kv_head_count=16,
+        head_dim=128,
+        rope_theta=10_000.0,
+        context_tokens_max=4_096,
+        expert_count=64,
+        experts_per_token=8,
     ),
     TINY: _shape(
         "llama",
