@@ -60,8 +60,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is
         answered without being held. (So that one reader that is slow does not take the others' room.)
     window_tokens: where every layer has a sliding window the largest of them, in tokens, a token's own position among
-        them, and at least 2, so that the last token before a place is in reach; None where some layer sees all. What no window reaches any more is given back while the request runs, so
-        that a context may be longer than the pool.
+        them, and at least 2, so that the last token before a place is in reach; None where some layer sees all. What no
+        window reaches any more is given back while the request runs, so that a context may be longer than the pool.
     keeps_kv: False for a model that attends to all tokens of a prompt at once and keeps nothing (an encoder): nobody
         has blocks, there need not be any, and every request is pooled and computed whole.
     state_slot_count: slots for the state of layers that keep one for a whole sequence, in the place of keys and values
