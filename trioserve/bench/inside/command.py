@@ -39,7 +39,8 @@ PARTS = {
         "trioserve.bench.inside.delivery_cost",
     ),
     "drafts": Part(
-        "what --speculative-ngram brings, with and without it in turns", "trioserve.bench.inside.draft_bench"
+        "what drafts bring, of a request's own text or by a draft model, with and without them in turns",
+        "trioserve.bench.inside.draft_bench",
     ),
     "frontend": Part(
         "what the front end costs a streamed event and a small request; no model",

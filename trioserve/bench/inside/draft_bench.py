@@ -1,7 +1,8 @@
-"""What drafting from the prompt brings: tokens a second with drafts and without, in turns, on the real default model.
+"""What drafts bring: tokens a second with drafts and without, in turns, on the real default model.
 
-Two engines in one process, equal but for speculative_ngram, answer the same prompts one after the other, round for
-round, so that whatever else the machine does meets both. A speed is that of responses behind the first token, all
+Drafts come from a request's own text or, with --draft-model, from a small model. Two engines in one process, equal but
+for the drafts, answer the same prompts one after the other, round for round, so that whatever else the machine does
+meets both. A speed is that of responses behind the first token, all
 streams together. Text that repeats what is in the prompt stands beside chats that do not, and one stream beside
 several.
 """
@@ -12,8 +13,9 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 import trio
@@ -161,13 +163,21 @@ async def _run(engine: Engine, workload: Workload, tokens: int) -> tuple[float, 
     return (sum(counts) - sum(first_counts)) / seconds, sum(counts)
 
 
-async def _main(open_engine: OpenEngine, model: str, draft_tokens: int, rounds: int, tokens: int) -> list[DraftFigure]:
+async def _main(
+    open_engine: OpenEngine,
+    model: str,
+    options: dict[str, Any],
+    drafts: dict[str, Any],
+    workloads: Sequence[Workload],
+    rounds: int,
+    tokens: int,
+) -> list[DraftFigure]:
     figures = []
     async with (
-        open_engine(model, kv_cache_memory=KV_CACHE_GIB) as plain,
-        open_engine(model, kv_cache_memory=KV_CACHE_GIB, speculative_ngram=draft_tokens) as drafting,
+        open_engine(model, kv_cache_memory=KV_CACHE_GIB, **options) as plain,
+        open_engine(model, kv_cache_memory=KV_CACHE_GIB, **options, **drafts) as drafting,
     ):
-        for workload in WORKLOADS:
+        for workload in workloads:
             figures.append(await _measure((plain, drafting), workload, rounds, tokens))
             _print_row(figures[-1])
     return figures
@@ -175,7 +185,15 @@ async def _main(open_engine: OpenEngine, model: str, draft_tokens: int, rounds: 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument(
+        "--quantization", default="auto", metavar="NAME", help="of the model's weights, as serve has it"
+    )
+    parser.add_argument(
+        "--draft-model", metavar="NAME", help="drafts come from this model; default: from a request's own text"
+    )
+    parser.add_argument("--draft-quantization", default="auto", metavar="NAME", help="of the draft model's weights")
     parser.add_argument("--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="at most, a step")
+    parser.add_argument("--only", default="", metavar="TEXT", help="workloads with this in their name; default: all")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each workload, in turns")
     parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each response")
 
@@ -184,7 +202,11 @@ def run(arguments: argparse.Namespace) -> int:
     return run_draft_bench(
         arguments.open_engine,
         arguments.model,
+        quantization=arguments.quantization,
+        draft_model=arguments.draft_model,
+        draft_quantization=arguments.draft_quantization,
         draft_tokens=arguments.draft_tokens,
+        only=arguments.only,
         rounds=arguments.rounds,
         tokens=arguments.tokens,
     )
@@ -194,20 +216,36 @@ def run_draft_bench(
     open_engine: OpenEngine,
     model: str = "smollm2",
     *,
+    quantization: str = "auto",
+    draft_model: str | None = None,
+    draft_quantization: str = "auto",
     draft_tokens: int = DRAFT_TOKENS,
+    only: str = "",
     rounds: int = ROUNDS,
     tokens: int = TOKENS,
 ) -> int:
     """Measure, print a table as it grows, and then everything as one line of JSON. A few minutes as it stands.
     open_engine: trioserve.open_engine, which a room does not know."""
     load = os.getloadavg()[0]
+    drafts: dict[str, Any] = {"speculative_ngram": draft_tokens}
+    source = "from the text"
+    if draft_model is not None:
+        drafts = {
+            "speculative_model": draft_model,
+            "speculative_tokens": draft_tokens,
+            "speculative_quantization": draft_quantization,
+        }
+        source = f"by {draft_model} ({draft_quantization})"
     print(
-        f"{model}, {draft_tokens} draft tokens at most, load average {load:.1f}; tokens a second, the best of {rounds}"
+        f"{model} ({quantization}), {draft_tokens} draft tokens at most {source}, load average {load:.1f}; tokens a "
+        f"second, the best of {rounds}"
     )
     print(
         f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'drafted':>9}{'right':>8}{'tokens':>8}{'steps':>7}"
     )
-    figures = trio.run(_main, open_engine, model, draft_tokens, rounds, tokens)
+    workloads = [workload for workload in WORKLOADS if only in workload.name]
+    options = {"quantization": quantization}
+    figures = trio.run(_main, open_engine, model, options, drafts, workloads, rounds, tokens)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     print(json.dumps({"machine": machine, "figures": msgspec.to_builtins(figures)}))
     return 0
