@@ -361,6 +361,8 @@ class EngineCore:
             if request.sampling.prompt_logprobs is not None:
                 self._pass_on_prompt_logprobs(chunk, live, result, events)
             if not chunk.samples:
+                if chunk.draft_task is not None and self.scheduler.model_drafts is not None:
+                    self.scheduler.model_drafts.take(chunk, live, result)
                 if chunk.pools:
                     events.append(PooledReady(request.id, result.pooled[request.id]))
                     events.append(self._finish(live, FinishReason.STOP, now))

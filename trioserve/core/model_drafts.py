@@ -4,11 +4,14 @@ It works behind steps of decodes alone, and not while anybody waits to run. It b
 first token, so that no first token waits for it; tokens that it has not seen, a prompt or what came by way of a
 connector, it computes then, a part behind each step. Blocks that it has computed wholly are noted in the pool: for
 whoever hits them they need no catching up.
+
+A head reads hidden states of the model, which are there in the step that computes them and never again: it computes
+along with every step, prompts and all, and proposes on the same terms. What it has not seen is never caught up with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -30,23 +33,31 @@ class ModelDrafts:
         self._pool = pool
         self._judge = DraftJudge()
 
-    def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest]) -> None:
-        """To the decodes of a step that has nothing else."""
+    def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest], *, somebody_waits: bool) -> None:
+        """Tokens are proposed behind steps of decodes alone. A head computes along with every step."""
+        drafting: dict[int, ModelDraft] = {}
+        token_count = 0
+        if not somebody_waits and all(chunk.count == 1 and chunk.samples for chunk in chunks):
+            for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
+                draft = self._draft_of(chunk, live)
+                if draft is not None and not draft.is_paused:
+                    drafting[index] = draft
+            token_count = self._token_count(chunks, drafting)
+        if self._settings.draft_source == "head":
+            self._follow(chunks, lives, drafting, token_count)
+        elif token_count > 0:
+            self._propose(chunks, drafting, token_count)
+
+    def _token_count(self, chunks: Sequence[ScheduledChunk], drafting: Mapping[int, ModelDraft]) -> int:
         settings = self._settings
-        if not all(chunk.count == 1 and chunk.samples for chunk in chunks):
-            return
-        drafting: list[tuple[int, ModelDraft]] = []
-        for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
-            draft = self._draft_of(chunk, live)
-            if draft is not None and not draft.is_paused:
-                drafting.append((index, draft))
         left = min(settings.step_tokens_max, settings.draft_step_tokens_max) - len(chunks)
         share = min(settings.draft_tokens_max, left // max(1, len(drafting)))
-        token_count = self._judge.token_count([draft.acceptance for _index, draft in drafting], share)
-        if token_count == 0:
-            return
+        return self._judge.token_count([draft.acceptance for draft in drafting.values()], share)
+
+    def _propose(self, chunks: list[ScheduledChunk], drafting: Mapping[int, ModelDraft], token_count: int) -> None:
+        settings = self._settings
         budget = settings.draft_catch_up_tokens_max
-        for index, draft in sorted(drafting, key=lambda entry: chunks[entry[0]].start - entry[1].drafted_count):
+        for index, draft in sorted(drafting.items(), key=lambda entry: chunks[entry[0]].start - entry[1].drafted_count):
             chunk = chunks[index]
             # Those of the step before are always among them, and no catching up.
             missing = max(0, chunk.start - draft.drafted_count - settings.draft_tokens_max)
@@ -57,6 +68,23 @@ class ModelDrafts:
             else:
                 break
             budget = max(0, budget - missing)
+            chunks[index] = msgspec.structs.replace(chunk, draft_task=task)
+
+    def _follow(
+        self,
+        chunks: list[ScheduledChunk],
+        lives: Sequence[LiveRequest],
+        drafting: Mapping[int, ModelDraft],
+        token_count: int,
+    ) -> None:
+        """Whoever's hidden states are not there any more, of KV that came from elsewhere, goes on without drafts."""
+        for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
+            if live.is_pooled or self._known_draft(chunk, live).drafted_count != chunk.start:
+                continue
+            if chunk.samples:
+                task = DraftTask(chunk.start, None, token_count if index in drafting else 0)
+            else:
+                task = DraftTask(chunk.start, chunk.start + chunk.count, 0)
             chunks[index] = msgspec.structs.replace(chunk, draft_task=task)
 
     def take(self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult) -> None:
@@ -94,15 +122,19 @@ class ModelDrafts:
             return None
         if context_max is not None and len(live.tokens) + 2 * settings.draft_tokens_max > context_max:
             return None
+        draft = self._known_draft(chunk, live)
+        missing = chunk.start - draft.drafted_count
+        is_lost = settings.draft_source == "head" and missing != 0
+        return None if is_lost or missing > CATCH_UP_TOKENS_WORTH * to_come else draft
+
+    def _known_draft(self, chunk: ScheduledChunk, live: LiveRequest) -> ModelDraft:
         if not isinstance(live.drafter, ModelDraft):
             live.drafter = ModelDraft(0)
         draft = live.drafter
         # Others may have computed what it shares with them.
-        size = settings.block_size
+        size = self._settings.block_size
         index = draft.drafted_count // size
         while index < chunk.start // size and self._pool.is_drafted(live.blocks[index]):
             index += 1
             draft.drafted_count = index * size
-        if chunk.start - draft.drafted_count > CATCH_UP_TOKENS_WORTH * to_come:
-            return None
         return draft

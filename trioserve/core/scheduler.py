@@ -62,7 +62,7 @@ class Scheduler:
         self.blocks_given_back_total = 0
         self.prefix_query_tokens_total = 0
         self.prefix_hit_tokens_total = 0
-        self.model_drafts = ModelDrafts(settings, pool) if settings.draft_source == "model" else None
+        self.model_drafts = ModelDrafts(settings, pool) if settings.draft_source != "text" else None
 
     def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId], list[RequestId]]:
         """Returns the chunks of the next step, whose they are, and who was admitted and preempted for it. No chunks:
@@ -88,10 +88,12 @@ class Scheduler:
             else:
                 spans = self._spans(live.state, start, count)
                 chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples, states=spans))
-        if self._settings.draft_tokens_max and not self._somebody_waits():
-            self._add_drafts(chunks)
+        if self._settings.draft_tokens_max:
+            somebody_waits = self._somebody_waits()
+            if not somebody_waits:
+                self._add_drafts(chunks)
             if self.model_drafts is not None:
-                self.model_drafts.add_tasks(chunks, lives)
+                self.model_drafts.add_tasks(chunks, lives, somebody_waits=somebody_waits)
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
     def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest]) -> int:

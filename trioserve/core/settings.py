@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["CoreSettings", "check_overlap", "check_states"]
+__all__ = ["CoreSettings", "DraftSourceName", "check_overlap", "check_states"]
+
+DraftSourceName = Literal["text", "model", "head"]
 
 
-def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: Literal["text", "model"] = "text") -> None:
+def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: DraftSourceName = "text") -> None:
     """Raises StartupError for both of them together."""
     if overlap_steps and draft_tokens_max > 0:
         drafts = _drafts(draft_tokens_max, source)
@@ -21,7 +23,7 @@ def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: Literal["t
         )
 
 
-def check_states(state_slot_count: int, draft_tokens_max: int, source: Literal["text", "model"] = "text") -> None:
+def check_states(state_slot_count: int, draft_tokens_max: int, source: DraftSourceName = "text") -> None:
     """Raises StartupError for drafts of a model whose layers keep a state."""
     if state_slot_count > 0 and draft_tokens_max > 0:
         raise StartupError(
@@ -30,7 +32,7 @@ def check_states(state_slot_count: int, draft_tokens_max: int, source: Literal["
         )
 
 
-def _drafts(token_count_max: int, source: Literal["text", "model"]) -> str:
+def _drafts(token_count_max: int, source: DraftSourceName) -> str:
     return f"--speculative-ngram {token_count_max}" if source == "text" else "a draft model"
 
 
@@ -52,7 +54,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         drafts: what a step with draft tokens brings is not one token. draft_tokens_max: draft tokens that a decode may
         compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up to
         here a CPU waits for the weights anyway, and a draft token costs a twentieth of a step; beyond, it costs as
-        much as it can save. draft_source: where draft tokens come from, a request's own text or a draft model.
+        much as it can save. draft_source: where draft tokens come from, a request's own text, a draft model, or a head
+        that reads the model's hidden states, so that it has to compute along.
     draft_context_tokens_max: of a draft model; None: as many as the model's own. draft_catch_up_tokens_max: tokens that
         the draft model computes in one step of those that it has not seen, so that the others do not wait for it.
     hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
@@ -83,7 +86,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: bool = False
     draft_tokens_max: int = 0
     draft_step_tokens_max: int = 16
-    draft_source: Literal["text", "model"] = "text"
+    draft_source: DraftSourceName = "text"
     draft_context_tokens_max: int | None = None
     draft_catch_up_tokens_max: int = 256
     hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
@@ -111,8 +114,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
         if not self.wide_prompt_stretch > 1:
             raise StartupError(f"wide_prompt_stretch is {self.wide_prompt_stretch}, it must be above 1")
-        if self.draft_source not in ("text", "model"):
-            raise StartupError(f'draft_source is "{self.draft_source}", it may be "text" or "model"')
+        if self.draft_source not in get_args(DraftSourceName):
+            raise StartupError(f'draft_source is "{self.draft_source}", it may be "text", "model" or "head"')
         if self.draft_catch_up_tokens_max < 1:
             raise StartupError(f"draft_catch_up_tokens_max is {self.draft_catch_up_tokens_max}, it must be at least 1")
         check_overlap(self.overlap_steps, self.draft_tokens_max, self.draft_source)

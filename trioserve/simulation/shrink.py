@@ -160,9 +160,9 @@ def _plainer_worlds(world: World) -> Iterator[World]:
     if world.overlaps:
         yield msgspec.structs.replace(world, overlaps=False)
     if world.draft_tokens:
-        yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False)
+        yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False, drafts_by_head=False)
     if world.drafts_by_model:
-        yield msgspec.structs.replace(world, drafts_by_model=False)
+        yield msgspec.structs.replace(world, drafts_by_model=False, drafts_by_head=False)
     if world.enable_prefix_caching:
         yield msgspec.structs.replace(world, enable_prefix_caching=False)
 

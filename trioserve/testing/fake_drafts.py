@@ -48,10 +48,10 @@ class FakeDraftModel:
             task, name = chunk.draft_task, chunk.request.id
             if task is None:
                 continue
-            if token_id is None or name in result.errors:
+            if name in result.errors or (chunk.samples and token_id is None):
                 self._spoil(chunk, task, len(chunk.tokens))
                 continue
-            tokens = [*chunk.tokens, token_id]
+            tokens = [*chunk.tokens] if token_id is None else [*chunk.tokens, token_id]
             for draft_token, follower in zip(chunk.draft, result.draft_token_ids.get(name, ()), strict=False):
                 if draft_token != tokens[-1]:
                     break
@@ -99,7 +99,7 @@ class FakeDraftModel:
         name, digest = chunk.request.id, 0
         last = len(chunk.tokens) if task.end is None else task.end
         assert 0 <= task.start <= last <= len(chunk.tokens), f"{name}: a draft task of {task.start} to {last}"
-        assert chunk.samples, f"{name} has a draft task, and samples nothing"
+        assert chunk.samples or task.end is not None, f"{name} has a draft task, and samples nothing"
         assert task.token_count == 0 or task.end is None, f"{name} drafts, and has not caught up"
         for position in range(task.start):
             digest = self._model.digest((chunk.tokens[position],), digest)

@@ -57,6 +57,7 @@ WINDOWED_WORLDS_SHARE = 0.3
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
 DRAFT_MODEL_SHARE = 0.5
+DRAFT_HEAD_SHARE = 0.3  # of these
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
 OUTPUT_TOKENS_MAX = 10
 
@@ -84,8 +85,10 @@ class Generator:
         can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
         self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0
         if self.world.draft_tokens:
-            by_model = Random(line_of(self.world) + "draft model").random() < DRAFT_MODEL_SHARE
-            self.world = msgspec.structs.replace(self.world, drafts_by_model=by_model)
+            drafts_rng = Random(line_of(self.world) + "draft model")
+            by_model = drafts_rng.random() < DRAFT_MODEL_SHARE
+            by_head = by_model and drafts_rng.random() < DRAFT_HEAD_SHARE
+            self.world = msgspec.structs.replace(self.world, drafts_by_model=by_model, drafts_by_head=by_head)
         may_have_window = self.world.keeps_kv and not self.world.drafts_by_model  # who drafts may see more
         if may_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9, 40)))

@@ -44,7 +44,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     overlaps: steps may be planned ahead. overtakes_max: how often one that does not fit may be overtaken.
 
     draft_tokens, draft_step_tokens: draft tokens of a request in a step, and tokens of a step with drafts.
-    drafts_by_model: a draft model proposes them; otherwise they come from a request's own text.
+    drafts_by_model: a draft model proposes them; otherwise they come from a request's own text. drafts_by_head: that
+    is a head, which has to compute along.
 
     has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
     KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.
@@ -70,6 +71,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     draft_tokens: int = 0
     draft_step_tokens: int = 16
     drafts_by_model: bool = False
+    drafts_by_head: bool = False
     has_poor_hash: bool = False
     has_connector: bool = False
     hold_seconds: float = 1.0

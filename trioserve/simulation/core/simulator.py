@@ -25,7 +25,7 @@ from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.request_state import LiveRequest
-from trioserve.core.settings import CoreSettings
+from trioserve.core.settings import CoreSettings, DraftSourceName
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.guides import LateMasks, WatchedGuide
 from trioserve.simulation.core.history import (
@@ -108,7 +108,7 @@ class Simulation:
                 overtakes_max=world.overtakes_max,
                 draft_tokens_max=world.draft_tokens,
                 draft_step_tokens_max=world.draft_step_tokens,
-                draft_source="model" if world.drafts_by_model else "text",
+                draft_source=_draft_source(world),
                 draft_catch_up_tokens_max=CATCH_UP_TOKENS_MAX,
                 window_tokens=world.window_tokens,
                 hold_seconds_max=world.hold_seconds,
@@ -453,6 +453,12 @@ class Simulation:
 
     def _count(self, what: str, count: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + count
+
+
+def _draft_source(world: World) -> DraftSourceName:
+    if world.drafts_by_head:
+        return "head"
+    return "model" if world.drafts_by_model else "text"
 
 
 def _begun_elsewhere(request: EngineRequest, response: ReferenceResponse | None, count: int) -> EngineRequest:

@@ -45,15 +45,20 @@ def check_begun_step(
     waiting = [
         entry for name, entry in live.items() if not (entry.is_running or (transfers and transfers.is_loading(name)))
     ]
-    by_model = settings.draft_source == "model"
+    by_model, by_head = settings.draft_source != "text", settings.draft_source == "head"
     for chunk in plan.chunks:
         if chunk.draft:
             assert not waiting, f"{chunk.request.id} drafts, and {waiting[0].request.id} waits"
             assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with draft tokens"
             _check_draft(chunk, settings.draft_tokens_max, live[chunk.request.id] if by_model else None)
         if chunk.draft_task is not None:
-            assert not waiting, f"{chunk.request.id} is drafted for, and {waiting[0].request.id} waits"
-            assert chunk.draft_task.token_count <= settings.draft_tokens_max, f"{chunk.request.id}: {chunk.draft_task}"
+            task = chunk.draft_task
+            is_proposed_to = task.token_count > 0 or not by_head
+            assert not (waiting and is_proposed_to), (
+                f"{chunk.request.id} is drafted for, and {waiting[0].request.id} waits"
+            )
+            assert task.start == chunk.start or not by_head, f"{chunk.request.id}: a head does not compute along"
+            assert task.token_count <= settings.draft_tokens_max, f"{chunk.request.id}: {task}"
     waiting.sort(key=_turn)
     overtaking: dict[str, list[str]] = {entry.request.id: _later_ones(entry, plan, live) for entry in waiting}
     for entry in waiting:
