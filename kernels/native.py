@@ -213,6 +213,7 @@ class StepStruct(ctypes.Structure):
         *((name, _pointer) for name in ("next_ids", "flaws", "logprobs", "top_ids", "hidden")),
         ("waited_for", _pointer),
         *((name, _pointer) for name in ("states", "span_firsts", "spans")),
+        ("tapped", _pointer),
         ("masks_filled", _pointer),
         ("given_rows", _pointer),
         ("given_values", _pointer),

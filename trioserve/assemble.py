@@ -38,6 +38,7 @@ from trioserve.engine.model_description import PooledModel
 from trioserve.engine.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
+from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.drafts.vocabulary import check_draft_vocabulary, check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of
@@ -464,6 +465,13 @@ class _Opening:
         assert path is not None, "it is found before"
         from trioserve.model.runner import DraftSource
 
+        settings = msgspec.structs.replace(
+            _model_settings(self._config), quantization=drafts.quantization, context_tokens_max=None
+        )
+        if is_eagle(path):
+            eagle = open_eagle(path)
+            check_draft_vocabulary(checkpoint.config, eagle.config, drafts.model)
+            return DraftSource(drafts.model, eagle, settings, drafts.token_count)
         draft = _opened(path, None)
         if isinstance(draft, EncoderDirectory):
             raise StartupError(
@@ -471,9 +479,6 @@ class _Opening:
             )
         check_draft_vocabulary(checkpoint.config, draft.config, drafts.model)
         check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), drafts.model)
-        settings = msgspec.structs.replace(
-            _model_settings(self._config), quantization=drafts.quantization, context_tokens_max=None
-        )
         return DraftSource(drafts.model, draft, settings, drafts.token_count)
 
     async def _load(
@@ -764,8 +769,8 @@ def _core_settings(
         enable_prefix_caching=config.enable_prefix_caching and keeps_kv,
         overlap_steps=config.overlap_steps,
         draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,
-        draft_source="text" if draft is None else "model",
-        draft_context_tokens_max=None if draft is None else draft.checkpoint.config.context_tokens_max,
+        draft_source="text" if draft is None else draft.kind,
+        draft_context_tokens_max=None if draft is None else draft.context_tokens_max,
         keeps_kv=keeps_kv,
         window_tokens=window_tokens,
         state_slot_count=runner.state_slot_count,

@@ -1062,6 +1062,8 @@ bool Engine::compute(const Model& model, const Step& step) {
             T* pages = static_cast<T*>(step.pages[index]);
             if (thread == 0 && step.waited_for != nullptr)
                 is_abandoned_ = __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
+            if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
+                std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
             Rows<const T> found = attended;
             if (layer.recurrent != nullptr) {

@@ -89,6 +89,18 @@ def step_driver() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def draft_driver() -> ModuleType:
+    """The module draft_driver itself: Driver, opened, add_all, check_equal, SAMPLINGS."""
+    return _neighbour("draft_driver")
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle() -> ModuleType:
+    """The module tiny_eagle itself: write_eagle, PlainHead."""
+    return _neighbour("tiny_eagle")
+
+
+@pytest.fixture(scope="session")
 def histories() -> ModuleType:
     """The module histories itself: History, play, alone."""
     return _neighbour("histories")

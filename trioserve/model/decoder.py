@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -334,10 +334,12 @@ class Decoder:
         is_abandoned: IsAbandoned = never_abandoned,
         *,
         states: StateStorage[Tensor] | None = None,
+        tapped: dict[int, Tensor] | None = None,
+        tapped_layers: Collection[int] = (),
     ) -> Tensor | None:
         """Compute every row of the step and write its KV and its states, if layers keep some. Returns [T, hidden_size]
         after the last layer; None if it was abandoned, which is asked before each layer: some states are then those
-        behind the step, and some are not."""
+        behind the step, and some are not. tapped: gets what goes into the tapped layers, by layer."""
         hidden = self._embedding(step.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden *= self._embedding_scale
@@ -346,9 +348,11 @@ class Decoder:
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
         memories = (None,) * len(self._layers) if states is None else states.buffers
-        for layer, pages, memory in zip(self._layers, storage.pages, memories, strict=True):
+        for index, (layer, pages, memory) in enumerate(zip(self._layers, storage.pages, memories, strict=True)):
             if is_abandoned():
                 return None
+            if tapped is not None and index in tapped_layers:
+                tapped[index] = hidden.clone() if product is None else hidden + product
             slots_of_layer = pages.flatten(0, 1).flatten(1)
             product = layer(hidden, product, step, angles.get(layer.rotary), pages, slots_of_layer, memory)
         return hidden if product is None else hidden.add_(product)

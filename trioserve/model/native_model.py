@@ -122,6 +122,7 @@ class NativeModel:
         self.computed_by = f"native kernels ({library.level}, {thread_count} threads{kept}{invariant})"
         self._library = library
         self._block_size = block_size
+        self.tapped_layers: tuple[int, ...] = ()
         self._storage: KVStorage[Values] | None = None
         self._unclaimed: Iterator[tuple[int, int]] = iter(())  # address and bytes of pieces of the KV cache's memory
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
@@ -248,6 +249,12 @@ class NativeModel:
             span_firsts=start_of(arrays.span_firsts),
             spans=start_of(arrays.spans),
         )
+        tapped = np.empty((len(self.tapped_layers), arrays.row_count, self.config.hidden_size), dtype=np.float32)
+        tapped_addresses = (ctypes.c_void_p * self.config.layer_count)()
+        if self.tapped_layers:
+            for place, layer in enumerate(self.tapped_layers):
+                tapped_addresses[layer] = address(tapped[place])
+            step.tapped = ctypes.addressof(tapped_addresses)
         samplings.put_into(step)
         if not self._engine.step(self._struct, step):
             return None
@@ -261,6 +268,7 @@ class NativeModel:
                 place: self._pooled(hidden[arrays.first_rows[place] :][: chunks[place].count], chunks[place])
                 for place in pooling
             },
+            _tapped(tapped, arrays.first_rows, chunks) if self.tapped_layers else None,
         )
 
     def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> Pooled | None:
@@ -302,6 +310,11 @@ class NativeModel:
             engine.close()
             self._weights.close()
         self._layers, self._storage, self._states, self._embedding, self._unclaimed = [], None, None, None, iter(())
+
+
+def _tapped(tapped: Float32Array, first_rows: Sequence[int], chunks: Sequence[ScheduledChunk]) -> list[Float32Array]:
+    rows = tapped.transpose(1, 0, 2).reshape(tapped.shape[1], -1)
+    return [rows[first : first + chunk.row_count] for first, chunk in zip(first_rows, chunks, strict=True)]
 
 
 def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
@@ -32,6 +32,7 @@ from trioserve.model.device import (
     torch_now,
 )
 from trioserve.model.drafts.draft_model import DraftModel
+from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
 from trioserve.model.drafts.vocabulary import check_draft_vocabulary
 from trioserve.model.kv_pages import make_kv_pages
 from trioserve.model.kv_storage import KVStorage
@@ -61,9 +62,18 @@ class DraftSource:
     """A draft model: its name for people, its checkpoint, how it is run, and how many tokens it proposes at most."""
 
     name: str
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | EagleCheckpoint
     settings: ModelSettings
     token_count: int
+
+    @property
+    def kind(self) -> Literal["model", "head"]:
+        return "head" if isinstance(self.checkpoint, EagleCheckpoint) else "model"
+
+    @property
+    def context_tokens_max(self) -> int | None:
+        """A head goes as far as its model, whatever it was trained on."""
+        return None if isinstance(self.checkpoint, EagleCheckpoint) else self.checkpoint.config.context_tokens_max
 
 
 class ModelRunner:
@@ -109,6 +119,7 @@ class ModelRunner:
         """A step leaves no CPU to anybody else."""
         self._batch_invariant = settings.batch_invariant
         self._before: BegunStep | None = None  # the step that was begun last
+        self._tapped: dict[RequestId, Any] = {}  # what went into the tapped layers in the last step
 
     @classmethod
     def load(
@@ -130,14 +141,13 @@ class ModelRunner:
         draft_model = None
         if draft is not None:
             check_draft_vocabulary(checkpoint.config, draft.checkpoint.config, draft.name)
-            draft_model = DraftModel(
-                _loaded_model(draft.checkpoint, draft.settings, progress, on_compile),
-                block_size=settings.block_size,
-                token_count_max=draft.token_count,
-            )
+            if not isinstance(draft.checkpoint, EagleCheckpoint):
+                draft_model = _loaded_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
         try:
             model = _loaded_model(checkpoint, settings, progress, on_compile)
             try:
+                if draft is not None and isinstance(draft.checkpoint, EagleCheckpoint):
+                    draft_model = _loaded_head(draft, draft.checkpoint, checkpoint, model, settings.block_size)
                 # First: what it takes is not the KV cache's.
                 vision = _load_vision(checkpoint, model.dtype, model.device)
                 return cls(model, settings, draft_model, vision)
@@ -274,7 +284,9 @@ class ModelRunner:
         result = self.launch(plan, is_abandoned)()
         if result is None:
             return None
-        return self._draft.propose(plan, result, time.perf_counter() - started_at, is_abandoned)
+        step_seconds = time.perf_counter() - started_at
+        self._draft.take_tapped(self._tapped)
+        return self._draft.propose(plan, result, step_seconds, is_abandoned)
 
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
         """See LaunchingExecutor."""
@@ -325,7 +337,11 @@ class ModelRunner:
         if not step.chunks:
             return step.result(ComputedStep(None))
         computed = model.compute(step.chunks, is_abandoned, plan.masks)
-        return None if computed is None else step.result(computed)
+        if computed is None:
+            return None
+        if computed.tapped is not None:
+            self._tapped = {chunk.request.id: rows for chunk, rows in zip(step.chunks, computed.tapped, strict=True)}
+        return step.result(computed)
 
 
 def _loaded_model(
@@ -348,6 +364,46 @@ def _loaded_model(
         model.close()
         raise
     return model
+
+
+def _loaded_draft(
+    draft: DraftSource,
+    checkpoint: Checkpoint,
+    block_size: int,
+    progress: Callable[[int, int], None] | None,
+    on_compile: Callable[[str, float], None],
+) -> DraftModel:
+    model = _loaded_model(checkpoint, draft.settings, progress, on_compile)
+    block_bytes = kv_block_bytes(model.config, block_size, model.dtype)
+    return DraftModel(model, block_size=block_size, block_bytes=block_bytes, token_count_max=draft.token_count)
+
+
+def _loaded_head(
+    draft: DraftSource, eagle: EagleCheckpoint, checkpoint: Checkpoint, model: StepModel, block_size: int
+) -> DraftModel:
+    """The head has its own copy of the model's embedding: that one may be packed, or quantized."""
+    torch = torch_now("an EAGLE-3 head")
+    from trioserve.model.drafts.eagle import EagleHead
+    from trioserve.model.torch_formats import TORCH_DTYPES
+
+    model.tapped_layers = eagle.tapped_of(model.config.layer_count)
+    stored = next(tensor for tensor in checkpoint.tensors() if tensor.name == "embed.weight")
+    embedding = torch.from_numpy(stored.read("float32")).to(model.device, TORCH_DTYPES[model.dtype])
+    head = EagleHead(
+        eagle,
+        model.config,
+        embedding,
+        dtype=model.dtype,
+        device=torch.device(model.device),
+        block_size=block_size,
+    )
+    return DraftModel(
+        head,
+        block_size=block_size,
+        block_bytes=head.block_bytes,
+        token_count_max=draft.token_count,
+        take_tapped=head.take_tapped,
+    )
 
 
 class _Step:

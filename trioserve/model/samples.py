@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooled
@@ -57,11 +58,13 @@ ReadSamples = Callable[[], Samples]
 class ComputedStep:
     """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of each chunk that asks,
     those of its prompt_followers; None if the model's numbers for it are not finite. pooled: the same for each chunk
-    that pools."""
+    that pools. tapped: for each chunk what went into the tapped layers, [rows, layers * hidden_size], an array or a
+    tensor; None without such layers."""
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
     pooled: dict[int, Pooled | None] = field(default_factory=dict)
+    tapped: list[Any] | None = None
 
 
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:

@@ -21,6 +21,9 @@ __all__ = ["StepModel"]
 class StepModel(Protocol):
     """A model that computes whole steps, and its KV cache."""
 
+    tapped_layers: tuple[int, ...]
+    """What goes into these layers is given out with each step, for a head that drafts. Set before allocate_kv."""
+
     @property
     def config(self) -> ModelConfig: ...
 

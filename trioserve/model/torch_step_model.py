@@ -73,6 +73,7 @@ class TorchStepModel:
         self.dtype: Dtype = dtype
         self.device: DeviceType = device
         self.step_weight_bytes: int = step_weight_bytes(config, dtype)
+        self.tapped_layers: tuple[int, ...] = ()
         self._settings = settings
         self._storage: KVStorage[Tensor] | None = None
         self._states: StateStorage[Tensor] | None = None
@@ -116,7 +117,7 @@ class TorchStepModel:
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
         # Which expert has which rows is read back from the device in the middle of a step.
-        return self._model.kernels.FUSED and not self.config.has_experts
+        return self._model.kernels.FUSED and not self.config.has_experts and not self.tapped_layers
 
     @property
     def _has_static_steps(self) -> bool:
@@ -199,7 +200,10 @@ class TorchStepModel:
         sending = Sending(self._shape.device)
         step = build_step_tensors(chunks, self._shape, sending)
         sending.send()
-        hidden = model.forward(step, storage, is_abandoned, states=states)
+        tapped: dict[int, Tensor] = {}
+        hidden = model.forward(
+            step, storage, is_abandoned, states=states, tapped=tapped, tapped_layers=self.tapped_layers
+        )
         if hidden is None:
             return None
         samples = None
@@ -226,7 +230,14 @@ class TorchStepModel:
                 for place, (chunk, row) in enumerate(zip(chunks, step.first_rows, strict=True))
                 if chunk.pools and chunk.request.pooling is not None
             },
+            self._tapped(tapped, step.first_rows, chunks) if self.tapped_layers else None,
         )
+
+    def _tapped(
+        self, tapped: Mapping[int, Tensor], first_rows: Sequence[int], chunks: Sequence[ScheduledChunk]
+    ) -> list[Tensor]:
+        rows = torch.cat([tapped[layer] for layer in self.tapped_layers], -1)
+        return [rows[first : first + chunk.row_count] for first, chunk in zip(first_rows, chunks, strict=True)]
 
     @torch.inference_mode()
     def launch(

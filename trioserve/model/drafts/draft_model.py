@@ -12,19 +12,38 @@ own, which are nobody's after the step.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import DraftTask, DraftTimes, IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.model.device import kv_block_bytes
-from trioserve.model.step_model import StepModel
+from trioserve.contracts.token_masks import TokenMasks
+from trioserve.model.samples import ComputedStep
 
 __all__ = ["DraftModel"]
 
 DRAFTING_SEQS_MAX = 32  # of a step; what the core lets draft in one is less
+
+
+TakeTapped = Callable[[Mapping[RequestId, Any]], None]
+
+
+class ProposingModel(Protocol):
+    """What of a StepModel is asked here."""
+
+    def allocate_kv(self, block_count: int) -> None: ...
+
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None: ...
+
+    def warm_up(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,16 +66,24 @@ class _Row:
 class DraftModel:
     """Owns the model: closing this closes that."""
 
-    def __init__(self, model: StepModel, *, block_size: int, token_count_max: int) -> None:
-        """token_count_max: proposed for a request behind a step, at most."""
+    def __init__(
+        self,
+        model: ProposingModel,
+        *,
+        block_size: int,
+        block_bytes: int,
+        token_count_max: int,
+        take_tapped: TakeTapped | None = None,
+    ) -> None:
+        """block_bytes: of its KV. token_count_max: proposed for a request behind a step, at most. take_tapped: of a
+        head, whose row for a token reads the token behind it, and hidden states of the model."""
         self.model = model
+        self.block_bytes = block_bytes
+        self._take_tapped = take_tapped
+        self._shift = 0 if take_tapped is None else 1
         self._block_size = block_size
         self._block_count = 0
         self._spare_per_row = -(-token_count_max // block_size)
-
-    @property
-    def block_bytes(self) -> int:
-        return kv_block_bytes(self.model.config, self._block_size, self.model.dtype)
 
     @property
     def spare_block_count(self) -> int:
@@ -67,6 +94,11 @@ class DraftModel:
         self._block_count = block_count
         self.model.allocate_kv(block_count + self.spare_block_count)
 
+    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+        """What went into the model's tapped layers in the step that is just over, by request."""
+        if self._take_tapped is not None:
+            self._take_tapped(tapped)
+
     def propose(
         self, plan: StepPlan, result: StepResult, step_seconds: float, is_abandoned: IsAbandoned
     ) -> StepResult | None:
@@ -76,15 +108,16 @@ class DraftModel:
         rows: list[_Row] = []
         for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
             task, request_id = chunk.draft_task, chunk.request.id
-            if task is None or token_id is None or request_id in result.errors:
+            if task is None or request_id in result.errors or (chunk.samples and token_id is None):
                 continue
-            if task.end is None and len(rows) < DRAFTING_SEQS_MAX:
-                rows.append(self._row(chunk, task, token_id, result.draft_token_ids.get(request_id, ()), len(rows)))
-            elif task.end is not None:
-                count = task.end - task.start
-                table = chunk.block_table
+            tokens = _known(chunk, token_id, result.draft_token_ids.get(request_id, ()))
+            if task.token_count > 0 and len(rows) < DRAFTING_SEQS_MAX:
+                rows.append(self._row(chunk, task, tokens, len(rows)))
+            elif task.token_count == 0:
+                start = task.start + self._shift
+                end = len(tokens) if task.end is None else task.end + self._shift
                 catching_up.append(
-                    ScheduledChunk(_plain(chunk.request), chunk.tokens, task.start, count, table, samples=False)
+                    ScheduledChunk(_plain(chunk.request), tokens, start, end - start, chunk.block_table, samples=False)
                 )
         proposed: dict[RequestId, tuple[int, ...]] = {chunk.request.id: () for chunk in catching_up}
         pass_count = 0
@@ -101,7 +134,7 @@ class DraftModel:
             going_on = []
             for row, token_id in zip(drafting, computed.samples.token_ids, strict=True):
                 row.start = len(row.tokens)
-                if token_id is None or row.token_count == 0:
+                if token_id is None:
                     continue
                 row.tokens.append(token_id)
                 is_last = len(row.tokens) - row.known_count == row.token_count
@@ -115,16 +148,24 @@ class DraftModel:
     def close(self) -> None:
         self.model.close()
 
-    def _row(self, chunk: ScheduledChunk, task: DraftTask, token_id: int, sampled: tuple[int, ...], index: int) -> _Row:
-        tokens = [*chunk.tokens, token_id]
+    def _row(self, chunk: ScheduledChunk, task: DraftTask, tokens: list[int], index: int) -> _Row:
+        first = self._block_count + index * self._spare_per_row
+        kept = -(-(len(tokens) - 1) // self._block_size)
+        table = [*chunk.block_table[:kept], *range(first, first + self._spare_per_row)]
+        return _Row(_plain(chunk.request), len(tokens), task.start + self._shift, task.token_count, tokens, table)
+
+
+def _known(chunk: ScheduledChunk, token_id: int | None, sampled: Sequence[int]) -> list[int]:
+    """The tokens of a request when the step is over. token_id, sampled: what follows its last known token, and what
+    follows each draft token."""
+    tokens = list(chunk.tokens)
+    if token_id is not None:
+        tokens.append(token_id)
         for draft_token, follower in zip(chunk.draft, sampled, strict=False):
             if draft_token != tokens[-1]:
                 break
             tokens.append(follower)
-        first = self._block_count + index * self._spare_per_row
-        kept = -(-(len(tokens) - 1) // self._block_size)
-        table = [*chunk.block_table[:kept], *range(first, first + self._spare_per_row)]
-        return _Row(_plain(chunk.request), len(tokens), task.start, task.token_count, tokens, table)
+    return tokens
 
 
 def _plain(request: EngineRequest) -> EngineRequest:

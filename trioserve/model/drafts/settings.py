@@ -21,9 +21,9 @@ IGNORED = frozenset({"prompt_lookup_max", "prompt_lookup_min", "disable_padded_d
 
 
 class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """source: the request's own text, or a draft model. token_count: of a draft, at most. model: named like any model;
-    None for text. quantization: how its weights are kept. ignored: keys of vLLM's that mean nothing here, to be said in
-    the log."""
+    """source: the request's own text, or a draft model; whether that is a head is seen in its files. token_count: of
+    a draft, at most. model: named like any model; None for text. quantization: how its weights are kept. ignored: keys
+    of vLLM's that mean nothing here, to be said in the log."""
 
     source: Literal["text", "model"]
     token_count: int
@@ -65,8 +65,8 @@ def _from_config(fields: dict[str, Any]) -> DraftSettings:
     if method == "ngram":
         _nothing_else(fields)
         return DraftSettings(source="text", token_count=count, ignored=ignored)
-    if method not in (None, "draft_model"):
-        raise StartupError(f'method in {FLAG} is {method!r}, allowed is "draft_model" or "ngram"')
+    if method not in (None, "draft_model", "eagle3"):
+        raise StartupError(f'method in {FLAG} is {method!r}, allowed is "draft_model", "eagle3" or "ngram"')
     if not isinstance(model, str) or not model:
         raise StartupError(f'{FLAG} has no "model": name one, as in {EXAMPLE}')
     devices = fields.pop("draft_tensor_parallel_size", 1)

@@ -15,7 +15,7 @@ from trioserve.model.number_formats import Dtype
 __all__ = ["PLAIN_DTYPES", "STORAGE_BYTES", "FileTensor"]
 
 PLAIN_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-STORAGE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+STORAGE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "BOOL": 1}
 """Of a value, by safetensors' name of its type: all that quantized checkpoints are read from."""
 
 

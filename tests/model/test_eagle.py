@@ -1,0 +1,181 @@
+"""An EAGLE-3 head beside a model: it proposes what a plain reading of its weights does, and changes no response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.invariants import check_idle
+
+TARGET = "smollm3"  # four layers
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Callable[..., Path]) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint(TARGET), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def tapped_of(reference: Any, tokens: list[int]) -> torch.Tensor:
+    """What goes into the first three layers at all tokens but the last."""
+    states = reference(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in range(3)], -1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"own_embedding": True}, {"draft_vocab_size": 320}, {"norm_before_residual": True}],
+    ids=["plain", "own embedding", "whole vocabulary", "norm before residual"],
+)
+def test_it_proposes_what_its_weights_say(
+    changes: dict[str, Any],
+    cpu_kernels: str,
+    tiny_checkpoint: Callable[..., Path],
+    tiny_eagle: ModuleType,
+    draft_driver: ModuleType,
+    reference: Any,
+    tmp_path: Path,
+) -> None:
+    """Behind each step of several requests whose drafts are wrong, right and cut off, from prompts in chunks on."""
+    directory = tiny_eagle.write_eagle(tmp_path / "head", **changes)
+    plain = tiny_eagle.PlainHead(directory, reference.get_input_embeddings().weight.detach())
+    runner = draft_driver.opened(tiny_checkpoint(TARGET), directory, (cpu_kernels, "auto"))
+    driver = draft_driver.Driver(runner, source="head", step_tokens_max=24)
+    prompts = {"a": draft_driver.prompt_of(9, 1), "b": draft_driver.prompt_of(30, 2)}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, GREEDY, tokens=12)
+    proposed_count = 0
+    while driver.step():
+        plan, result = driver.plans[-1], driver.results[-1]
+        assert result is not None
+        for chunk in plan.chunks:
+            name = chunk.request.id
+            proposed = result.proposed.get(name)
+            assert chunk.draft_task is not None
+            assert proposed is not None
+            assert len(proposed) == chunk.draft_task.token_count
+            if not proposed:
+                continue
+            tokens = [*prompts[name], *driver.responses[name][0]]
+            with torch.inference_mode():
+                expected = plain.proposed(tokens, tapped_of(reference, tokens), len(proposed))
+            assert list(proposed) == expected, (name, len(tokens))
+            proposed_count += len(proposed)
+    assert proposed_count > 20
+    runner.close()
+
+
+def test_the_response_is_the_one_without_a_head(
+    cpu_kernels: str,
+    tiny_checkpoint: Callable[..., Path],
+    tiny_eagle: ModuleType,
+    draft_driver: ModuleType,
+    tmp_path: Path,
+) -> None:
+    responses = []
+    for source in (None, "head"):
+        head = None if source is None else tiny_eagle.write_eagle(tmp_path / "head")
+        runner = draft_driver.opened(tiny_checkpoint(TARGET), head, (cpu_kernels, "auto"))
+        driver = draft_driver.Driver(runner, source=source, step_tokens_max=40)
+        draft_driver.add_all(driver)
+        responses.append(driver.run())
+        assert (driver.core.stats().draft_tokens_total > 0) == (source is not None)
+        runner.close()
+    draft_driver.check_equal(responses[1], responses[0])
+
+
+def test_whoever_leaves_at_any_step_leaves_nothing_behind(
+    tiny_checkpoint: Callable[..., Path], tiny_eagle: ModuleType, draft_driver: ModuleType, tmp_path: Path
+) -> None:
+    runner = draft_driver.opened(tiny_checkpoint(TARGET), tiny_eagle.write_eagle(tmp_path / "head"))
+    for left_at in range(1, 7):
+        driver = draft_driver.Driver(runner, source="head", step_tokens_max=40)
+        draft_driver.add_all(driver)
+        for _ in range(left_at):
+            driver.step()
+        driver.core.abort([RequestId(name) for name in list(draft_driver.SAMPLINGS)[::2]], now=0.0)
+        driver.run()
+        check_idle(driver.core)
+    runner.close()
+
+
+def test_a_head_that_knows_the_next_tokens_saves_steps(
+    tiny_checkpoint: Callable[..., Path], tiny_eagle: ModuleType, draft_driver: ModuleType, tmp_path: Path
+) -> None:
+    """Whatever it reads, it says token 7, which a bias has the model say, too."""
+    directory = tiny_eagle.write_eagle(tmp_path / "head", draft_vocab_size=320)
+    weights = load_file(directory / "model.safetensors")
+    weights["norm.weight"] = torch.zeros_like(weights["norm.weight"])
+    save_file(weights, directory / "model.safetensors")
+    runner = draft_driver.opened(tiny_checkpoint(TARGET), directory)
+    driver = draft_driver.Driver(runner, source="head")
+    driver.add("a", draft_driver.prompt_of(9, 1), SamplingParams(temperature=0.0, logit_bias={7: 100.0}), tokens=40)
+    assert driver.run()["a"][0] == [7] * 40
+    assert driver.core.stats().accepted_tokens_total == 30
+    assert len(driver.plans) == 10
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, "layers 0, 1, 4, and the model has 4"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "has 2 layers, it must have 3"),
+        ({"eagle_config": None}, "layers 2, 2, 1, and the model has 4"),
+        ({"num_hidden_layers": 2}, "has 2 layers, and such a head has one"),
+        ({"vocab_size": 319, "draft_vocab_size": 200}, "a vocabulary of 319 tokens, but the model has one of 320"),
+        ({"hidden_size": 128, "head_dim": 16}, "name the head that was trained for it"),
+    ],
+)
+def test_a_head_of_another_model_is_refused(
+    changes: dict[str, Any],
+    sentence: str,
+    tiny_checkpoint: Callable[..., Path],
+    tiny_eagle: ModuleType,
+    draft_driver: ModuleType,
+    tmp_path: Path,
+) -> None:
+    directory = tiny_eagle.write_eagle(tmp_path / "head", **changes)
+    with pytest.raises((ModelLoadError, StartupError), match=sentence):
+        draft_driver.opened(tiny_checkpoint(TARGET), directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "sentence"),
+    [
+        ("fc.weight", None, "has no fc.weight"),
+        ("fc.weight", torch.zeros(64, 64), r"fc.weight in .* has shape \[64, 64\]"),
+        ("d2t", None, "has no d2t"),
+        ("d2t", torch.full((200,), 200), "names tokens that the model does not have"),
+        ("midlayer.self_attn.q_proj.bias", torch.zeros(64), "has midlayer.self_attn.q_proj.bias, which no EAGLE-3"),
+    ],
+)
+def test_a_damaged_head_is_refused(
+    name: str,
+    tensor: torch.Tensor | None,
+    sentence: str,
+    tiny_checkpoint: Callable[..., Path],
+    tiny_eagle: ModuleType,
+    draft_driver: ModuleType,
+    tmp_path: Path,
+) -> None:
+    directory = tiny_eagle.write_eagle(tmp_path / "head")
+    weights = load_file(directory / "model.safetensors")
+    if tensor is None:
+        del weights[name]
+    else:
+        weights[name] = tensor
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=sentence):
+        draft_driver.opened(tiny_checkpoint(TARGET), directory)

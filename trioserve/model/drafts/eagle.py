@@ -1,0 +1,211 @@
+"""An EAGLE-3 head in torch: one layer that guesses the next hidden state of the model from its own last guess.
+
+Its row for a token reads the embedding of the token behind it, and the hidden states of the model at the token; where
+the model has not been yet, its own result in their place. So a row stands at the position of the token that it
+continues, and its KV there depends on one token more: in a block that is shared by prefix, the last row may have been
+another request's continuation. That costs a guess and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
+from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.rotary import rotary_frequencies
+from trioserve.model.sampler import sample
+from trioserve.model.samples import ComputedStep, Samples, is_largest_wanted
+from trioserve.model.torch_formats import TORCH_DTYPES
+
+__all__ = ["EagleHead"]
+
+FAR_BELOW = -1e30  # of a token that the head does not know: below any logit, and finite
+
+
+class EagleHead:
+    """What a draft model is to DraftModel, with hidden states of the model beside its chunks (take_tapped)."""
+
+    def __init__(
+        self,
+        checkpoint: EagleCheckpoint,
+        target: ModelConfig,
+        embedding: Tensor,
+        *,
+        dtype: Dtype,
+        device: torch.device,
+        block_size: int,
+    ) -> None:
+        """embedding: the model's, for a head that has none of its own. Raises ModelLoadError."""
+        self.config = checkpoint.config
+        self.dtype = dtype
+        self._block_size = block_size
+        self._device = device
+        self._norms_residual = checkpoint.norms_residual
+        attention, mlp = self.config.layers[0].attention, self.config.layers[0].mlp
+        heads = self.config.heads
+        self._head_count, self._kv_head_count, self._head_dim = heads.head_count, heads.kv_head_count, heads.head_dim
+        size, middle = self.config.hidden_size, mlp.intermediate_size
+        stored = checkpoint.tensors()
+
+        def take(name: str, *shape: int) -> Tensor:
+            tensor = stored.pop(name, None)
+            if tensor is None:
+                raise ModelLoadError(f"{checkpoint.path} has no {name}: it is no whole EAGLE-3 head")
+            if tuple(tensor.shape) != shape:
+                raise ModelLoadError(
+                    f"{name} in {checkpoint.path} has shape {list(tensor.shape)}, but config.json asks for "
+                    f"{list(shape)}"
+                )
+            values = torch.from_numpy(tensor)
+            return values.to(device, TORCH_DTYPES[dtype] if values.is_floating_point() else values.dtype)
+
+        layer, queries, keys = "midlayer", attention.query_size, attention.key_size
+        self._fc = take("fc.weight", size, 3 * target.hidden_size)
+        self._embedding_norm = take(f"{layer}.input_layernorm.weight", size)
+        self._hidden_norm = take(f"{layer}.hidden_norm.weight", size)
+        self._qkv = torch.cat(
+            [
+                take(f"{layer}.self_attn.{part}_proj.weight", count, 2 * size)
+                for part, count in (("q", queries), ("k", keys), ("v", keys))
+            ]
+        )
+        self._output = take(f"{layer}.self_attn.o_proj.weight", size, queries)
+        self._mlp_norm = take(f"{layer}.post_attention_layernorm.weight", size)
+        self._gate_up = torch.cat([take(f"{layer}.mlp.{part}_proj.weight", middle, size) for part in ("gate", "up")])
+        self._down = take(f"{layer}.mlp.down_proj.weight", size, middle)
+        self._norm = take("norm.weight", size)
+        self._head = take("lm_head.weight", checkpoint.vocab_size, size)
+        self._token_ids = torch.arange(checkpoint.vocab_size, device=device)
+        if "d2t" in stored:
+            self._token_ids = self._token_ids + take("d2t", checkpoint.vocab_size).to(torch.int64)
+        elif checkpoint.vocab_size != target.vocab_size:
+            raise ModelLoadError(f"{checkpoint.path} has no d2t, which says what the tokens of its vocabulary are")
+        if not 0 <= int(self._token_ids.min()) <= int(self._token_ids.max()) < target.vocab_size:
+            raise ModelLoadError(f"d2t in {checkpoint.path} names tokens that the model does not have")
+        self._vocab_size = target.vocab_size
+        own = "embed_tokens.weight" in stored
+        self._embedding = take("embed_tokens.weight", target.vocab_size, size) if own else embedding
+        if self._embedding.shape[1] != size:
+            raise ModelLoadError(
+                f"the EAGLE-3 head in {checkpoint.path} has hidden_size {size}, and the model's embedding "
+                f"{self._embedding.shape[1]}: name the head that was trained for it"
+            )
+        if stored:
+            raise ModelLoadError(f"{checkpoint.path} has {min(stored)}, which no EAGLE-3 head of this kind has")
+        frequencies, magnitudes = rotary_frequencies(self.config.layers[0].attention.rotary, self._head_dim)
+        self._frequencies = torch.from_numpy(frequencies).to(device)
+        self._magnitudes = torch.from_numpy(magnitudes).to(device)
+        self._pages: Tensor | None = None
+        self._hidden: dict[RequestId, Tensor] = {}  # by request, in front of its next rows
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self._kv_head_count * self._head_dim * self._block_size * VALUE_BYTES[self.dtype]
+
+    def allocate_kv(self, block_count: int) -> None:
+        shape = (block_count * self._block_size, 2, self._kv_head_count, self._head_dim)
+        self._pages = torch.zeros(shape, dtype=TORCH_DTYPES[self.dtype], device=self._device)
+
+    @torch.inference_mode()
+    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+        """What went into the tapped layers in the step that is just over, by request, [rows, layers * hidden_size]."""
+        self._hidden = {}
+        for request_id, rows in tapped.items():
+            tensor = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+            self._hidden[request_id] = linear(tensor.to(self._device, self._fc.dtype), self._fc)
+
+    @torch.inference_mode()
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None:
+        """The rows before the chunks' tokens; their hidden states are those that were tapped, or this head's own."""
+        if is_abandoned():
+            return None
+        token_ids = [token for chunk in chunks for token in chunk.row_tokens]
+        positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]) - 1
+        given = torch.cat([self._hidden[chunk.request.id][: chunk.count] for chunk in chunks])
+        hidden = self._layer(torch.tensor(token_ids, device=self._device), given, positions.to(self._device), chunks)
+        ends = np.cumsum([chunk.count for chunk in chunks]).tolist()
+        for chunk, end in zip(chunks, ends, strict=True):
+            self._hidden[chunk.request.id] = hidden[end - 1 : end]
+        sampling = [(chunk, end - 1) for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+        if not sampling:
+            return ComputedStep(None)
+        last = hidden[torch.tensor([row for _chunk, row in sampling], device=self._device)]
+        logits = linear(self._normed(last, self._norm), self._head)
+        return ComputedStep(self._samples(logits, [chunk for chunk, _row in sampling]))
+
+    def warm_up(self) -> None:
+        """Nothing is prepared ahead."""
+
+    def close(self) -> None:
+        self._pages = None
+        self._hidden = {}
+
+    def _layer(self, token_ids: Tensor, given: Tensor, positions: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        assert self._pages is not None, "compute before allocate_kv"
+        normed = self._normed(given, self._hidden_norm)
+        residual = normed if self._norms_residual else given
+        embedded = self._normed(self._embedding[token_ids], self._embedding_norm)
+        qkv = linear(torch.cat((embedded, normed), -1), self._qkv).view(len(token_ids), -1, self._head_dim)
+        parts = [self._head_count, self._kv_head_count, self._kv_head_count]
+        queries, keys, values = torch.split(qkv, parts, 1)
+        angles = positions.to(torch.float32)[:, None] * self._frequencies
+        cos, sin = (angles.cos() * self._magnitudes)[:, None], (angles.sin() * self._magnitudes)[:, None]
+        queries, keys = _turned(queries, cos, sin), _turned(keys, cos, sin)
+        attended, first = [], 0
+        for chunk in chunks:
+            rows = slice(first, first + chunk.count)
+            first += chunk.count
+            slots = self._slots(chunk)
+            own = slots[chunk.start - 1 :]
+            self._pages[own, 0], self._pages[own, 1] = keys[rows], values[rows]
+            attended.append(self._attended(queries[rows], self._pages[slots], chunk.start - 1))
+        hidden = residual + linear(torch.cat(attended), self._output)
+        gate, up = linear(self._normed(hidden, self._mlp_norm), self._gate_up).chunk(2, -1)
+        return hidden + linear(silu(gate) * up, self._down)
+
+    def _slots(self, chunk: ScheduledChunk) -> Tensor:
+        """Of positions 0 .. start + count - 2, the rows' own at the end."""
+        count = chunk.start + chunk.count - 1
+        blocks = torch.tensor(chunk.block_table[: -(-count // self._block_size)])
+        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).view(-1)[:count]
+        return slots.to(self._device)
+
+    def _attended(self, queries: Tensor, context: Tensor, start: int) -> Tensor:
+        """queries: [rows, heads, head_dim], at positions start and on; context: [positions, 2, kv_heads, head_dim]."""
+        rows, group = queries.shape[0], self._head_count // self._kv_head_count
+        keys, values = context.repeat_interleave(group, 2).permute(1, 2, 0, 3)
+        positions = torch.arange(context.shape[0], device=self._device)
+        seen = positions[None] <= positions[start:, None]
+        attended = scaled_dot_product_attention(queries.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen)
+        return attended[0].transpose(0, 1).reshape(rows, -1)
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows, weight.shape, weight, self.config.norm_eps)
+
+    def _samples(self, logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
+        if all(is_largest_wanted(chunk) for chunk in chunks):
+            finite = logits.isfinite().all(-1).tolist()
+            ids = self._token_ids[logits.argmax(-1)].tolist()
+            return Samples([token if good else None for token, good in zip(ids, finite, strict=True)])
+        every = torch.full((len(chunks), self._vocab_size), FAR_BELOW, dtype=torch.float32, device=self._device)
+        every[:, self._token_ids] = logits.float()
+        return sample(every, chunks)
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[rows, heads, head_dim], the halves of each head turned into one another."""
+    first, second = heads.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
