@@ -40,7 +40,7 @@ from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
 from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
 from trioserve.model.drafts.settings import DraftSettings
-from trioserve.model.drafts.vocabulary import check_draft_vocabulary, check_same_tokens
+from trioserve.model.drafts.vocabulary import check_draft, check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, recommended_sampling, resolve_model
@@ -470,14 +470,14 @@ class _Opening:
         )
         if is_eagle(path):
             eagle = open_eagle(path)
-            check_draft_vocabulary(checkpoint.config, eagle.config, drafts.model)
+            check_draft(checkpoint.config, eagle.config, drafts.model)
             return DraftSource(drafts.model, eagle, settings, drafts.token_count)
         draft = _opened(path, None)
         if isinstance(draft, EncoderDirectory):
             raise StartupError(
                 f"the draft model {drafts.model} is an encoder, which writes no tokens: name another one"
             )
-        check_draft_vocabulary(checkpoint.config, draft.config, drafts.model)
+        check_draft(checkpoint.config, draft.config, drafts.model)
         check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), drafts.model)
         return DraftSource(drafts.model, draft, settings, drafts.token_count)
 

@@ -18,7 +18,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, IsAbandoned
 from trioserve.model.drafts.draft_model import DraftModel
-from trioserve.model.drafts.vocabulary import check_same_tokens
+from trioserve.model.drafts.vocabulary import check_draft, check_same_tokens
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.testing.automaton_guide import AutomatonGuide
@@ -193,6 +193,16 @@ def test_a_draft_model_with_another_vocabulary_is_refused(
             draft_driver.settings("auto"),
             draft=DraftSource("small", other, draft_driver.settings("auto"), 4),
         )
+
+
+def test_a_draft_model_that_cannot_take_a_token_back_is_refused(
+    tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = open_checkpoint(tiny_checkpoint("llama")).config
+    check_draft(config, config, "small")
+    monkeypatch.setattr(type(config), "state_bytes", 64)
+    with pytest.raises(StartupError, match="small has layers that keep a state"):
+        check_draft(config, config, "small")
 
 
 class Names:

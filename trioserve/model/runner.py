@@ -33,7 +33,7 @@ from trioserve.model.device import (
 )
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
-from trioserve.model.drafts.vocabulary import check_draft_vocabulary
+from trioserve.model.drafts.vocabulary import check_draft
 from trioserve.model.kv_pages import make_kv_pages
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ class ModelRunner:
         """
         draft_model = None
         if draft is not None:
-            check_draft_vocabulary(checkpoint.config, draft.checkpoint.config, draft.name)
+            check_draft(checkpoint.config, draft.checkpoint.config, draft.name)
             if not isinstance(draft.checkpoint, EagleCheckpoint):
                 draft_model = _loaded_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
         try:

@@ -21,7 +21,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import AttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.sampler import sample
@@ -53,6 +53,7 @@ class EagleHead:
         self._device = device
         self._norms_residual = checkpoint.norms_residual
         attention, mlp = self.config.layers[0].attention, self.config.layers[0].mlp
+        assert isinstance(attention, AttentionConfig), "a Llama's layer"
         heads = self.config.heads
         self._head_count, self._kv_head_count, self._head_dim = heads.head_count, heads.kv_head_count, heads.head_dim
         size, middle = self.config.hidden_size, mlp.intermediate_size
@@ -103,7 +104,7 @@ class EagleHead:
             )
         if stored:
             raise ModelLoadError(f"{checkpoint.path} has {min(stored)}, which no EAGLE-3 head of this kind has")
-        frequencies, magnitudes = rotary_frequencies(self.config.layers[0].attention.rotary, self._head_dim)
+        frequencies, magnitudes = rotary_frequencies(attention.rotary, self._head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(device)
         self._magnitudes = torch.from_numpy(magnitudes).to(device)
         self._pages: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Whether two models mean the same tokens by the same ids, so that the one may draft for the other."""
+"""Whether one model may draft for another: both mean the same tokens by the same ids, and it can take tokens back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 from trioserve.contracts.errors import StartupError
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["check_draft_vocabulary", "check_same_tokens"]
+__all__ = ["check_draft", "check_same_tokens"]
 
 
 class TokenNames(Protocol):
@@ -16,7 +16,7 @@ class TokenNames(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
 
-def check_draft_vocabulary(config: ModelConfig, draft: ModelConfig, name: str) -> None:
+def check_draft(config: ModelConfig, draft: ModelConfig, name: str) -> None:
     """Raises StartupError if their token ids cannot be the same, or the draft model cannot go back behind a token."""
     if draft.state_bytes:
         raise StartupError(
