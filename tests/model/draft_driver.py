@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob, TokensReady
+from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -105,6 +106,7 @@ class Driver:
         *,
         tokens: int = 24,
         guide: AutomatonGuide | None = None,
+        given: tuple[GivenRows, ...] = (),
     ) -> None:
         self.responses[name] = ([], [], FinishReason.ERROR)
         self.core.add(
@@ -116,6 +118,7 @@ class Driver:
                 stop_token_ids=frozenset(),
                 seed=sum(name.encode()),
                 guide=guide,
+                given=given,
             )
         )
 

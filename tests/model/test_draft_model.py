@@ -11,9 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, IsAbandoned
@@ -165,6 +167,24 @@ def test_what_a_form_does_not_allow_is_not_drafted(
         runner.close()
     assert responses[0] == responses[1]
     assert set(responses[0]["a"][0]) <= {20, 21, 22, 30, 31}
+
+
+def test_given_rows_are_those_of_the_model_alone(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
+) -> None:
+    """The draft model's rows have another size."""
+    rows = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
+    given = (GivenRows(2, 5, bytes(16), rows),)
+    responses = []
+    for draft in (None, tiny_checkpoint("llama-wide")):
+        runner = draft_driver.opened(tiny_checkpoint("llama"), draft, (cpu_kernels, cpu_kernels))
+        driver = draft_driver.Driver(runner, source=None if draft is None else "model")
+        driver.add("a", draft_driver.prompt_of(12, 1), draft_driver.SAMPLINGS["sampled"], given=given)
+        driver.add("b", draft_driver.prompt_of(12, 1), draft_driver.SAMPLINGS["sampled"])
+        responses.append(driver.run())
+        runner.close()
+    assert responses[0] == responses[1]
+    assert responses[0]["a"] != responses[0]["b"]
 
 
 def test_its_kv_comes_out_of_the_same_memory(tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType) -> None:
