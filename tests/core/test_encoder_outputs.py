@@ -1,0 +1,145 @@
+"""Who uses what of images: any history keeps the bounds and the order of the line, and wrong owners are found out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.core.encoder_outputs import EncoderOutputs, OutputClaim
+
+BYTES_MAX = 10
+NAMES = [bytes([index]) for index in range(8)]
+SIZES = dict(zip(NAMES, (1, 2, 3, 4, 5, 2, 1, 7), strict=True))
+
+
+def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, events: int = 120) -> None:
+    """Claims come, are encoded and go, in any order; a book of its own says what may be."""
+    rng = random.Random(seed)
+    outputs = make(BYTES_MAX)
+    granted_order: list[OutputClaim] = []
+    came: list[OutputClaim] = []
+    live: list[OutputClaim] = []
+    there: set[bytes] = set()  # claimed, and encoded since
+    for _ in range(events):
+        choice = rng.random()
+        if choice < 0.4:
+            wanted = {name: SIZES[name] for name in rng.sample(NAMES, rng.randrange(1, 4))}
+            box: list[OutputClaim] = []
+            if sum(wanted.values()) > BYTES_MAX:
+                with pytest.raises(InvalidRequest):
+                    outputs.claim(wanted, lambda: None)
+                continue
+            claim = outputs.claim(wanted, lambda box=box: granted_order.append(box[0]))
+            box.append(claim)
+            came.append(claim)
+            live.append(claim)
+            if claim.is_granted:
+                granted_order.append(claim)
+        elif choice < 0.7 and live:
+            claim = rng.choice(live)
+            name = rng.choice(list(claim.wanted))
+            outputs.put(name, name * 3)
+            if claim.is_granted:
+                there.add(name)
+        elif live:
+            claim = live.pop(rng.randrange(len(live)))
+            there &= {name for other in live if other.is_granted for name in other.wanted}  # the rest may make room
+            outputs.release(claim)
+            if rng.random() < 0.2:
+                outputs.put(rng.choice(list(claim.wanted)), b"late")
+        outputs.check()
+        claimed = {name for claim in live if claim.is_granted for name in claim.wanted}
+        assert outputs.claimed_bytes == sum(SIZES[name] for name in claimed), "a claim was lost, or is left"
+        for claim in live:
+            for name in claim.wanted:
+                values = outputs.values(name)
+                if claim.is_granted and name in there:
+                    assert values in (name * 3, b"late"), "what is claimed has gone"
+        waiting = [claim for claim in live if not claim.is_granted]
+        assert outputs.waiting_count == len(waiting)
+        order = [came.index(claim) for claim in granted_order]
+        assert order == sorted(order), "somebody was passed over in the line"
+        if waiting:
+            new = sum(SIZES[name] for name in waiting[0].wanted if name not in claimed)
+            assert outputs.claimed_bytes + new > BYTES_MAX, "the first in line has room, and waits"
+    for claim in live[::-1]:
+        outputs.release(claim)
+    outputs.check()
+    assert outputs.claimed_bytes == outputs.waiting_count == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_history(seed: int) -> None:
+    play(seed)
+
+
+class _KeepsExpected(EncoderOutputs):
+    """What nobody waits for any more stays."""
+
+    def _let_go(self, name: bytes) -> None:
+        output = self._outputs[name]
+        if output.claim_count > 1 or output.values is not None:
+            super()._let_go(name)
+        else:
+            output.claim_count = 0
+
+
+class _ForgetsTheLine(EncoderOutputs):
+    """Who waits is not looked at when somebody leaves."""
+
+    def release(self, claim: OutputClaim) -> None:
+        line, self._line = self._line, type(self._line)([claim] if claim in self._line else ())
+        super().release(claim)
+        self._line = type(line)(other for other in line if other is not claim)
+
+
+class _EvictsUsed(EncoderOutputs):
+    """Room is made of what somebody uses."""
+
+    def _grant(self, claim: OutputClaim) -> bool:
+        for name, output in list(self._outputs.items()):
+            if name not in claim.wanted and self.bytes_total + sum(claim.wanted.values()) > self.bytes_max:
+                self.bytes_total -= output.byte_count
+                self._cached_bytes -= output.byte_count if name in self._cached else 0
+                self._cached.pop(name, None)
+                del self._outputs[name]
+        return super()._grant(claim)
+
+
+class _PassesOver(EncoderOutputs):
+    """A small one overtakes those before it."""
+
+    def claim(self, wanted: dict[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
+        line, self._line = self._line, type(self._line)()
+        claim = super().claim(wanted, on_granted)
+        self._line = line + self._line
+        return claim
+
+
+class _NoBound(EncoderOutputs):
+    """The bound is not looked at."""
+
+    def _grant(self, claim: OutputClaim) -> bool:
+        self.bytes_max, bytes_max = 1000, self.bytes_max
+        try:
+            return super()._grant(claim)
+        finally:
+            self.bytes_max = bytes_max
+
+
+@pytest.mark.parametrize("wrong", [_KeepsExpected, _ForgetsTheLine, _EvictsUsed, _PassesOver, _NoBound])
+def test_a_wrong_owner_is_found_out(wrong: type[EncoderOutputs]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        for seed in range(60):
+            play(seed, wrong)
+
+
+def test_a_claim_is_released_once() -> None:
+    outputs = EncoderOutputs(BYTES_MAX)
+    claim = outputs.claim({b"a": 3}, lambda: None)
+    outputs.release(claim)
+    with pytest.raises(AssertionError, match="twice"):
+        outputs.release(claim)

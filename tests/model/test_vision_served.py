@@ -1,0 +1,142 @@
+"""A tiny checkpoint that sees images, served whole: decoding, encoding between steps, and the decoder's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import trio
+from PIL import Image
+
+from trioserve.assemble import open_engine
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.testing.accounting import assert_all_free
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def chat(*files: bytes, text: str = "What is it?") -> ChatPrompt:
+    images: list[dict[str, Any]] = [{"type": "image", "image": file} for file in files]
+    return ChatPrompt(messages=[{"role": "user", "content": [*images, {"type": "text", "text": text}]}])
+
+
+def expected_tokens(path: Path, processor: Any, file: bytes, count: int) -> list[int]:
+    import io
+
+    from transformers import AutoModelForImageTextToText
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(images=[[Image.open(io.BytesIO(file))]], text=[text], return_tensors="pt")
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def seeing(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seeing")
+    tiny_vision.write_checkpoint(path, "smolvlm")
+    return path
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+async def test_a_response_is_that_of_transformers(
+    overlap_steps: bool, cpu_kernels: str, seeing: Path, tiny_vision: ModuleType
+) -> None:
+    file = tiny_vision.image_file(60, 33)
+    expected = expected_tokens(seeing, tiny_vision.processor(), file, 8)
+    async with open_engine(
+        str(seeing), dtype="float32", cpu_kernels=cpu_kernels, max_num_batched_tokens=64, overlap_steps=overlap_steps
+    ) as engine:
+        for _ in range(2):  # the second one hits, and is not encoded
+            tokens: list[int] = []
+            async with engine.generate(chat(file), GREEDY) as stream:
+                async for delta in stream:
+                    tokens += delta.token_ids
+            assert tokens == expected
+        assert stream.cached_token_count > 0
+        assert engine.image_outputs is not None
+        assert engine.image_outputs.hit_count == 1
+        engine.image_outputs.check()
+        assert_all_free(engine)
+
+
+async def test_texts_go_on_while_an_image_is_encoded(seeing: Path, tiny_vision: ModuleType) -> None:
+    async with open_engine(str(seeing), dtype="float32", limit_mm_per_prompt={"image": 4}) as engine:
+        between = 0
+
+        async def read_on(task_status: trio.TaskStatus[None]) -> None:
+            nonlocal between
+            sampling = SamplingParams(max_tokens=600, ignore_eos=True)
+            async with engine.generate("Tell.", sampling) as stream:
+                await stream.wait_until_begun()
+                task_status.started()
+                async for _ in stream:
+                    between += 1
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(read_on)
+            before = between
+            async with engine.generate(chat(*(tiny_vision.image_file(seed=seed) for seed in range(4))), GREEDY):
+                pass
+            # Four images of five tiles, of two layers each, and a step between two pieces at the least.
+            assert between - before > 10
+            nursery.cancel_scope.cancel()
+        with pytest.raises(InvalidRequest, match="at most 4"):
+            async with engine.generate(chat(*[tiny_vision.image_file()] * 5), GREEDY):
+                pass
+
+
+def test_what_is_missing_is_named(tiny_vision: ModuleType, tmp_path: Path, seeing: Path) -> None:
+    import json
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(seeing, copy)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (copy / name).unlink(missing_ok=True)
+    with pytest.raises(ModelLoadError, match=r"has no preprocessor_config\.json"):
+        open_checkpoint(copy)
+    (copy / "preprocessor_config.json").write_text(json.dumps({"max_image_size": {"longest_edge": 30}}))
+    with pytest.raises(ModelLoadError, match="tiles of 30 pixels"):
+        open_checkpoint(copy)
+
+
+def test_the_files_of_transformers_before_5_say_the_same(seeing: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    copy = tmp_path / "old"
+    shutil.copytree(seeing, copy)
+    whole = open_checkpoint(seeing).vision
+    saved = json.loads((copy / "processor_config.json").read_text())
+    inner = saved.get("image_processor", saved)
+    (copy / "processor_config.json").unlink()
+    (copy / "preprocessor_config.json").write_text(json.dumps(inner))
+    old = open_checkpoint(copy).vision
+    assert whole is not None
+    assert old is not None
+    assert old.processing == whole.processing
+
+
+@pytest.mark.parametrize("name", ["vision_model.post_layernorm.weight", "connector.modality_projection.proj.weight"])
+def test_a_tensor_that_is_missing_is_named(name: str, seeing: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "lacking"
+    shutil.copytree(seeing, copy)
+    tensors: Callable[..., Any] = load_file(copy / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if not key.endswith(name)}, copy / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=name):
+        open_checkpoint(copy)
