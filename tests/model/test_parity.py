@@ -73,6 +73,7 @@ KINDS = (
     "lfm2-biased",
     "granite-hybrid",
     "granite-hybrid-moe",
+    "granite-hybrid-unturned-moe",
     "bamba",
     "glm4-moe",
     "dots1",

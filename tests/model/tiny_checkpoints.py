@@ -358,6 +358,18 @@ FAMILY_KINDS |= {
             "attention_multiplier": 0.1,
         },
     ),
+    # As llama.cpp takes them.
+    "granite-hybrid-unturned-moe": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "attention_multiplier": 0.1,
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
 # transformers computes these as Llamas and names that class; their makers' configs have names of their own.
@@ -527,7 +539,7 @@ _FAMILY_METADATA: dict[str, str] = {
     "routed_scaling_factor": "add_expert_weights_scale",
 }
 _ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite")
-_PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "mixtral", "smollm3")
+_PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "smollm3")
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "cohere": "command-r",
@@ -536,6 +548,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid",
 }
 
 
@@ -559,8 +572,11 @@ def write_family_gguf(
         writer.add_nextn_predict_layers(further)
     for field, method in _FAMILY_METADATA.items():
         is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
-        if config.get(field) is not None and not is_other_norm:
+        is_by_layer = field == "num_key_value_heads" and model_type in ("granitemoehybrid", "lfm2")
+        if config.get(field) is not None and not is_other_norm and not is_by_layer:
             getattr(writer, method)(config[field])
+    if model_type in ("granitemoehybrid", "lfm2"):
+        _add_hybrid_metadata(writer, config)
     if model_type in _ROUTED_BY_SIGMOID:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -586,7 +602,9 @@ def write_family_gguf(
         writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
         writer.add_rope_scaling_factor(whole["factor"])
     _add_tokenizer(writer, special_tokens)
-    for name, values in _with_stacked_experts(load_file(checkpoint / "model.safetensors")).items():
+    stacked = _with_stacked_experts(load_file(checkpoint / "model.safetensors"))
+    written = [part for name, values in stacked.items() for part in _as_hybrids_are_written(name, values, config)]
+    for name, values in written:
         if model_type.startswith("gemma") and "norm" in name:
             values = values + 1.0
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
@@ -599,6 +617,45 @@ def write_family_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_hybrid_metadata(writer: Any, config: dict[str, Any]) -> None:
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([config["num_key_value_heads"] if at else 0 for at in attends])
+    if config["model_type"] == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
+        writer.add_feed_forward_length(64)  # of the kind's 96 two thirds
+        return
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if config["num_local_experts"]:
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """As llama.cpp's converter changes names and shapes of layers that keep a state, and of what is shared."""
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(values, 2)
+        kind = "shared_expert" if config["num_local_experts"] else ""
+        before = name.removesuffix("shared_mlp.input_linear.weight") + ("mlp.shared_expert." if kind else "mlp.")
+        return [(f"{before}gate_proj.weight", gate), (f"{before}up_proj.weight", up)]
+    if name.endswith("shared_mlp.output_linear.weight"):
+        kind = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
+        return [(name.replace("shared_mlp.output_linear", f"{kind}.down_proj"), values)]
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        return [(name, values.squeeze(1))]
+    if name.endswith("A_log"):
+        return [(name, -np.exp(values)[:, None])]
+    if name.endswith("mamba.D"):
+        return [(name, values[:, None])]
+    if name.endswith("mamba.norm.weight"):
+        return [(name, values.reshape(config["mamba_n_groups"], -1))]
+    return [(name.replace("dt_bias", "dt_proj.bias"), values)]
 
 
 def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -61,11 +61,15 @@ class TorchStepModel:
     ) -> None:
         """kernels: None takes those that the settings ask for. Raises StartupError if these cannot be had."""
         kernels = _kernels(settings, device) if kernels is None else kernels
-        if config.state_bytes and (kernels.FUSED or settings.batch_invariant):
-            asked = "batch_invariant is set" if settings.batch_invariant else f"gpu_kernels is {settings.gpu_kernels}"
+        if config.state_bytes and kernels.FUSED:
             raise StartupError(
-                f"{asked}, but layers that keep a state are computed in plain torch here, whose sums depend on how a "
-                "prompt is cut into chunks: take gpu_kernels torch, or the native kernels on a CPU"
+                f"gpu_kernels is {settings.gpu_kernels}, which has no kernels for layers that keep a state: take "
+                "gpu_kernels torch"
+            )
+        if config.state_bytes and settings.batch_invariant:
+            raise StartupError(
+                "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a prompt "
+                "is cut into chunks: take the native kernels, on a CPU"
             )
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)

@@ -53,7 +53,7 @@ def _described(
     attention = fields.attention(
         has_bias=has_bias, has_output_bias=has_bias, scale=fields.number_or("attention_multiplier", 1.0), **choices
     )
-    state_space = None if attends is None else fields.state_space()
+    state_space = None if attends is None or all(attends) else fields.state_space()
     layers = [
         LayerConfig(
             attention=attention if at or state_space is None else state_space,
@@ -111,4 +111,5 @@ GRANITE_HYBRID = Family(
             "shared.down_proj": "shared_mlp.output_linear",
         }
     ),
+    gguf=GgufNaming(architecture="granitehybrid", pairs_adjacent=True),
 )

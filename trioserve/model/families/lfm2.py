@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, Naming
+from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig, ShortConvConfig
 
@@ -62,5 +62,14 @@ LFM2 = Family(
             "conv": "conv.conv",
             "out_proj": "conv.out_proj",
         }
+    ),
+    gguf=GgufNaming(
+        architecture="lfm2",
+        modules={
+            "norm": "token_embd_norm",
+            "in_proj": "shortconv.in_proj",
+            "conv": "shortconv.conv",
+            "out_proj": "shortconv.out_proj",
+        },
     ),
 )

@@ -10,6 +10,7 @@ from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
+from trioserve.model.loading.gguf_hybrids import hybrid_values
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
@@ -48,6 +49,13 @@ _KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "conv_L_cache": "shortconv.l_cache",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
@@ -73,9 +81,10 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         family = family_named("mixtral")  # which llama.cpp writes as a Llama with experts
     spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
     values = dict(file.metadata)
+    hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"))
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        same = _same_for_all_layers(raw, f"{name}.{key}")
-        values[f"{name}.{key}"] = same
+        if f"{name}.{key}" not in hybrid:
+            values[f"{name}.{key}"] = _same_for_all_layers(raw, f"{name}.{key}")
     if values[f"{name}.attention.head_count"] is None:
         raise raw.wrong(f"{name}.attention.head_count", "at least 1")
     if values[f"{name}.feed_forward_length"] is None:
@@ -100,6 +109,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         values["scoring_func"] = _SCORINGS.get(number, f"llama.cpp's number {number}")
     if further := further_layers(file):
         values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
+    values |= hybrid
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]

@@ -1,0 +1,174 @@
+"""Layers that keep a state: what their configs may say, what memory they get, and what is refused with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.model.device import cache_size, kv_block_bytes
+from trioserve.model.drafts.vocabulary import check_draft_vocabulary
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.hf_config import model_config_from
+from trioserve.model.model_config import AttentionConfig, ModelConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.native_model import why_not_native
+from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step_model import TorchStepModel
+
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+
+
+def read(**fields: Any) -> ModelConfig:
+    return model_config_from({**GRANITE, **fields}, {}, dtype_name="float32")
+
+
+def test_the_names_that_files_have_had_for_layers_are_the_same() -> None:
+    config = read()
+    assert [type(layer.attention) for layer in config.layers] == [StateSpaceConfig, AttentionConfig]
+    assert read(layer_types=["linear_attention", "full_attention"]) == config
+    assert read(layer_types=None, layers_block_type=["mamba", "attention"]) == config
+    assert read(mamba_d_head="auto") == config == read(mamba_d_head=16)
+
+
+def test_a_granite_of_attention_alone_keeps_no_state() -> None:
+    config = read(layer_types=["attention"] * 2, position_embedding_type="rope", mamba_d_head=7)
+    assert config.state_bytes == 0
+    assert config.heads.rotary is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    (
+        ({"layer_types": ["mamba", "rwkv"]}, "layer_types in config.json holds 'rwkv'"),
+        ({"layer_types": ["mamba"]}, "layer_types in config.json has 1 entries"),
+        ({"layer_types": ["mamba", "mamba"]}, "no layer has attention"),
+        ({"mamba_d_head": 24}, "8 heads of 24 in its state spaces"),
+        ({"mamba_n_groups": 3}, "8 heads in 3 groups"),
+        ({"mamba_d_conv": 100}, "kernel size is 100"),
+        ({"mamba_d_state": 2**40}, "state size is"),
+        ({"time_step_limit": [0.5]}, "time_step_limit"),
+        ({"time_step_limit": [2.0, 1.0]}, "time_step_limit is 2.0 to 1.0"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ({"hidden_act": "relu"}, "hidden_act in config.json is 'relu'"),
+    ),
+)
+def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read(**fields)
+
+
+def test_infinity_is_what_transformers_writes() -> None:
+    limited = read(time_step_limit=[0.0, {"__float__": "Infinity"}])
+    assert limited == read()
+    assert read(time_step_limit=[0.1, 0.5]) != limited
+
+
+def test_states_have_half_of_the_memory_at_most_and_copies_a_quarter() -> None:
+    config = read()
+    state, block = config.state_bytes, kv_block_bytes(config, 16, "float32")
+    budget = 100 * state
+    size = cache_size(config, ModelSettings(kv_cache_bytes=budget, max_num_seqs=64), "cpu", "float32")
+    assert (size.state_slot_count, size.snapshot_slot_count) == (50, 25)
+    assert size.block_count == (budget - 75 * state) // block
+    few = cache_size(config, ModelSettings(kv_cache_bytes=budget, max_num_seqs=4), "cpu", "float32")
+    assert (few.state_slot_count, few.snapshot_slot_count) == (4, 25)
+    with pytest.raises(StartupError, match=f"those of one sequence need {state}"):
+        cache_size(config, ModelSettings(kv_cache_bytes=2 * state - 1), "cpu", "float32")
+
+
+def test_a_layer_without_attention_has_no_kv(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("lfm2"), cpu_kernels="torch")
+    kinds = [type(layer.attention) for layer in runner.config.layers]
+    assert kinds == [ShortConvConfig, AttentionConfig, ShortConvConfig]
+    assert [pages.numel() > 0 for pages in runner.storage.pages] == [False, True, False]
+    assert [memory is not None for memory in runner.states.buffers] == [True, False, True]
+
+
+def test_what_the_native_kernels_do_not_compute_is_said() -> None:
+    assert why_not_native(read(), "float32") is None
+    assert "state space's head_dim is 8" in str(why_not_native(read(mamba_n_heads=16), "float32"))
+    # 128 of x, and 2 * 2 * 17 of b and c.
+    assert "number of channels is 196" in str(why_not_native(read(mamba_d_state=17), "float32"))
+
+
+def test_plain_torch_refuses_what_it_cannot_promise(tiny_checkpoint: Callable[..., Path]) -> None:
+    config = open_checkpoint(tiny_checkpoint("lfm2")).config
+    with pytest.raises(StartupError, match="depend on how a prompt is cut into chunks"):
+        TorchStepModel(config, ModelSettings(batch_invariant=True), dtype="float32", device="cpu")
+
+
+def test_triton_is_refused_and_torch_is_named(tiny_checkpoint: Callable[..., Path]) -> None:
+    pytest.importorskip("triton")
+    from trioserve_kernels import pick_kernels
+
+    config = open_checkpoint(tiny_checkpoint("lfm2")).config
+    settings = ModelSettings(gpu_kernels="triton")
+    with pytest.raises(StartupError, match="take gpu_kernels torch"):
+        TorchStepModel(config, settings, dtype="float32", device="cpu", kernels=pick_kernels("triton"))
+
+
+def test_no_model_that_keeps_a_state_drafts() -> None:
+    config = read()
+    with pytest.raises(StartupError, match="name another one"):
+        check_draft_vocabulary(config, config, "small")
+
+
+def test_a_step_of_many_kinds_gives_what_each_gives_alone(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """More tokens than a piece of the scan, beside decodes, and one whose state another had before it."""
+    runner = step_driver.load_runner(tiny_checkpoint("granite-hybrid"), cpu_kernels=cpu_kernels)
+    prompts = {"a": list(range(5, 150)), "b": list(range(40, 49)), "c": list(range(100, 300))}
+    alone = {}
+    for name, prompt in prompts.items():
+        driver = step_driver.StepDriver(runner)
+        driver.add(name, prompt)
+        driver.generate([name], 6)
+        alone[name] = driver.tokens[name]
+    together = step_driver.StepDriver(runner, seed=1)
+    for name, prompt in prompts.items():
+        together.add(name, prompt)
+    together.step({"a": 145, "b": 4})
+    together.step({"c": 97, "a": 1, "b": 5})
+    together.step({"a": 1, "b": 1, "c": 103})
+    together.forget("b", tokens=prompts["b"])
+    together.generate(["b", "a", "c"], 6)
+    for name, tokens in alone.items():
+        assert together.tokens[name][: len(tokens)] == tokens[: len(together.tokens[name])], name
+
+
+def test_rates_are_read_as_what_they_are(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
+) -> None:
+    """A checkpoint has their logarithms; another one is another model."""
+    from safetensors.torch import load_file, save_file
+
+    path = shutil.copytree(tiny_checkpoint("granite-hybrid"), tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mamba.A_log"] = torch.full((6,), 3.0)
+    save_file(tensors, path / "model.safetensors")
+    assert json.loads((path / "config.json").read_text())["model_type"] == "granitemoehybrid"
+    found = {tensor.name: tensor for tensor in open_checkpoint(path).tensors()}
+    rates = found["layers.0.state.rates"].read("float32")
+    assert rates.tolist() == pytest.approx([-20.0855] * 6, abs=1e-3)

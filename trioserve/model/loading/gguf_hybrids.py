@@ -1,0 +1,49 @@
+"""What a GGUF file says of layers that keep a state: which these are, and their sizes, as config.json calls them."""
+
+from __future__ import annotations
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import Fields
+
+__all__ = ["hybrid_values"]
+
+_OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv"}
+
+
+def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) -> dict[str, object]:
+    """Nothing for an architecture without such layers. Those of the others have 0 key/value heads. Raises
+    ModelLoadError."""
+    if architecture not in _OTHER_LAYERS:
+        return {}
+    key = f"{architecture}.attention.head_count_kv"
+    counts = fields.wholes(key)
+    layer_count = fields.whole(f"{architecture}.block_count")
+    if len(counts) != layer_count:
+        raise ModelLoadError(f"{key} has {len(counts)} numbers, but it must have one for each of {layer_count} layers")
+    attending = {count for count in counts if count}
+    if len(attending) != 1:
+        raise ModelLoadError(f"{key} holds {sorted(attending)}; supported is one number beside 0")
+    values: dict[str, object] = {
+        key: attending.pop(),
+        "layer_types": ["full_attention" if count else _OTHER_LAYERS[architecture] for count in counts],
+    }
+    if architecture == "lfm2":
+        return {**values, "block_auto_adjust_ff_dim": False}  # it is adjusted already
+    if fields.flag_or(f"{architecture}.rope.scaling.finetuned", False):
+        raise ModelLoadError("the file's attention turns by positions, as of Bamba, which is served from safetensors")
+    inner_size = fields.whole(f"{architecture}.ssm.inner_size")
+    if hidden_size < 1 or inner_size % hidden_size:
+        raise ModelLoadError(
+            f"{architecture}.ssm.inner_size is {inner_size}, no multiple of the hidden size {hidden_size}: the file is "
+            "damaged"
+        )
+    expert_count = fields.whole_or(f"{architecture}.expert_count", 0)
+    shared_size = fields.whole_or(f"{architecture}.expert_shared_feed_forward_length", None)
+    if shared_size is None or not expert_count:
+        shared_size = max(fields.wholes(f"{architecture}.feed_forward_length"), default=0)
+    return {
+        **values,
+        "mamba_expand": inner_size // hidden_size,
+        f"{architecture}.expert_count": expert_count,
+        f"{architecture}.expert_shared_feed_forward_length": shared_size,
+    }
