@@ -350,7 +350,7 @@ class _Opening:
             try:
                 runner = await self._load(checkpoint, draft, compute, runners)
                 masks = scopes.enter_context(MaskThread(checkpoint.config.vocab_size))
-                connector = await self._connector(checkpoint, runner)
+                connector = await self._connector(checkpoint, runner, None if draft else _window_tokens(checkpoint))
                 settings = _core_settings(config, self._transfers, self._drafts, runner, checkpoint, draft)
                 core = EngineCore(settings, connector=connector, mask_maker=masks)
                 await self._note_model(checkpoint, runner)
@@ -562,7 +562,9 @@ class _Opening:
         self._executor = f"{runner.dtype} on {runner.device} by {runner.computed_by}"
         self._arithmetic, self._is_batch_invariant = runner.arithmetic, is_invariant
 
-    async def _connector(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> RunningConnector | None:
+    async def _connector(
+        self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner, window_tokens: int | None
+    ) -> RunningConnector | None:
         transfers = self._transfers
         if transfers is None:
             return None
@@ -577,15 +579,22 @@ class _Opening:
                 "--kv-transfer-config"
             )
         name = await self._text.run_cancellable(weights_name, checkpoint)
-        return make_connector(
+        connector = make_connector(
             ConnectorSetup(
                 engine_id=secrets.token_hex(16),
                 role=transfers.role,
                 pages=runner.kv_pages(name),
                 options=transfers.options,
                 wake=self._wake,
+                window_tokens=window_tokens,
             )
         )
+        if window_tokens is not None and not getattr(connector, "knows_windows", False):
+            raise StartupError(
+                f'every layer of this model has a sliding window, and the connector "{transfers.connector}" does not '
+                "say that it can do without the blocks behind it (knows_windows): take another connector"
+            )
+        return connector
 
     def _wake(self) -> None:
         if self._engine is not None:
@@ -736,9 +745,8 @@ def _core_settings(
     context_tokens_max = checkpoint.config.context_tokens_max
     pool_tokens = runner.block_count * runner.block_size
     window_tokens = None
-    if transfers is None and draft is None and not isinstance(checkpoint, EncoderDirectory):
-        window_max = checkpoint.config.window_max
-        window_tokens = None if window_max is None else max(window_max, 2)
+    if draft is None:  # that one may see more
+        window_tokens = _window_tokens(checkpoint)
     if config.max_model_len is not None:
         if config.max_model_len > context_tokens_max:
             raise StartupError(
@@ -780,6 +788,12 @@ def _core_settings(
         held_share_max=config.kv_held_share,
         load_failure_policy="recompute" if transfers is None else transfers.load_failure_policy,
     )
+
+
+def _window_tokens(checkpoint: Checkpoint | EncoderDirectory) -> int | None:
+    """The largest sliding window, where every layer has one."""
+    window_max = None if isinstance(checkpoint, EncoderDirectory) else checkpoint.config.window_max
+    return None if window_max is None else max(window_max, 2)
 
 
 def default_served_name(model: str) -> str:

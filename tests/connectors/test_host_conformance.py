@@ -23,7 +23,7 @@ async def at_once(work):
 
 def without_threads(setup: ConnectorSetup) -> HostConnector:
     settings = host_settings_from(setup.options, setup.pages.layout)
-    return HostConnector(settings, setup.pages, setup.wake, run_in_thread=at_once)
+    return HostConnector(settings, setup.pages, setup.wake, run_in_thread=at_once, window_tokens=setup.window_tokens)
 
 
 class TestInMemory(suite.StoreConformance):

@@ -17,6 +17,7 @@ import trio
 
 from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.chunks import Chunk, places
+from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -66,8 +67,9 @@ class Offer(msgspec.Struct, eq=False):
 
 
 class Reading(msgspec.Struct, eq=False):
-    """A load that is out. connection, offer: whose blocks are read. is_over: nothing is written any more. block_count:
-    blocks that have been copied. scope: of the task that copies, once there is one."""
+    """A load that is out: of token_count positions from `start` on. asked_count: of them and those before that lie in
+    no block. connection, offer: whose blocks are read. is_over: nothing is written any more. block_count: blocks that
+    have been copied. scope: of the task that copies, once there is one."""
 
     request_id: RequestId
     connection: LoopbackConnector
@@ -75,6 +77,7 @@ class Reading(msgspec.Struct, eq=False):
     block_table: tuple[BlockIndex, ...]
     start: int
     token_count: int
+    asked_count: int
     block_count: int = 0
     is_over: bool = False
     scope: trio.CancelScope | None = None
@@ -84,8 +87,11 @@ class LoopbackConnector:
     """A RunningConnector (contracts.kv_transfer). Options: hub, a name; engines find each other in the same hub.
 
     Blocks of a request are held if it asks for that (do_remote_decode) and ended by itself, until they have been read,
-    or whoever was to read them leaves. Block sizes and formats of numbers may differ (conversion).
+    or whoever was to read them leaves. Behind a sliding window blocks are neither held nor read. Block sizes and
+    formats of numbers may differ (conversion).
     """
+
+    knows_windows = True
 
     def __init__(self, setup: ConnectorSetup) -> None:
         unknown = setup.options.keys() - {"hub"}
@@ -116,7 +122,9 @@ class LoopbackConnector:
         params = _read_params(request)
         assert params is not None, f"{request.id}: nothing was matched, so nothing can be loaded"
         connection, offer = self._find(params)
-        message = self._objection(params, connection, offer, request.known_token_ids[: computed_count + token_count])
+        end = computed_count + token_count
+        start = first_position(block_table, self.pages.layout.block_size, computed_count)
+        message = self._objection(params, connection, offer, request.known_token_ids[:end], start)
         if message is not None:
             if connection is not None and offer is not None:
                 connection.let_go(offer)
@@ -126,7 +134,7 @@ class LoopbackConnector:
         assert connection is not None
         assert offer is not None
         assert self._nursery is not None
-        reading = Reading(request.id, connection, offer, tuple(block_table), computed_count, token_count)
+        reading = Reading(request.id, connection, offer, tuple(block_table), start, end - start, token_count)
         self._readings[request.id] = reading
         offer.reader_count += 1
         connection.note_sign(offer)
@@ -239,7 +247,7 @@ class LoopbackConnector:
         reading.connection.note_sent((end - 1) // size - reading.start // size + 1, 0)
         self._counts["loads_completed_total"] += 1
         reading.offer.was_read = True
-        self.end(reading, Loaded(reading.request_id, reading.token_count))
+        self.end(reading, Loaded(reading.request_id, reading.asked_count))
         return False
 
     def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
@@ -330,8 +338,9 @@ class LoopbackConnector:
         connection: LoopbackConnector | None,
         offer: Offer | None,
         tokens: tuple[int, ...],
+        start: int,
     ) -> str | None:
-        """Why the KV of `tokens` cannot be read."""
+        """Why the KV of `tokens` cannot be read from position `start` on."""
         if self._nursery is None:
             return "the connector does not run"
         if connection is None:
@@ -340,7 +349,11 @@ class LoopbackConnector:
             return f"engine {params.remote_engine_id} holds no blocks of {params.remote_request_id}"
         if offer.tokens[: len(tokens)] != tokens:
             return f"{params.remote_request_id} is of another prompt"
-        return objection_to(connection.pages.layout, self.pages.layout)
+        objection = objection_to(connection.pages.layout, self.pages.layout)
+        held_from = first_place(offer.blocks) * connection.pages.layout.block_size
+        if objection is None and start < held_from:
+            return f"{params.remote_request_id} is held from position {held_from} on, and read from {start} on"
+        return objection
 
     def _withdraw(self, offer: Offer, why: str) -> None:
         """From now on nobody reads these blocks; who is in the middle of it notices before the next one."""

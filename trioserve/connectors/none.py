@@ -17,6 +17,8 @@ class NoConnector:
     """A KVConnector (contracts.kv_transfer) that matches nothing and holds nothing, and so is never told of a load or a
     hold: these calls assert. An EngineCore without a connector behaves the same and saves the calls."""
 
+    knows_windows = True
+
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
         return 0
 

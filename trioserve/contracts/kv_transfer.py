@@ -25,6 +25,19 @@ them, LOAD while it may still write a load that nobody waits for. Every hold end
 whichever comes first; a sign of life from whoever reads a SEND (StillRead) moves the deadline. Nobody is raised at for
 a broken promise: it is counted (TransferFault), logged once, and life goes on.
 
+Where every layer of the model has a sliding window (ConnectorSetup.window_tokens), a request has no blocks behind it:
+the first places of a block table may be NO_BLOCK. A connector that keeps to these rules has `knows_windows`; an engine
+with such a model refuses to start with any other.
+
+    request_finished    there is a block in each place that the token before the last of `tokens` sees. What is not
+                        there cannot be held, saved or sent; a far reader that asks for it is refused.
+    num_matched_tokens  so many tokens can be loaded if the blocks are to be had that the window reaches from their end,
+                        and that the request does not have yet, whatever became of those before them.
+    start_load          there is a block in each place that the token behind the load sees. Nothing is loaded to where
+                        there is none.
+    Loaded              the count is from the start of the load as ever. If the window reaches further back from there
+                        than what was loaded, the core takes nothing of it.
+
 A connector is made by a factory, `ConnectorFactory`, which is found by its name among the entry points of the group
 `trioserve.connectors`. What waits (sockets, threads) belongs into its `run`, a task of the engine.
 """
@@ -236,7 +249,10 @@ class Started(Protocol):
 
 
 class RunningConnector(KVConnector, Protocol):
-    """A connector with a life of its own beside the synchronous calls."""
+    """A connector with a life of its own beside the synchronous calls. knows_windows: it keeps to the rules for models
+    whose layers all have a sliding window."""
+
+    knows_windows: bool
 
     def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:
         """Runs as a task of the engine from before its first step until it is cancelled, after its last; the calls
@@ -253,14 +269,16 @@ class RunningConnector(KVConnector, Protocol):
 
 class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a factory gets. engine_id: new with each start of an engine. pages: its KV cache. options:
-    kv_connector_extra_config, as it was given. wake: to be called, in the engine's thread, when `progress` has
-    something to tell."""
+    kv_connector_extra_config, as it was given. window_tokens: where every layer of the model has a sliding window the
+    largest of them, else None: the token at p sees positions p - window_tokens + 1 to p. wake: to be called, in the
+    engine's thread, when `progress` has something to tell."""
 
     engine_id: str
     role: EngineRole
     pages: KVPages
     options: Mapping[str, Any]
     wake: Callable[[], None]
+    window_tokens: int | None = None
 
 
 ConnectorFactory = Callable[[ConnectorSetup], RunningConnector]

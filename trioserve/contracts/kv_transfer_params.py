@@ -15,7 +15,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     has all the rest and do_remote_prefill, and is passed on to the decode side as it is.
 
     remote_engine_id: of the engine that holds the blocks, new with each start. remote_request_id: its name for the
-    request. remote_block_ids: the blocks there, in order; a list for each cache group where there are groups.
+    request. remote_block_ids: the blocks there, in order, 2147483647 where there is none behind a sliding window; a
+    list for each cache group where there are groups.
     remote_host, remote_port: where its connector listens. remote_block_size, remote_num_tokens: tokens in a block
     there, and tokens whose KV is in the blocks. tp_size: how many machines share its heads. traceparent: of the request
     there, where it is traced (W3C Trace Context), so that whoever takes the KV is found in the same trace.

@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import (
     ConnectorSetup,
     HoldKind,
@@ -57,28 +57,28 @@ class WatchedPages(MemoryPages):
 
 
 class Load(msgspec.Struct, eq=False):
-    """A load that is out. outside: what stands in its blocks where it may not write."""
+    """A load that is out. positions: those that lie in a block. outside: what stands in its blocks where it may not
+    write."""
 
     request: EngineRequest
     block_table: tuple[BlockIndex, ...]
     start: int
     token_count: int
+    positions: range
     outside: KV
     is_abandoned: bool = False
 
-    @property
-    def positions(self) -> range:
-        return range(self.start, self.start + self.token_count)
-
 
 class Side:
-    """One engine. sends, loads: what is out, by request. reports: every report, in order. woken: set when the connector
-    has called `wake`. violations: what the connector did that it must not."""
+    """One engine. window_tokens: of the sliding window of all layers of its model. sends, loads: what is out, by
+    request. reports: every report, in order. woken: set when the connector has called `wake`. violations: what the
+    connector did that it must not."""
 
     def __init__(self, name: str, layout: KVLayout, *, has_views: bool = True) -> None:
         self.name = name
         self.pages = WatchedPages(layout, has_views=has_views)
         self.pages.is_readable = lambda block: block in self._in_use
+        self.window_tokens: int | None = None
         self.violations = self.pages.violations
         self.woken = trio.Event()
         self.sends: dict[RequestId, tuple[BlockIndex, ...]] = {}
@@ -97,7 +97,14 @@ class Side:
         self, make: Callable[[ConnectorSetup], KVConnector], options: Mapping[str, Any], engine_id: str
     ) -> None:
         self.connector = make(
-            ConnectorSetup(engine_id=engine_id, role="both", pages=self.pages, options=options, wake=self._wake)
+            ConnectorSetup(
+                engine_id=engine_id,
+                role="both",
+                pages=self.pages,
+                options=options,
+                wake=self._wake,
+                window_tokens=self.window_tokens,
+            )
         )
 
     # --- blocks ---
@@ -111,6 +118,14 @@ class Side:
         self._overwrite(blocks)
         self._in_use.update(blocks)
         return tuple(BlockIndex(block) for block in blocks)
+
+    def without_unseen(self, blocks: Sequence[BlockIndex], position: int) -> tuple[BlockIndex, ...]:
+        """A block table without the blocks that the token at this position does not see, which are given back."""
+        if self.window_tokens is None:
+            return tuple(blocks)
+        first = max(0, position - self.window_tokens + 1) // self.pages.layout.block_size
+        self.give_back(blocks[:first])
+        return (NO_BLOCK,) * first + tuple(blocks[first:])
 
     def give_back(self, blocks: Sequence[BlockIndex]) -> None:
         """They are another's from now on, unless a hold has them, too."""
@@ -127,17 +142,21 @@ class Side:
     ) -> KVTransferParams | None:
         """The request ends with these blocks, which are given back unless they are held now."""
         self.check()
-        is_held = self.connector.request_finished(request, tuple(blocks), tuple(tokens), reason)
+        blocks = self.without_unseen(blocks, len(tokens) - 1)
+        is_held = self.connector.request_finished(request, blocks, tuple(tokens), reason)
+        blocks = tuple(block for block in blocks if block != NO_BLOCK)
         if is_held:
-            self.sends[request.id] = tuple(blocks)
+            self.sends[request.id] = blocks
             return self.connector.transfer_params(request.id)
         self.give_back(blocks)
         return None
 
     def start_load(self, request: EngineRequest, computed_count: int, token_count: int) -> Load:
-        block_table = self.take(len(request.known_token_ids))
-        written = block_table[computed_count // self.pages.layout.block_size :]
-        load = Load(request, block_table, computed_count, token_count, outside=[])
+        end, size = computed_count + token_count, self.pages.layout.block_size
+        block_table = self.without_unseen(self.take(len(request.known_token_ids)), end)
+        positions = range(max(computed_count, block_table.count(NO_BLOCK) * size), end)
+        written = [block for block in block_table[computed_count // size :] if block != NO_BLOCK]
+        load = Load(request, block_table, computed_count, token_count, positions, outside=[])
         load.outside = self._outside(load)
         self.loads[request.id] = load
         for block in written:
@@ -204,7 +223,8 @@ class Side:
         if not 0 <= count <= load.token_count:
             self.violations.append(f"{event}: and {load.token_count} tokens were asked for")
         elif isinstance(event, Loaded) and not load.is_abandoned:
-            self.loaded[load.request.id] = kv_of(self.pages, load.block_table, load.positions[:count])
+            positions = range(load.positions.start, load.start + count)
+            self.loaded[load.request.id] = kv_of(self.pages, load.block_table, positions)
         self._end_load(load)
 
     def _end_load(self, load: Load) -> None:
@@ -212,11 +232,12 @@ class Side:
         if self._outside(load) != load.outside:
             self.violations.append(f"{load.request.id}: the load wrote beside its positions")
         del self.loads[load.request.id]
-        self.give_back(load.block_table)
+        self.give_back([block for block in load.block_table if block != NO_BLOCK])
 
     def _outside(self, load: Load) -> KV:
-        end = len(load.block_table) * self.pages.layout.block_size
-        outside = [position for position in range(end) if position not in load.positions]
+        size = self.pages.layout.block_size
+        there = range(load.block_table.count(NO_BLOCK) * size, len(load.block_table) * size)
+        outside = [position for position in there if position not in load.positions]
         return kv_of(self.pages, load.block_table, outside)
 
     def _overwrite(self, blocks: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, StillRead, TransferEvent
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
@@ -147,6 +147,8 @@ class FakeConnector:
         self._expect(
             len(block_table) * size >= computed_count + token_count, f"{request.id}: {len(block_table)} blocks"
         )
+        end = computed_count + token_count
+        self._expect_blocks(request.id, block_table, end, end)
         load = FakeLoad(request, tuple(block_table), computed_count, token_count)
         self.loads[request.id] = load
         self._note("start_load")
@@ -173,6 +175,7 @@ class FakeConnector:
         self._expect(load is None or load.is_abandoned, f"{name} has finished, and its load goes on")
         block_count = -(-len(tokens) // self.executor.block_size)
         self._expect(len(block_table) == block_count, f"{name}: {len(tokens)} tokens in {len(block_table)} blocks")
+        self._expect_blocks(name, block_table, max(0, len(tokens) - 1), len(tokens))
         self.finished[name] = reason
         self._note("request_finished")
         if not self.holds(request, reason):
@@ -229,6 +232,13 @@ class FakeConnector:
     def _expect(self, holds: bool, violation: str) -> None:
         if not holds:
             self.violations.append(violation)
+
+    def _expect_blocks(self, name: RequestId, block_table: Sequence[BlockIndex], position: int, end: int) -> None:
+        """A block in each place before position `end` that the token at `position` sees."""
+        size, window = self.executor.block_size, self.executor.window_tokens
+        first = 0 if window is None else max(0, position - window + 1) // size
+        table = block_table[first : -(-end // size)]
+        self._expect(NO_BLOCK not in table, f"{name}: {end} tokens in {list(block_table)}, and {first} may be missing")
 
     def _scribble(self, load: FakeLoad) -> None:
         self.executor.spoil(load.block_table, load.start, load.token_count)

@@ -143,7 +143,8 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 
 class Loading:
-    """Copies stored blocks into a request's. names: of its full blocks, up to the last one that is loaded. problem: why
+    """Copies stored blocks into a request's. names: of its full blocks, up to the last one that is loaded.
+    before_count: tokens before the first part that are not loaded, since nobody sees them. problem: why
     it did not get all of them."""
 
     def __init__(
@@ -156,8 +157,11 @@ class Loading:
         store: BlockStore,
         files: BlockFiles | None,
         on_end: Callable[[Loading], None],
+        *,
+        before_count: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.before_count = before_count
         self.gate = Gate()
         self.is_abandoned = False
         self.problem = "none of it is stored any more"

@@ -2,8 +2,9 @@
 
 A request's full blocks are copied when it ends, if they are not stored: not when the prefix cache evicts them, since
 nobody is asked then, and the room is needed at once. So the core holds them for as long as the copying takes, a few ms;
-and no more than half of the pool at a time. What is loaded comes from memory or from files, and what comes from files
-is kept in memory again if there is room.
+and no more than half of the pool at a time. Of a model whose layers all have a sliding window only the blocks are there
+to be copied that the window still reaches; a prompt is found by these. What is loaded comes from memory or from files,
+and what comes from files is kept in memory again if there is room.
 
 A load that nobody waits for any more stops at its next piece, and is reported when it has stopped. While one does not,
 as on a disk that is dead, no further load is promised that would have to read files; those from memory go on.
@@ -24,6 +25,7 @@ from trioserve.connectors.host.copying import block_bytes
 from trioserve.connectors.host.jobs import Job, Loading, LoadPart, SavePart, Saving, Writing
 from trioserve.connectors.host.settings import HostSettings
 from trioserve.connectors.host.store import BlockStore
+from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.block_hash import BlockHash, hash_block
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -52,6 +54,7 @@ class Lane(enum.Enum):
 class HostPolicy:
     """A KVConnector (contracts.kv_transfer). Whoever drives it takes jobs off the lanes, in order.
 
+    window_tokens: as in ConnectorSetup.
     on_work: told whenever a lane has got a job. wake: told when `progress` has something to tell.
     """
 
@@ -63,11 +66,13 @@ class HostPolicy:
         *,
         files: BlockFiles | None = None,
         hash_block: HashBlock = hash_block,
+        window_tokens: int | None = None,
     ) -> None:
         self.on_work: Callable[[Lane], None] = lambda lane: None
         self.lanes: dict[Lane, deque[Job]] = {lane: deque() for lane in Lane}
         self._pages = pages
         self._block_size = pages.layout.block_size
+        self._window_tokens = window_tokens
         self._wake = wake
         self._files = files
         self._hash_block = hash_block
@@ -97,13 +102,16 @@ class HostPolicy:
         first = computed_count // self._block_size
         chain, tokens = self._chain(request), request.known_token_ids
         files_answer = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
-        index = first
-        while index < (len(tokens) - 1) // self._block_size:  # the last token is computed in any case
+        end, stored_from = first, first
+        for index in range(first, (len(tokens) - 1) // self._block_size):  # the last token is computed in any case
             name = chain.name(index, tokens)
             if self.store.in_memory(name) is None and not (files_answer and self.store.file(name) is not None):
-                break
-            index += 1
-        return (index - first) * self._block_size
+                if self._window_tokens is None:
+                    break
+                stored_from = index + 1  # what comes behind it may do without it
+            if stored_from <= max(first, self._first_place_seen((index + 1) * self._block_size)):
+                end = index + 1
+        return (end - first) * self._block_size
 
     def start_load(
         self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
@@ -114,7 +122,8 @@ class HostPolicy:
             return
         tokens, size = request.known_token_ids, self._block_size
         end = computed_count + token_count
-        indices = range(computed_count // size, -(-end // size))
+        start = first_position(block_table, size, computed_count)
+        indices = range(start // size, -(-end // size))
         chain = self._chain(request)
         # A last block that is not full is not one of the prompt's either, if the prompt ends in it.
         used = [chain.name(index, tokens) for index in range(indices.stop) if (index + 1) * size <= len(tokens)]
@@ -139,6 +148,7 @@ class HostPolicy:
             self.store,
             self._files,
             self._load_ended,
+            before_count=start - computed_count,
         )
         self._loads[request.id] = load
         self._enqueue(Lane.LOAD_FILES if load.reads_files else Lane.LOAD, load)
@@ -166,7 +176,8 @@ class HostPolicy:
             return False
         names = [chain.name(index, tokens) for index in range(len(tokens) // self._block_size)]
         self.store.touch(names)
-        new = [index for index, name in enumerate(names) if not self.store.is_known(name)]
+        there_from = first_place(block_table)  # behind a sliding window nothing is left to be saved
+        new = [index for index, name in enumerate(names) if index >= there_from and not self.store.is_known(name)]
         room = self._saving_blocks_max - self._saving_block_count
         parts = []
         needed = self._only_in_memory(names)
@@ -253,6 +264,10 @@ class HostPolicy:
 
     # --- inside ---
 
+    def _first_place_seen(self, position: int) -> int:
+        """Of a block table, by the token at this position."""
+        return 0 if self._window_tokens is None else max(0, position - self._window_tokens + 1) // self._block_size
+
     def _chain(self, request: EngineRequest) -> BlockChain:
         chain = self._chains.get(request.id)
         if chain is None:
@@ -308,7 +323,7 @@ class HostPolicy:
         if not load.gate.is_open:
             return
         if load.token_count > 0 and not load.is_abandoned:
-            self._report(Loaded(load.request_id, load.token_count), HoldKind.LOAD)
+            self._report(Loaded(load.request_id, load.before_count + load.token_count), HoldKind.LOAD)
         else:
             self._report(LoadFailed(load.request_id, load.problem), HoldKind.LOAD)
 

@@ -19,7 +19,10 @@ RunInThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class HostConnector(HostPolicy):
-    """A RunningConnector (contracts.kv_transfer). run_in_thread: None: Trio's threads, one for each lane."""
+    """A RunningConnector (contracts.kv_transfer). window_tokens: as in ConnectorSetup. run_in_thread: None: Trio's
+    threads, one for each lane."""
+
+    knows_windows = True
 
     def __init__(
         self,
@@ -28,10 +31,11 @@ class HostConnector(HostPolicy):
         wake: Callable[[], None],
         *,
         run_in_thread: RunInThread | None = None,
+        window_tokens: int | None = None,
     ) -> None:
         directory = settings.directory
         files = None if directory is None else BlockFiles(directory, pages.layout)
-        super().__init__(settings, pages, wake, files=files)
+        super().__init__(settings, pages, wake, files=files, window_tokens=window_tokens)
         self._run_in_thread = run_in_thread or _threads()
         self._has_work = {lane: trio.Event() for lane in Lane}
 
@@ -68,7 +72,8 @@ class HostConnector(HostPolicy):
 
 def make_connector(setup: ConnectorSetup) -> HostConnector:
     """A ConnectorFactory. Options: memory_gib or memory_bytes; directory, with directory_gib or directory_bytes."""
-    return HostConnector(host_settings_from(setup.options, setup.pages.layout), setup.pages, setup.wake)
+    settings = host_settings_from(setup.options, setup.pages.layout)
+    return HostConnector(settings, setup.pages, setup.wake, window_tokens=setup.window_tokens)
 
 
 def _threads() -> RunInThread:

@@ -45,8 +45,9 @@ def _nobody() -> None:
 
 class Load(msgspec.Struct, eq=False):
     """KV that is to be read into blocks: token_count positions from `start` on, position p in block_table[p //
-    block_size]. proof: of all tokens up to their end. next_chunk: the first one that has not come. begun_at: when its
-    turn came. stop: of the task that brings it."""
+    block_size]. proof: of all tokens up to their end. asked_count: of the positions and those before them that lie in
+    no block, behind a sliding window. next_chunk: the first one that has not come. begun_at: when its turn came. stop:
+    of the task that brings it."""
 
     request_id: RequestId
     origin: Origin
@@ -54,6 +55,7 @@ class Load(msgspec.Struct, eq=False):
     start: int
     token_count: int
     proof: bytes
+    asked_count: int
     is_alive: bool = True
     next_chunk: int = 0
     retries: int = 0
@@ -91,13 +93,16 @@ class Loads:
         start: int,
         token_count: int,
         proof: bytes,
+        *,
+        asked_count: int | None = None,
     ) -> None:
-        """origin: where it is, or why it cannot be had."""
+        """asked_count: token_count if it is None. origin: where it is, or why it cannot be had."""
         if isinstance(origin, str):
             self.ends[LoadEnd.FAILED] += 1
             self._reports.add(LoadFailed(request_id, origin))
             return
-        load = Load(request_id, origin, block_table, start, token_count, proof)
+        asked_count = token_count if asked_count is None else asked_count
+        load = Load(request_id, origin, block_table, start, token_count, proof, asked_count)
         self._out[request_id] = load
         self._readers.setdefault(origin.source, Counter())[origin.request_id] += 1
         self._new.append(load)
@@ -138,7 +143,7 @@ class Loads:
     def complete(self, load: Load) -> None:
         """Everything came, and the holder has said that it was right to the end."""
         if load.is_alive:
-            self._end(load, LoadEnd.COMPLETED, Loaded(load.request_id, load.token_count))
+            self._end(load, LoadEnd.COMPLETED, Loaded(load.request_id, load.asked_count))
 
     def failed(self, load: Load, message: str) -> None:
         """For good."""

@@ -15,6 +15,7 @@ from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reports import Reports
 from trioserve.connectors.stream.sends import SendEnd, Sends
 from trioserve.connectors.stream.sources import origin_of
+from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, TransferEvent
@@ -43,6 +44,8 @@ class StreamPolicy:
     until then it holds nothing for anybody.
     """
 
+    knows_windows = True
+
     def __init__(self, setup: ConnectorSetup, options: StreamOptions, on_work: Callable[[], None]) -> None:
         self.setup = setup
         self.options = options
@@ -70,8 +73,10 @@ class StreamPolicy:
         assert request.kv_transfer is not None, f"{request.id}: nothing was matched"
         self._asked.add(request.id)
         origin = origin_of(request.kv_transfer, self.options)
-        proof = proof_of(request.cache_salt, request.known_token_ids[: computed_count + token_count])
-        self.loads.start(request.id, origin, tuple(block_table), computed_count, token_count, proof)
+        end = computed_count + token_count
+        proof = proof_of(request.cache_salt, request.known_token_ids[:end])
+        start = first_position(block_table, self.setup.pages.layout.block_size, computed_count)
+        self.loads.start(request.id, origin, tuple(block_table), start, end - start, proof, asked_count=token_count)
 
     def load_abandoned(self, request_id: RequestId) -> None:
         """Nothing is written from this return on."""
@@ -96,7 +101,8 @@ class StreamPolicy:
         is_wanted = params.do_remote_decode and reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not is_wanted or not block_table or self.address is None:
             return False
-        self.sends.hold(request.id, tuple(block_table), tuple(tokens), request.cache_salt)
+        held_from = first_place(block_table) * self.setup.pages.layout.block_size
+        self.sends.hold(request.id, tuple(block_table), tuple(tokens), request.cache_salt, held_from)
         return True
 
     def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:

@@ -34,13 +34,14 @@ class SendEnd(enum.Enum):
 
 
 class Send(msgspec.Struct, eq=False):
-    """Blocks that are held. tokens: whose KV is in them, from position 0 on. was_read: somebody got to the end of
-    what was asked for. stops: of those who read it."""
+    """Blocks that are held. tokens: whose KV is in them, from position held_from on. was_read: somebody got to the end
+    of what was asked for. stops: of those who read it."""
 
     request_id: RequestId
     block_table: Sequence[BlockIndex]
     tokens: Sequence[int]
     cache_salt: str | None
+    held_from: int
     is_alive: bool = True
     was_read: bool = False
     reported_alive_at: float | None = None
@@ -63,9 +64,14 @@ class Sends:
         return len(self._held)
 
     def hold(
-        self, request_id: RequestId, block_table: Sequence[BlockIndex], tokens: Sequence[int], cache_salt: str | None
+        self,
+        request_id: RequestId,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        cache_salt: str | None,
+        held_from: int = 0,
     ) -> None:
-        self._held[request_id] = Send(request_id, block_table, tokens, cache_salt)
+        self._held[request_id] = Send(request_id, block_table, tokens, cache_salt, held_from)
 
     def get(self, request_id: str) -> Send | None:
         return self._held.get(RequestId(request_id))
@@ -78,6 +84,11 @@ class Sends:
             return f'no block of "{request_id[:200]}" is held: it never was, or it ended before this'
         if token_start < 0 or token_count < 1 or token_start + token_count > send.token_count:
             return f"{token_count} tokens from {token_start} on are asked for, and {send.token_count} are held"
+        if token_start < send.held_from:
+            return (
+                f"tokens from {token_start} on are asked for, and they are held from {send.held_from} on: behind a "
+                "sliding window the reader's blocks may be no longer than those here"
+            )
         if proof != proof_of(send.cache_salt, send.tokens[: token_start + token_count]):
             return "what is held are the blocks of another prompt, or under another cache_salt"
         self.sign_of_life(send, now)

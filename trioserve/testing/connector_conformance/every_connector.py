@@ -66,9 +66,10 @@ class ConnectorConformance:
                 trio.run(main, clock=MockClock(autojump_threshold=0))
 
     @asynccontextmanager
-    async def _opened(self, **how: Any) -> AsyncIterator[Stage]:
+    async def _opened(self, *, window_tokens: int | None = None, **how: Any) -> AsyncIterator[Stage]:
         stage = Stage(self, *self.sides(**how))
         for side in stage.sides:
+            side.window_tokens = window_tokens
             side.connect(type(self).factory, dict(self.options(side.name)), f"engine-of-{side.name}")
         task_count = trio.lowlevel.current_statistics().tasks_living
         async with trio.open_nursery() as nursery:

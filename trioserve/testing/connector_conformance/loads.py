@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 import trio
 
+from trioserve.contracts.kv_transfer import LoadFailed
 from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
 from trioserve.testing.connector_conformance.stage import ABORT, MOMENTS_MAX, TOKENS, Offered, Stage
 from trioserve.testing.connector_stage import Load, is_same
 
 __all__ = ["LoadConformance"]
+
+WINDOW_TOKENS = 9  # of SMALL_LAYOUT three or four blocks
 
 
 class LoadConformance(ConnectorConformance):
@@ -36,8 +39,8 @@ class LoadConformance(ConnectorConformance):
         loaded = stage.reader.loaded.get(load.request.id)
         if loaded is None:
             return False
-        count = len(loaded[0])
-        expected = [layer[load.start : load.start + count] for layer in offered.kv]
+        first = load.positions.start
+        expected = [layer[first : first + len(loaded[0])] for layer in offered.kv]
         layouts = stage.reader.pages.layout, stage.sender.pages.layout
         assert is_same(loaded, expected, layouts[0].dtype, layouts[1].dtype), (
             f"{load.request.id}: what was loaded from token {load.start} on is not what was held"
@@ -90,6 +93,42 @@ class LoadConformance(ConnectorConformance):
                     await self.load_whole(stage, await self.offer(stage), computed_count, token_count)
 
         self.play(script)
+
+    def test_behind_a_window_nothing_is_held_and_nothing_loaded(self) -> None:
+        async def script(stage: Stage) -> None:
+            lengths = []
+            first = 1000 * (stage.reader.window_tokens or 0)  # files may be there from the stage before
+            for length in (len(TOKENS), len(TOKENS) - 1, len(TOKENS) - 2, 5):
+                for computed_count in (0, self.layout.block_size):
+                    offered = await self.offer(stage, range(first, first + length))
+                    if self.matched(stage, offered, computed_count) > 0:
+                        await self.load_whole(stage, offered, computed_count, None)
+                        lengths.append(length)
+                    else:
+                        await self.conclude(stage, offered)
+            window_tokens = stage.reader.window_tokens
+            assert window_tokens is None or window_tokens < WINDOW_TOKENS or len(TOKENS) in lengths, "nothing matches"
+
+        for window_tokens in (2, 6, WINDOW_TOKENS, 100):
+            self.play(script, window_tokens=window_tokens)
+
+    def test_what_lies_behind_a_window_cannot_be_loaded(self) -> None:
+        async def script(stage: Stage) -> None:
+            offered = await self.offer(stage)
+            load = self.begin(stage, offered, 0, WINDOW_TOKENS)
+            await stage.until_load_ends(load)
+            report = next(event for event in reversed(stage.reader.reports) if event.request_id == load.request.id)
+            assert isinstance(report, LoadFailed), f"{report}, and its blocks were given back"
+            assert report.message, "it failed, and nobody says why"
+            await self.conclude(stage, offered)
+
+        self.play(script, window_tokens=WINDOW_TOKENS)
+
+    def test_a_load_behind_a_window_that_is_abandoned_at_any_moment(self) -> None:
+        async def script(stage: Stage) -> None:
+            await self.at_each_moment(stage, lambda offered, load: stage.reader.abandon(load))
+
+        self.play(script, window_tokens=WINDOW_TOKENS)
 
     def test_blocks_that_the_host_cannot_address(self) -> None:
         async def script(stage: Stage) -> None:
