@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import msgspec
+
 from trioserve.simulation.pair.history import (
     HOSTS,
     Come,
@@ -26,11 +28,13 @@ from trioserve.simulation.pair.history import (
     Stop,
 )
 from trioserve.simulation.pair.simulator import PairSimulation
+from trioserve.simulation.script import line_of
 
 __all__ = ["PairGenerator"]
 
 INDEX_MAX = 100  # beyond what lies on a network at a time
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (1, 2))
+WINDOWED_WORLDS_SHARE = 0.3
 
 
 class PairGenerator:
@@ -40,6 +44,12 @@ class PairGenerator:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self.world = self._drawn_world()
+        # Of a source of its own, so that a world without a window has the history that it had before there were any.
+        window_rng = Random(line_of(self.world))
+        # Longer blocks at the reader may need what the sender has given back: then it computes, which is no fault.
+        can_have_window = self.world.prefill_block_size % self.world.decode_block_size == 0
+        if can_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
+            self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9)))
         wildness = rng.choice((0.0, 0.0, 0.3, 1.0))
         self._kinds: tuple[tuple[float, Callable[[PairSimulation], PairEvent | None]], ...] = (
             (rng.choice((0.03, 0.06)), self._arrival),

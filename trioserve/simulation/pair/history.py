@@ -44,6 +44,8 @@ class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
 
     hold_seconds, load_seconds: how long blocks are held from the last sign of life of their reader on, and how long a
     request waits for its KV. fails_without_kv: then it ends with an error, instead of computing it.
+
+    window_tokens: no token sees any further back; None: every one sees all.
     """
 
     prefill_blocks: int = 16
@@ -59,6 +61,7 @@ class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     hold_seconds: float = 10.0
     load_seconds: float = 10.0
     fails_without_kv: bool = False
+    window_tokens: int | None = None
 
     @property
     def context_tokens_max(self) -> int:

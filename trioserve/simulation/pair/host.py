@@ -93,7 +93,9 @@ class PairHost:
         self._start_count += 1
         self.is_up, self.is_stopped, self.refuses = True, False, False
         self.timers = Timers()
-        self.executor = FakeExecutor(block_count=block_count, block_size=block_size, model=self._model)
+        self.executor = FakeExecutor(
+            block_count=block_count, block_size=block_size, model=self._model, window_tokens=world.window_tokens
+        )
         self.transport = PairTransport(
             self.name,
             f"{self.name}-{self._start_count}",
@@ -111,6 +113,7 @@ class PairHost:
                 context_tokens_max=world.context_tokens_max,
                 max_num_seqs=world.max_num_seqs,
                 step_tokens_max=world.step_tokens_max,
+                window_tokens=world.window_tokens,
                 enable_prefix_caching=world.enable_prefix_caching,
                 hold_seconds_max=world.hold_seconds,
                 remote_kv_seconds_max=world.load_seconds,
