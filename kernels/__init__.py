@@ -63,6 +63,8 @@ class Kernels(Protocol):
 
     def gather_context(self, pages: Tensor, block_table: Tensor) -> Tensor: ...
 
+    def linear_by_head(self, values: Tensor, weight: Tensor) -> Tensor: ...
+
     def paged_attention_decode(
         self,
         queries: Tensor,
@@ -71,6 +73,7 @@ class Kernels(Protocol):
         mask: Tensor,
         score_cap: float | None = None,
         sinks: Tensor | None = None,
+        latent_dim: int | None = None,
     ) -> Tensor: ...
 
     def attention_prompt(
@@ -80,7 +83,19 @@ class Kernels(Protocol):
         mask: Tensor | None,
         score_cap: float | None = None,
         sinks: Tensor | None = None,
+        latent_dim: int | None = None,
     ) -> Tensor: ...
+
+    def paged_latents_(
+        self,
+        attended: Tensor,
+        queries: Tensor,
+        pages: Tensor,
+        block_tables: Tensor,
+        contexts: Tensor,
+        row_starts: Tensor,
+        latent_dim: int,
+    ) -> None: ...
 
     def paged_decode_(
         self,

@@ -36,6 +36,7 @@ __all__ = [
     "SCORINGS",
     "Engine",
     "ExpertsStruct",
+    "LatentStruct",
     "LayerStruct",
     "Library",
     "MatrixStruct",
@@ -159,6 +160,17 @@ class RecurrentStruct(ctypes.Structure):
     )
 
 
+class LatentStruct(ctypes.Structure):
+    """Latent of cpu/step.h."""
+
+    _fields_ = (
+        ("query_up", MatrixStruct),
+        *((name, _pointer) for name in ("key_up", "value_up", "query_norm", "latent_norm")),
+        *((name, _int) for name in ("query_rank", "plain_dim", "turned_dim", "value_dim")),
+        ("norm_eps", _float),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """Layer of cpu/step.h."""
 
@@ -171,6 +183,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
         ("experts", _pointer),
         ("recurrent", _pointer),
+        ("latent", _pointer),
     )
 
 
@@ -180,7 +193,7 @@ class ModelStruct(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
         *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
-        *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count")),
+        *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count", "latent_dim")),
         *((name, _float) for name in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap")),
         *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
         ("head", MatrixStruct),
@@ -416,9 +429,10 @@ class Engine:
         return result
 
     def attention(self, model: ModelStruct, step: StepStruct, queries: Array) -> Array:
-        """[rows, H * D]: the attention of the model's first layer alone, over keys and values that are in the step's
-        pages already. Of the two structs only what this needs has to be filled."""
-        attended = np.empty_like(queries)
+        """[rows, H * D], or [rows, H * latent_dim]: the attention of the model's first layer alone, over keys and
+        values that are in the step's pages already. Of the two structs only what this needs has to be filled."""
+        columns = model.head_count * (model.latent_dim or model.head_dim)
+        attended = np.empty((len(queries), columns), dtype=queries.dtype)
         self.library.attention(
             self._handle, ctypes.addressof(model), ctypes.addressof(step), address(queries), address(attended)
         )

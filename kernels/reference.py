@@ -1,7 +1,9 @@
 """Plain torch: what each kernel means. Every other implementation is compared with this one.
 
 Shapes: T tokens of a step; H heads, K key/value heads, G = H / K heads to each of them, D numbers a head; a page is one
-KV block of P tokens, and `pages` is one layer's cache, [pages, P, 2, K, D], keys at index 0 and values at index 1.
+KV block of P tokens, and `pages` is one layer's cache, [pages, P, 2, K, D], keys at index 0 and values at index 1. In
+latent attention it is [pages, P, 1, 1, D], a key for all heads, whose first `latent_dim` numbers are its value, too:
+then the H * D of what is attended to are H * latent_dim.
 
 What a row's numbers depend on: its own token and its own context, and nothing else up to rounding. A product or a
 softmax may be blocked differently for another number of rows or another padded length, and then sums in another order:
@@ -42,10 +44,12 @@ __all__ = [
     "decode_mask",
     "gather_context",
     "linear",
+    "linear_by_head",
     "multiplier",
     "paged_chunks_",
     "paged_attention_decode",
     "paged_decode_",
+    "paged_latents_",
     "prompt_mask",
     "rms_norm",
     "rotary_",
@@ -198,6 +202,11 @@ def gather_context(pages: Tensor, block_table: Tensor) -> Tensor:
     return pages.index_select(0, block_table).flatten(0, 1)
 
 
+def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:
+    """[n, H, in] to [n, H, out]: each head's values times its own transposed weight, of [H, out, in]."""
+    return torch.bmm(values.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
 def paged_attention_decode(
     queries: Tensor,
     pages: Tensor,
@@ -205,22 +214,32 @@ def paged_attention_decode(
     mask: Tensor,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int | None = None,
 ) -> Tensor:
     """One query per sequence over its pages: softmax(q k / sqrt(D) + mask) v. score_cap: c bounds q k / sqrt(D) to
     c * tanh(q k / sqrt(D) / c). sinks: float32 [H], each head's stands in its softmax as one score more, whose value is
     0. So in all that attends.
 
     queries: [n, H * D] (head-major), block_table: int64 [n, width], rows padded with any page that the sequence owns;
-    mask: [n, 1, 1, width * P], as from decode_mask. Returns [n, H * D]. Scores and sums are in float32.
+    mask: [n, 1, 1, width * P], as from decode_mask. latent_dim: of pages of latents. Returns [n, H * D].
+    Scores and sums are in float32.
     """
     count, width = block_table.shape
-    _, page_tokens, _, kv_heads, head_dim = pages.shape
+    _, page_tokens, parts, kv_heads, head_dim = pages.shape
     # The heads that share keys and values become query rows of one head: nothing has to be repeated.
     grouped = queries.view(count, kv_heads, -1, head_dim)
-    context = pages.index_select(0, block_table.view(-1)).view(count, width * page_tokens, 2, kv_heads, head_dim)
-    keys, values = context.permute(2, 0, 3, 1, 4).unbind(0)
+    context = pages.index_select(0, block_table.view(-1)).view(count, width * page_tokens, parts, kv_heads, head_dim)
+    keys, values = _keys_values(context.permute(2, 0, 3, 1, 4), latent_dim)
     by_row = None if sinks is None else sinks.view(kv_heads, -1, 1)
     return _attention(grouped, keys, values, mask, score_cap, by_row).reshape(count, -1)
+
+
+def _keys_values(context: Tensor, latent_dim: int | None) -> tuple[Tensor, Tensor]:
+    """context: [2, ...], or [1, ...] of latents."""
+    if latent_dim is None:
+        keys, values = context.unbind(0)
+        return keys, values
+    return context[0], context[0, ..., :latent_dim]
 
 
 def attention_prompt(
@@ -229,16 +248,19 @@ def attention_prompt(
     mask: Tensor | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int | None = None,
 ) -> Tensor:
     """Consecutive tokens of one prompt over the keys and values up to the last of them.
 
     queries: [n, H * D] (head-major). keys_values: [context, 2, K, D]. mask: [n, context] as from prompt_mask; None when
-    the queries are exactly the context and there is no window: plain causal. Returns [n, H * D].
+    the queries are exactly the context and there is no window: plain causal. latent_dim: keys_values is [context, 1, 1,
+    D], of latents. Returns [n, H * D].
     """
     _, _, kv_heads, head_dim = keys_values.shape
     grouped = queries.view(queries.shape[0], kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     # Key/value heads stand in the place of the batch, and their group is a dimension of stride 0: nothing is repeated.
-    keys, values = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1).unbind(0)
+    repeated = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1)
+    keys, values = _keys_values(repeated, latent_dim)
     by_row = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
     attended = _attention(grouped, keys, values, mask, score_cap, by_row)
     return attended.permute(2, 0, 1, 3).reshape(queries.shape[0], -1)
@@ -314,6 +336,22 @@ def paged_chunks_(
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window, score_cap, sinks)
 
 
+def paged_latents_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    latent_dim: int,
+) -> None:
+    """As paged_chunks_ does, over pages of latents: chunks of any length see all tokens up to themselves.
+
+    attended (written): [T, H * latent_dim].
+    """
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, None, None, None, latent_dim)
+
+
 def _attend_one_by_one(
     attended: Tensor,
     queries: Tensor,
@@ -324,6 +362,7 @@ def _attend_one_by_one(
     window: int | None,
     score_cap: float | None,
     sinks: Tensor | None,
+    latent_dim: int | None = None,
 ) -> None:
     page_tokens = pages.shape[1]
     starts = row_starts.tolist()
@@ -337,7 +376,7 @@ def _attend_one_by_one(
         blocks = table[first_page : -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks)[: context - before]
         mask = prompt_mask(offset - before, end - start, context - before, window, queries.dtype, queries.device)
-        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks, latent_dim)
 
 
 def choose_tokens(

@@ -46,9 +46,11 @@ __all__ = [
     "differing_rows",
     "gather_context",
     "linear",
+    "linear_by_head",
     "paged_attention_decode",
     "paged_chunks_",
     "paged_decode_",
+    "paged_latents_",
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
@@ -69,23 +71,30 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: referen
     return _in_row_tiles(lambda tile: product(tile, weight, bias), values)
 
 
+def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:
+    return _in_row_tiles(lambda tile: reference.linear_by_head(tile, weight), values)
+
+
 def differing_rows(compute: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> list[int]:
     """The rows of a tile of which compute ([ROW_TILE, columns] to [ROW_TILE, n]) makes something else than of the same
     numbers in the first row, beside other rows; empty where the place of a row does not count."""
     return _differing(lambda tile, place: compute(tile)[place], columns, dtype)
 
 
-def differing_attended_rows(kv_heads: int, group: int, head_dim: int, dtype: torch.dtype) -> list[int]:
+def differing_attended_rows(
+    kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, latent_dim: int | None = None
+) -> list[int]:
     """The same for attention: which rows of a tile get something else than the same query in the first row does, at the
-    same position of the same context."""
+    same position of the same context. latent_dim: of pages of latents."""
     position = CONTEXT_TILE + ROW_TILE
     generator = torch.Generator().manual_seed(1)
-    pages = torch.randn(1, position + ROW_TILE, 2, kv_heads, head_dim, generator=generator).to(dtype)
+    parts = 2 if latent_dim is None else 1
+    pages = torch.randn(1, position + ROW_TILE, parts, kv_heads, head_dim, generator=generator).to(dtype)
     table = torch.zeros(1, dtype=torch.int32)
 
     def attended(queries: Tensor, place: int) -> Tensor:
-        result = torch.empty_like(queries)
-        _attend_(result, queries, pages, table, position - place + ROW_TILE, None)
+        result = queries.new_empty(len(queries), kv_heads * group * (latent_dim or head_dim))
+        _attend_(result, queries, pages, table, position - place + ROW_TILE, None, latent_dim=latent_dim)
         return result[place]
 
     return _differing(attended, kv_heads * group * head_dim, dtype)
@@ -169,6 +178,20 @@ def paged_chunks_(
         _attend_(attended[start:end], queries[start:end], pages, table, context, window, score_cap, sinks)
 
 
+def paged_latents_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    latent_dim: int,
+) -> None:
+    starts = row_starts.tolist()
+    for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
+        _attend_(attended[start:end], queries[start:end], pages, table, context, None, latent_dim=latent_dim)
+
+
 def _attend_(
     attended: Tensor,
     queries: Tensor,
@@ -178,6 +201,7 @@ def _attend_(
     window: int | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int | None = None,
 ) -> None:
     """The last len(queries) of the context's tokens over its pages."""
     count = queries.shape[0]
@@ -186,7 +210,7 @@ def _attend_(
     start = context - count
     first_seen = 0 if window is None else max(0, start - window + 1)
     first_tile = first_seen // CONTEXT_TILE
-    keys, values = _context_tiles(pages, block_table, first_tile * CONTEXT_TILE, first_seen, context)
+    keys, values = _context_tiles(pages, block_table, first_tile * CONTEXT_TILE, first_seen, context, latent_dim)
     for first in range(0, count, ROW_TILE):
         rows = min(ROW_TILE, count - first)
         padded = queries.new_zeros(ROW_TILE, queries.shape[1], dtype=torch.float32)
@@ -215,27 +239,29 @@ def _attend_(
             by_row = sinks.view(kv_heads, 1, group).expand(-1, ROW_TILE, -1).reshape(kv_heads, -1)
             best = torch.maximum(best, by_row)
             total = _in_flat_pieces(torch.exp, by_row - best)
-        result = torch.zeros_like(shared)
+        result = shared.new_zeros(*shared.shape[:-1], values.shape[-1])
         for number, tile in enumerate(scores):
             weights = _in_flat_pieces(torch.exp, tile.sub_(best[..., None]))
             total += weights.sum(-1)
             result += torch.bmm(weights, values[number])
         result /= total[..., None]
-        merged = result.view(kv_heads, ROW_TILE, group, head_dim).transpose(0, 1).reshape(ROW_TILE, -1)
+        merged = result.view(kv_heads, ROW_TILE, group, -1).transpose(0, 1).reshape(ROW_TILE, -1)
         attended[first : first + rows] = merged[:rows].to(attended.dtype)
 
 
-def _context_tiles(pages: Tensor, block_table: Tensor, begin: int, first_seen: int, end: int) -> tuple[Tensor, Tensor]:
+def _context_tiles(
+    pages: Tensor, block_table: Tensor, begin: int, first_seen: int, end: int, latent_dim: int | None
+) -> tuple[Tensor, Tensor]:
     """Keys and values of the positions from begin (of a tile) to end: each float32 [tiles, K, CONTEXT_TILE, D], zeros
     before the first that is seen, whose page may be somebody else's, and behind the end."""
-    _, page_tokens, _, kv_heads, head_dim = pages.shape
+    _, page_tokens, parts, kv_heads, head_dim = pages.shape
     blocks = block_table[first_seen // page_tokens : -(-end // page_tokens)].to(torch.int64)
     found = gather_context(pages, blocks)[first_seen % page_tokens :][: end - first_seen]
     tiles = -(-(end - begin) // CONTEXT_TILE)
-    context = pages.new_zeros(tiles * CONTEXT_TILE, 2, kv_heads, head_dim, dtype=torch.float32)
+    context = pages.new_zeros(tiles * CONTEXT_TILE, parts, kv_heads, head_dim, dtype=torch.float32)
     context[first_seen - begin : end - begin] = found
-    keys, values = context.view(tiles, CONTEXT_TILE, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4).contiguous()
-    return keys, values
+    cut = context.view(tiles, CONTEXT_TILE, parts, kv_heads, head_dim).permute(2, 0, 3, 1, 4).contiguous()
+    return cut[0], cut[1] if latent_dim is None else cut[0, ..., :latent_dim].contiguous()
 
 
 def _in_row_tiles(compute: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

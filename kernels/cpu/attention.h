@@ -1,5 +1,6 @@
 // Attention of a step's rows over the pages of one layer. A page is one KV block, [page tokens][2][K heads][D], keys
-// before values; a sequence's pages are named by its block table.
+// before values; a sequence's pages are named by its block table. Of latent attention (latent_attention.h) a page is [page
+// tokens][D], a key for all heads, whose first numbers are its value, too.
 #pragma once
 
 #include <atomic>
@@ -16,9 +17,27 @@ struct AttentionShape {
     int heads, kv_heads, head_dim, page_tokens;
     float score_cap = 0;  // see ScoreCap
     const float* sinks = nullptr;  // by head, up to a multiple of LANES; or null
+    int latent_dim = 0;            // of a key's numbers, those that are its value; 0: values lie behind the keys
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
-    int64_t token_stride() const { return int64_t(2) * kv_heads * head_dim; }
+    int64_t token_stride() const { return (latent_dim > 0 ? 1 : int64_t(2) * kv_heads) * head_dim; }
+    int64_t value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
+    // Where a kv head's value begins in a token's numbers.
+    int64_t value_at(int64_t kv_head) const { return latent_dim > 0 ? 0 : (kv_heads + kv_head) * int64_t(head_dim); }
+};
+
+// Rows of every head: side by side, or, to be the rows of products of their own, one head's behind the other's.
+template <class T>
+struct HeadRows {
+    Rows<T> rows;       // of the first head, or of all
+    int64_t dim;        // of a head
+    int64_t apart = 0;  // numbers from a head's rows to the next one's; 0: they lie side by side
+
+    operator HeadRows<const T>() const { return {rows, dim, apart}; }
+    Rows<T> of(int64_t head) const { return {rows.numbers + head * apart, rows.depth, rows.are_tiles}; }
+    T* at(int64_t row, int64_t head, int64_t d) const {
+        return apart > 0 ? of(head).at(row, d) : rows.at(row, head * dim + d);
+    }
 };
 
 // Consecutive tokens of one sequence: rows first_row .. first_row + count - 1 are its positions start .. and so on.
@@ -73,7 +92,7 @@ struct Seen {
 
 // What a piece of a row's context leaves: for each head the largest score, the sum of weights, and the weighted values.
 inline int64_t partial_count(const AttentionShape& shape) {
-    return int64_t(shape.heads) * (shape.head_dim + 2);
+    return int64_t(shape.heads) * (shape.value_dim() + 2);
 }
 
 // Brings a thread's next tokens into the second cache, in the order in which they lie in their pages: so memory gives
@@ -316,9 +335,10 @@ inline int64_t fetches_of_heads(const RowSpan& span, int64_t dim) {
     return (span.end - span.begin) / 2 * (dim / (4 * LANES) + dim % (4 * LANES) / LANES) + dim / 4 + 4;
 }
 
-// Some heads of one kv head meet a span. best, totals: [HEADS]; sums: [HEADS][D].
+// Some heads of one kv head meet a span; value: where its values lie behind the tokens' beginnings. best, totals: [HEADS];
+// sums: [HEADS][value dim].
 template <class T, int HEADS>
-void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t key, const RowSpan& span,
+void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t value, const RowSpan& span,
                   const T* keys, float* best, float* totals, float* sums, Fetch& fetch) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
 #if defined(__AVX512F__)
@@ -326,7 +346,7 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
 #else
     constexpr int TOGETHER = 1;
 #endif
-    const int64_t dim = shape.head_dim, stride = shape.query_stride();
+    const int64_t dim = shape.head_dim, value_dim = shape.value_dim(), stride = shape.query_stride();
     const Lanes scale = set(1.0f / std::sqrt(float(dim)));
     alignas(64) float scores[HEADS][SPAN];
     for (int block = span.first_block(); block < span.end_block();) {
@@ -356,8 +376,8 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
         if (best[head] != first_lane(before)) {
             const Lanes kept = Weighing<T>::kept(sub(now, before));
             totals[head] = first_lane(mul(set(totals[head]), kept));
-            for (int64_t d = 0; d < dim; d += LANES)
-                store(sums + head * dim + d, mul(load(sums + head * dim + d), kept));
+            for (int64_t d = 0; d < value_dim; d += LANES)
+                store(sums + head * value_dim + d, mul(load(sums + head * value_dim + d), kept));
         }
         const Weighing<T> weighing(scale, now);
         Lanes parts[SPAN / LANES];
@@ -369,30 +389,29 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
         }
         totals[head] += sum_of_span(parts);
     }
-    const int64_t value = key + shape.kv_heads * dim;
-    for (int64_t d = 0; d < dim;) {
-        if (d + 4 * LANES <= dim) {
-            add_values<T, HEADS, 4>(weights, tokens_at, value + d, span, sums + d, dim, fetch);
+    for (int64_t d = 0; d < value_dim;) {
+        if (d + 4 * LANES <= value_dim) {
+            add_values<T, HEADS, 4>(weights, tokens_at, value + d, span, sums + d, value_dim, fetch);
             d += 4 * LANES;
         } else {
-            add_values<T, HEADS, 1>(weights, tokens_at, value + d, span, sums + d, dim, fetch);
+            add_values<T, HEADS, 1>(weights, tokens_at, value + d, span, sums + d, value_dim, fetch);
             d += LANES;
         }
     }
 }
 
-// Of one part of a context. partial: best [H], total [H], sums [H][D]. keys: memory for a span's, [SPAN, query stride].
+// Of one part of a context. partial: best [H], total [H], sums [H][value dim]. keys: memory for a span's, [SPAN, query stride].
 template <class T>
 void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
                    int64_t rows, const T* pages, float* partial, Fetch& fetch, T* keys) {
     constexpr int64_t HEADS_MAX = 4;
-    const int64_t dim = shape.head_dim, group = shape.group(), stride = shape.query_stride();
+    const int64_t dim = shape.head_dim, value_dim = shape.value_dim(), group = shape.group(), stride = shape.query_stride();
     const int64_t row = chunk.first_row + piece.token, sets = (group + HEADS_MAX - 1) / HEADS_MAX;
     float* best = partial;
     float* totals = best + shape.heads;
     float* sums = totals + shape.heads;
     std::fill(best, best + shape.heads, NOTHING_SEEN);
-    std::fill(totals, totals + shape.heads * (1 + dim), 0.0f);
+    std::fill(totals, totals + shape.heads * (1 + value_dim), 0.0f);
     const T* tokens_at[SPAN];
     for (int64_t from = piece.from / SPAN * SPAN; from < piece.to; from += SPAN) {
         const RowSpan span{int(std::max<int64_t>(piece.from - from, 0)), int(std::min<int64_t>(piece.to - from, SPAN))};
@@ -409,7 +428,8 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
                 const int64_t head = kv_head * group + in_group;
                 const T* query = queries + ((kv_head * rows + row) * group + in_group) * stride;
                 const auto attend = [&](auto run) {
-                    run(shape, query, tokens_at, key, span, keys, best + head, totals + head, sums + head * dim, fetch);
+                    run(shape, query, tokens_at, shape.value_at(kv_head), span, keys, best + head, totals + head,
+                        sums + head * value_dim, fetch);
                 };
                 switch (std::min(group - in_group, HEADS_MAX)) {
                     case 4: attend(attend_heads<T, 4>); break;
@@ -425,8 +445,8 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
 // Joins the parts of a row's context, one after the other. What a part has as its largest scores and its totals becomes what
 // the parts before and it are multiplied with.
 template <class T>
-void join_parts(const AttentionShape& shape, float* partials, int parts, const Rows<T>& attended, int64_t row) {
-    const int64_t dim = shape.head_dim, stride = partial_count(shape);
+void join_parts(const AttentionShape& shape, float* partials, int parts, const HeadRows<T>& attended, int64_t row) {
+    const int64_t dim = shape.value_dim(), stride = partial_count(shape);
     for (int64_t first = 0; first < shape.heads; first += LANES) {
         // Lanes of the last heads' vector that have none hold something else, and are not stored.
         const size_t bytes = sizeof(float) * std::min<int64_t>(LANES, shape.heads - first);
@@ -455,7 +475,7 @@ void join_parts(const AttentionShape& shape, float* partials, int parts, const R
                 const float* shares = partials + part * stride + head;
                 sum = fma(load(sums + part * stride), set(shares[shape.heads]), mul(sum, set(shares[0])));
             }
-            store(attended.at(row, head * dim + d), mul(sum, set(partials[head])));
+            store(attended.at(row, head, d), mul(sum, set(partials[head])));
         }
 }
 

@@ -43,11 +43,11 @@ struct PackedScratch {
     // For so many rows: few meet tokens that are in the first cache still.
     static int64_t tokens_for(int64_t rows) { return rows < 96 ? SPAN : TOKENS; }
 
-    T *keys, *values;      // [TOKENS, query stride] and, 32 tokens at a time or a span, [D, tokens]
+    T *keys, *values;      // [TOKENS, query stride] and, 32 tokens at a time or a span, [value dim, tokens]
     T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, TOKENS]
     T* nothing;            // a token that is absent, a query that is absent
     float* scores;         // [2][SPAN, STRIP]
-    float* sums;           // a strip's [D, STRIP], strip by strip; of the part that is met
+    float* sums;           // a strip's [value dim, STRIP], strip by strip; of the part that is met
     float* totals;         // [width], of weights
     float* best;           // [width], about the largest score so far
     float *joined_sums, *joined_totals, *joined_best;  // of the parts before
@@ -58,25 +58,25 @@ struct PackedScratch {
     }
     // In elements of T and of float.
     static int64_t packed_count(const AttentionShape& shape) {
-        return (TOKENS + 1) * shape.query_stride() + TOKENS * (shape.head_dim + STRIP) +
+        return (TOKENS + 1) * shape.query_stride() + TOKENS * (shape.value_dim() + STRIP) +
                width_max(shape) * shape.query_stride();
     }
     static int64_t float_count(const AttentionShape& shape) {
-        return 2 * STRIP * SPAN + width_max(shape) * (2 * shape.head_dim + 6);
+        return 2 * STRIP * SPAN + width_max(shape) * (2 * shape.value_dim() + 6);
     }
 
     PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
         keys = packed;
         values = keys + TOKENS * shape.query_stride();
-        queries = values + TOKENS * shape.head_dim;
+        queries = values + TOKENS * shape.value_dim();
         weights = queries + width_max(shape) * shape.query_stride();
         nothing = weights + STRIP * TOKENS;
         scores = floats;
         sums = scores + 2 * STRIP * SPAN;
-        totals = sums + width_max(shape) * shape.head_dim;
+        totals = sums + width_max(shape) * shape.value_dim();
         best = totals + width_max(shape);
         joined_sums = best + width_max(shape);
-        joined_totals = joined_sums + width_max(shape) * shape.head_dim;
+        joined_totals = joined_sums + width_max(shape) * shape.value_dim();
         joined_best = joined_totals + width_max(shape);
         first = joined_best + width_max(shape);
         last = first + width_max(shape);
@@ -90,11 +90,11 @@ struct PackedScratch {
     }
     // Number d of 16 tokens' values, or of 32.
     T* values_at(const AttentionShape& shape, int64_t token, int64_t d) const {
-        if constexpr (IN_TILES<T>) return values + (token / 32 * shape.head_dim + d) * 32;
+        if constexpr (IN_TILES<T>) return values + (token / 32 * shape.value_dim() + d) * 32;
         return values + d * SPAN + token;
     }
     float* sums_of(const AttentionShape& shape, int64_t row) const {
-        return sums + row / STRIP * STRIP * shape.head_dim + row % STRIP;
+        return sums + row / STRIP * STRIP * shape.value_dim() + row % STRIP;
     }
 
     // For `count` rows; query_of(row) is where one's query lies, seen_of(row) what it sees.
@@ -134,7 +134,7 @@ struct PackedScratch {
     // The first part's sums of rows that see nothing of it, and so have met nothing.
     void clear_blind(const AttentionShape& shape, int64_t count, int64_t from, int64_t to) const {
         for (int64_t row = 0; row < count; row += LANES)
-            for (int64_t d = 0; is_blind(row, from, to) && d < shape.head_dim; d++)
+            for (int64_t d = 0; is_blind(row, from, to) && d < shape.value_dim(); d++)
                 store(sums_of(shape, row) + d * STRIP, zero());
     }
     // The part at positions from .. to - 1 is met: it is joined with those before.
@@ -146,7 +146,7 @@ struct PackedScratch {
             store(joined_totals + row, joint.of(load(joined_totals + row), load(totals + row)));
             const float* part = sums_of(shape, row);
             float* joined = joined_sums + (part - sums);
-            for (int64_t d = 0; d < shape.head_dim; d++)
+            for (int64_t d = 0; d < shape.value_dim(); d++)
                 store(joined + d * STRIP, joint.of(load(joined + d * STRIP), load(part + d * STRIP)));
         }
     }
@@ -176,7 +176,7 @@ struct PackedScratch {
         for (int64_t first = 0; first < count; first += LANES) {
             const float* from = sums_of(shape, first);
             const Lanes share = is_share ? div(set(1.0f), load(totals + first)) : set(1.0f);
-            for (int64_t d = 0; d < shape.head_dim; d += LANES) {
+            for (int64_t d = 0; d < shape.value_dim(); d += LANES) {
                 Lanes rows[LANES];
                 for (int index = 0; index < LANES; index++) rows[index] = mul(load(from + (d + index) * STRIP), share);
                 transpose(rows);
@@ -192,7 +192,7 @@ template <class T>
 inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, int64_t kv_head, int64_t first,
                         int64_t end, const PackedScratch<T>& scratch) {
     constexpr int64_t STEP = LANES * Unit<T>::DEPTH;
-    const int64_t dim = shape.head_dim, key = kv_head * dim, value = key + shape.kv_heads * dim;
+    const int64_t dim = shape.head_dim, key = kv_head * dim, value = shape.value_at(kv_head);
     for (int64_t index = first; index < end; index++)
         for (int64_t d = 0; d < dim; d += LANES)
             std::memcpy(scratch.key_at(shape, index, d), tokens_at[index] + key + d, sizeof(T) * LANES);
@@ -202,7 +202,7 @@ inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, 
             const bool is_there = token + index >= first && token + index < end;
             values_at[index] = is_there ? tokens_at[token + index] + value : scratch.nothing;
         }
-        for (int64_t d = 0; d < dim; d += LANES) {
+        for (int64_t d = 0; d < shape.value_dim(); d += LANES) {
             Lanes columns[LANES];
             transpose_tokens(values_at, d, columns);
             for (int index = 0; index < LANES; index++)
@@ -298,7 +298,7 @@ private:
             store(totals, mul(load(totals), kept));
             if (grow_()) {
                 float* sums = scratch_.sums_of(shape_, row_);
-                for (int64_t d = 0; d < shape_.head_dim; d++) store(sums + d * STRIP, mul(load(sums + d * STRIP), kept));
+                for (int64_t d = 0; d < shape_.value_dim(); d++) store(sums + d * STRIP, mul(load(sums + d * STRIP), kept));
             }
         }
         has_best_ = true;
@@ -407,12 +407,12 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
         const int64_t steps = (met_end - met_from) / 32;
         if (steps == 0) return;
         finish_writes();
-        for (int64_t d = 0; d < shape.head_dim; d += 4 * LANES) {
+        for (int64_t d = 0; d < shape.value_dim(); d += 4 * LANES) {
             const auto add = [&](auto run) {
-                run(scratch.values_at(shape, met_from, d), 32 * shape.head_dim, scratch.weights + met_from * LANES, steps,
+                run(scratch.values_at(shape, met_from, d), 32 * shape.value_dim(), scratch.weights + met_from * LANES, steps,
                     scratch.sums_of(shape, row) + d * LANES, is_first);
             };
-            switch (std::min<int64_t>((shape.head_dim - d) / LANES, 4)) {
+            switch (std::min<int64_t>((shape.value_dim() - d) / LANES, 4)) {
                 case 4: add(add_value_tiles<4>); break;
                 case 3: add(add_value_tiles<3>); break;
                 case 2: add(add_value_tiles<2>); break;
@@ -483,7 +483,7 @@ inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from
             SpanWeights<T, decltype(grow)>(shape, row + block, from, end, met, scratch, scratch.scores + block,
                                            scratch.weights + block * SPAN, grow)
                 .end();
-        add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim), scratch.weights + met.from * LANES,
+        add_products<T>(scratch.values + met.from, SPAN, int(shape.value_dim()), scratch.weights + met.from * LANES,
                         LANES * SPAN, PANEL_BLOCKS, met.end - met.from, scratch.sums_of(shape, row), STRIP, is_first,
                         nullptr);
     }
@@ -516,9 +516,9 @@ inline void meet_parts(const AttentionShape& shape, const Chunk& chunk, int64_t 
 // queries: [K][rows][G][query_stride], turned.
 template <class T>
 void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, int64_t window,
-                   const T* queries, int64_t rows, const T* pages, const Rows<T>& attended,
+                   const T* queries, int64_t rows, const T* pages, const HeadRows<T>& attended,
                    const PackedScratch<T>& scratch) {
-    const int64_t group = shape.group(), dim = shape.head_dim;
+    const int64_t group = shape.group();
     const int64_t count = piece.tokens * group;
     const int64_t first = chunk.start + piece.token, last = first + piece.tokens - 1;
     const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * shape.query_stride();
@@ -538,7 +538,7 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
                });
     if (shape.sinks != nullptr) scratch.first_part().add_sinks(shape, piece.kv_head, count);
     scratch.first_part().end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
-        store(attended.at(chunk.first_row + piece.token + row / group, (piece.kv_head * group + row % group) * dim + d), part);
+        store(attended.at(chunk.first_row + piece.token + row / group, piece.kv_head * group + row % group, d), part);
     });
 }
 
@@ -549,7 +549,7 @@ template <class T, class PartialOf>
 void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const int32_t* sharers,
                    const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,
                    const PartialOf& partial_of) {
-    const int64_t group = shape.group(), dim = shape.head_dim;
+    const int64_t group = shape.group();
     const int64_t count = piece.sharer_count * group;
     scratch.begin(
         shape, count,
@@ -568,7 +568,7 @@ void attend_shared(const AttentionShape& shape, const Chunk& chunk, const Attent
                    }
                    of_part.end(shape, count, false, [&](int64_t row, int64_t d, Lanes sums) {
                        const int64_t head = piece.kv_head * group + row % group;
-                       store(partial_at(row) + 2 * shape.heads + head * dim + d, sums);
+                       store(partial_at(row) + 2 * shape.heads + head * shape.value_dim() + d, sums);
                    });
                });
 }

@@ -10,6 +10,7 @@
 #include "attention_amx.h"
 #include "attention_packed.h"
 #include "buffer.h"
+#include "latent_attention.h"
 #include "quantized_product.h"
 #include "state_space.h"
 
@@ -19,32 +20,6 @@ namespace {
 // Up to this many rows every thread norms all of them for itself: one meeting less.
 constexpr int64_t OWN_NORM_ROWS_MAX = 4;
 constexpr int64_t ROWS_OF_PIECE = 4;
-
-struct Norm {
-    int32_t kind;
-    float eps;
-};
-
-// to(n): where numbers n .. n + 15 go. weight: null copies.
-template <class To>
-void norm_row(const float* from, const float* weight, int64_t size, const Norm& norm, const To& to) {
-    if (weight == nullptr) {
-        for (int64_t n = 0; n < size; n += LANES) store(to(n), load(from + n));
-        return;
-    }
-    Lanes mean = zero(), squares = zero();
-    if (norm.kind == LAYER_NORM) {
-        for (int64_t n = 0; n < size; n += LANES) mean = add(mean, load(from + n));
-        mean = set(sum_of(mean) / float(size));
-    }
-    for (int64_t n = 0; n < size; n += LANES) {
-        const Lanes part = sub(load(from + n), mean);
-        squares = fma(part, part, squares);
-    }
-    const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + norm.eps));
-    for (int64_t n = 0; n < size; n += LANES)
-        store(to(n), mul(mul(sub(load(from + n), mean), share), load(weight + n)));
-}
 
 // gate / (1 + e ** -slope), as exactly as T holds it: silu, if the slope is the gate.
 template <class T>
@@ -129,7 +104,9 @@ bool has_output_norms(const Model& model) {
 }
 
 AttentionShape shape_of(const Model& model) {
-    return {model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    shape.latent_dim = model.latent_dim;
+    return shape;
 }
 
 AttentionShape shape_of(const Model& model, const Layer& layer) {
@@ -137,6 +114,15 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
     shape.score_cap = layer.score_cap;
     shape.sinks = layer.sinks;
     return shape;
+}
+
+// How many numbers of a head are turned by angles.
+int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
+
+// What the first product of a layer gives of a row.
+int64_t qkv_size(const Model& model, const Layer& layer) {
+    if (layer.latent != nullptr) return queries_size(*layer.latent, model.head_count) + model.head_dim;
+    return (model.head_count + int64_t(2) * model.kv_head_count) * model.head_dim;
 }
 
 // The parts of one row's context: where the first one's sums lie, in parts; which part of the context that is; how many they
@@ -232,10 +218,18 @@ private:
                         int64_t first_block, int blocks, T* queries, T* pages);
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
-                const T* pages, const Rows<T>& attended, const void* after);
+                const T* pages, const HeadRows<T>& attended, const void* after);
     void make_room_for_states(const Model& model);
     template <class T>
     void recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed);
+    template <class T>
+    HeadRows<T> head_rows(Buffer& memory, int64_t heads, int64_t dim) const;
+    template <class T>
+    void make_room_for_latents(const Model& model);
+    template <class T>
+    void make_latents(int thread, const Model& model, const Layer& layer, const float* qkv, T* queries, T* pages);
+    template <class T>
+    Rows<const T> raise_values(int thread, const Model& model, const Layer& layer, const HeadRows<const T>& attended);
     template <class T>
     void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
     int32_t best_of(int64_t row);
@@ -262,6 +256,7 @@ private:
     Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
+    Buffer compressed_, raised_, plain_, values_;  // of latent attention
 };
 
 // Rows that the products may read beyond the last one.
@@ -269,7 +264,7 @@ static int64_t readable(int64_t rows) { return rounded_up(rows, 16) + 16; }
 
 void Engine::plan_rows(const Model& model, const Step& step) {
     rows_ = step.row_count;
-    packs_decodes_ = is_invariant_ && model.dtype == BFLOAT16 && IN_TILES<bf16>;
+    packs_decodes_ = (is_invariant_ || model.latent_dim > 0) && model.dtype == BFLOAT16 && IN_TILES<bf16>;
     chunks_.clear();
     chunk_of_row_.clear();
     given_of_row_.assign(step.given_count ? step.row_count : 0, nullptr);
@@ -503,7 +498,7 @@ void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Mat
 
 template <class T>
 void Engine::embed(int thread, const Model& model, const Step& step, float* hidden) {
-    const int64_t size = model.hidden_size, half = model.head_dim / 2;
+    const int64_t size = model.hidden_size, half = turned_dim(model) / 2;
     const Lanes scale = set(model.embedding_scale);
     float* angles = angles_.of<float>(0);
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
@@ -834,10 +829,95 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
     team.meet();
 }
 
+template <class T>
+HeadRows<T> Engine::head_rows(Buffer& memory, int64_t heads, int64_t dim) const {
+    const int64_t apart = readable(rows_) * padded_depth(dim);
+    return {rows_for<T>(memory.of<T>(heads * apart), rows_, dim), dim, apart};
+}
+
+template <class T>
+void Engine::make_room_for_latents(const Model& model) {
+    for (int32_t index = 0; index < model.layer_count; index++) {
+        if (model.layers[index].latent == nullptr) continue;
+        const Latent& latent = *model.layers[index].latent;
+        head_rows<T>(plain_, model.head_count, latent.plain_dim);
+        values_.of<T>(readable(rows_) * padded_depth(model.head_count * latent.value_dim));
+        compressed_.of<T>(readable(rows_) * padded_depth(latent.query_rank));
+        raised_.of<float>(latent.query_rank > 0 ? rows_ * model.head_count * (latent.plain_dim + latent.turned_dim) : 0);
+    }
+}
+
+// Writes the rows' latents and turned keys into their slots, and makes queries that meet them.
+template <class T>
+void Engine::make_latents(int thread, const Model& model, const Layer& layer, const float* qkv, T* queries, T* pages) {
+    const Latent& latent = *layer.latent;
+    const AttentionShape shape = shape_of(model);
+    const int64_t stride = qkv_size(model, layer), turned = latent.turned_dim;
+    const float* raw = qkv;
+    int64_t raw_stride = stride;
+    if (latent.query_rank > 0) {
+        const auto compressed = rows_for<T>(compressed_.of<T>(0), rows_, latent.query_rank);
+        for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+            norm_row(qkv + row * stride, latent.query_norm, latent.query_rank, {RMS_NORM, latent.norm_eps},
+                     [&](int64_t n) { return compressed.at(row, n); });
+            compressed.pad(row, latent.query_rank);
+        }
+        team.meet();
+        float* raised = raised_.of<float>(0);
+        raw = raised;
+        raw_stride = shape.heads * (latent.plain_dim + turned);
+        product<T>(thread, compressed, rows_, latent.query_up, nullptr,
+                   [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                       for (int row = 0; row < count; row++)
+                           for (int block = 0; block < blocks; block++)
+                               store(raised + (first_row + row) * raw_stride + (first_block + block) * LANES,
+                                     load(sums + row * PANEL + block * LANES));
+                   });
+        team.meet();
+    }
+    const HeadRows<T> plain = head_rows<T>(plain_, shape.heads, latent.plain_dim);
+    const float* angles = angles_.of<float>(0) + layer.rotary * rows_ * turned;
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        store_latent(latent, shape, qkv + row * stride + queries_size(latent, shape.heads), angles + row * turned,
+                     pages + slot_of_row_[row]);
+        for (int64_t head = 0; head < shape.heads; head++)
+            split_query(latent, raw + row * raw_stride + head * (latent.plain_dim + turned), angles + row * turned,
+                        layer.query_factor, plain.of(head), row, query_at(shape, row, head, queries) + shape.latent_dim);
+    }
+    team.meet();
+    const Lanes factor = set(layer.query_factor);
+    multiply_heads<T>(team, thread, plain, rows_, shape.heads, static_cast<const T*>(latent.key_up), shape.latent_dim,
+                      [&](int64_t head, int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                          for (int row = 0; row < count; row++) {
+                              T* to = query_at(shape, first_row + row, head, queries) + first_block * LANES;
+                              for (int block = 0; block < blocks; block++)
+                                  store(to + block * LANES, mul(load(sums + row * PANEL + block * LANES), factor));
+                          }
+                      });
+}
+
+// What the heads attended to of latents becomes their values, side by side.
+template <class T>
+Rows<const T> Engine::raise_values(int thread, const Model& model, const Layer& layer,
+                                   const HeadRows<const T>& attended) {
+    const int64_t dim = layer.latent->value_dim, size = model.head_count * dim;
+    const auto values = rows_for<T>(values_.of<T>(0), rows_, size);
+    multiply_heads<T>(team, thread, attended, rows_, model.head_count, static_cast<const T*>(layer.latent->value_up), dim,
+                      [&](int64_t head, int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                          for (int row = 0; row < count; row++)
+                              for (int block = 0; block < blocks; block++) {
+                                  const int64_t n = head * dim + (first_block + block) * LANES;
+                                  store(values.at(first_row + row, n), load(sums + row * PANEL + block * LANES));
+                                  if (n + LANES == size) values.pad(first_row + row, size);
+                              }
+                      });
+    return values;
+}
+
 // after: what the thread reads after this.
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
-                    const T* queries, const T* pages, const Rows<T>& attended, const void* after) {
+                    const T* queries, const T* pages, const HeadRows<T>& attended, const void* after) {
     const TinyAreZero tiny_are_zero;
     const PackedScratch<T> scratch(shape, own_[thread].packed.of<T>(PackedScratch<T>::packed_count(shape)),
                                    own_[thread].floats.of<float>(PackedScratch<T>::float_count(shape)));
@@ -1002,23 +1082,39 @@ bool Engine::compute(const Model& model, const Step& step) {
     const AttentionShape shape = shape_of(model);
     const int64_t rows = rows_, hidden_size = model.hidden_size, middle = model.intermediate_size;
     const int64_t query_size = int64_t(shape.heads) * shape.head_dim;
-    const int64_t qkv_size = query_size + int64_t(2) * shape.kv_heads * shape.head_dim;
+    int64_t qkv_size_max = 0, input_size_max = std::max({hidden_size, query_size, middle});  // of products
+    for (int32_t index = 0; index < model.layer_count; index++) {
+        const Layer& layer = model.layers[index];
+        qkv_size_max = std::max(qkv_size_max, qkv_size(model, layer));
+        if (layer.latent == nullptr) continue;
+        input_size_max = std::max<int64_t>(input_size_max, model.head_count * layer.latent->value_dim);
+        input_size_max = std::max<int64_t>(input_size_max, layer.latent->query_rank);
+    }
     const int64_t sampled = step.sampled_count;
     float* hidden = hidden_.of<float>(rows * hidden_size);
     T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
-    float* qkv = qkv_.of<float>(rows * qkv_size);
+    float* qkv = qkv_.of<float>(rows * qkv_size_max);
     T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
-    const auto attended = rows_for<T>(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
+    make_room_for_latents<T>(model);
+    HeadRows<T> attended{{}, shape.head_dim};
+    if (model.latent_dim > 0)
+        attended = head_rows<T>(attended_, shape.heads, shape.latent_dim);
+    else
+        attended.rows = rows_for<T>(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
     activated_.of<T>(readable(rows) * padded_depth(middle));
-    for (int64_t row = 0; row < rows; row++) attended.pad(row, query_size);
     int64_t recurrent_size = 0;
     for (int32_t index = 0; index < model.layer_count; index++)
         if (const Recurrent* layer = model.layers[index].recurrent)
             recurrent_size = std::max(recurrent_size, inner_size(*layer));
     T* recurrent = recurrent_.of<T>(recurrent_size > 0 ? readable(rows) * padded_depth(recurrent_size) : 0);
     make_room_for_states(model);
-    quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle, recurrent_size})));
-    angles_.of<float>(model.rotary_count * rows * shape.head_dim);
+    for (int64_t row = 0; row < rows; row++) {
+        if (model.latent_dim == 0) attended.rows.pad(row, query_size);
+        for (int64_t head = 0; model.latent_dim > 0 && head < shape.heads; head++)
+            attended.of(head).pad(row, shape.latent_dim);
+    }
+    quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max(input_size_max, recurrent_size)));
+    angles_.of<float>(model.rotary_count * rows * turned_dim(model));
     float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
     const Norm norm{model.norm_kind, model.norm_eps};
     make_room_for_experts<T>(model);
@@ -1065,7 +1161,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
-            Rows<const T> found = attended;
+            Rows<const T> found = attended.rows;
             if (layer.recurrent != nullptr) {
                 float* projected = projected_.of<float>(0);
                 const int64_t stride = projected_stride(*layer.recurrent);
@@ -1091,6 +1187,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                             turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
                         });
             } else {
+                const int64_t size = qkv_size(model, layer);
                 product(thread, x, rows, layer.qkv, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                             for (int row = 0; row < count; row++) {
@@ -1098,19 +1195,26 @@ bool Engine::compute(const Model& model, const Step& step) {
                                     const int64_t n = (first_block + block) * LANES;
                                     Lanes value = load(sums + row * PANEL + block * LANES);
                                     if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
-                                    store(qkv + (first_row + row) * qkv_size + n, value);
+                                    store(qkv + (first_row + row) * size + n, value);
                                 }
                             }
                         });
                 team.meet();
-                for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
-                    turn_and_store(model, layer, qkv, row, queries, pages);
+                if (layer.latent != nullptr)
+                    make_latents(thread, model, layer, qkv, queries, pages);
+                else
+                    for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
+                        turn_and_store(model, layer, qkv, row, queries, pages);
             }
             if (layer.recurrent == nullptr) {
                 team.meet();
                 if (is_abandoned_) return;
                 attend<T>(thread, shape_of(model, layer), plans_.at(layer.window), layer.window, queries, pages,
                           attended, first_read<T>(thread, layer.output, rows));
+                team.meet();
+            }
+            if (layer.latent != nullptr) {
+                found = raise_values<T>(thread, model, layer, attended);
                 team.meet();
             }
             const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
@@ -1211,10 +1315,14 @@ template <class T>
 void Engine::compute_attention(const Model& model, const Step& step, const T* queries, T* attended) {
     plan_rows(model, step);
     const AttentionShape shape = shape_of(model);
-    const int64_t dim = shape.head_dim, group = shape.group(), size = shape.heads * dim;
+    const int64_t dim = shape.head_dim, value_dim = shape.value_dim(), group = shape.group(), size = shape.heads * dim;
     const int64_t window = model.layers[0].window;
     T* ordered = queries_.of<T>((rows_ * shape.heads + 32) * shape.query_stride());
-    const auto found = rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
+    HeadRows<T> found{{}, value_dim};
+    if (shape.latent_dim > 0)
+        found = head_rows<T>(attended_, shape.heads, value_dim);
+    else
+        found.rows = rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
     // One model keeps its padding; here every call may have another shape.
     std::memset(ordered, 0, sizeof(T) * (rows_ * shape.heads + 32) * shape.query_stride());
     for (int64_t row = 0; row < rows_; row++)
@@ -1226,7 +1334,9 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
         attend<T>(thread, shape_of(model, model.layers[0]), plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
     });
     for (int64_t row = 0; row < rows_; row++)
-        for (int64_t n = 0; n < size; n += LANES) std::memcpy(attended + row * size + n, found.at(row, n), sizeof(T) * LANES);
+        for (int64_t head = 0; head < shape.heads; head++)
+            for (int64_t d = 0; d < value_dim; d += LANES)
+                std::memcpy(attended + (row * shape.heads + head) * value_dim + d, found.at(row, head, d), sizeof(T) * LANES);
 }
 
 template <class T>

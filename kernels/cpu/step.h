@@ -54,6 +54,17 @@ struct Recurrent {
     float time_step_min, time_step_max;
 };
 
+// What stands in the place of query and key heads in latent attention (latent_attention.h). query_up: [heads * (plain +
+// turned), query_rank] from queries' latents, which the layer's qkv gives then in the place of queries; query_rank: 0: there
+// are none. key_up, value_up: packed in the model's dtype, one head behind the other, [latent, plain] and [value, latent] each.
+struct Latent {
+    Matrix query_up;
+    const void *key_up, *value_up;
+    const float *query_norm, *latent_norm;
+    int32_t query_rank, plain_dim, turned_dim, value_dim;
+    float norm_eps;
+};
+
 // Rows of one chunk, and the slots in which the layers' states before and behind them lie. reads: -1 is zeros.
 struct StateSpan {
     int32_t first_row, count, reads, writes;
@@ -64,8 +75,10 @@ struct StateSpan {
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
 // everything. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
 // for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
-// reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in
-// the place of gate_up and down, or null. recurrent: in the place of attention, or null.
+// reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of
+// queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in the place of gate_up and
+// down, or null. recurrent: in the place of attention, or null. latent: attention is latent, and qkv gives queries, or their
+// latents, and then the token's own latent and its key that is turned; or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
@@ -74,14 +87,16 @@ struct Layer {
     float query_factor, score_cap, residual_scale;
     const Experts* experts;
     const Recurrent* recurrent;
+    const Latent* latent;
 };
 
-// intermediate_size: the largest. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
+// intermediate_size: the largest. latent_dim: of latent attention, whose head_dim is that of the cache's keys; 0 is none.
+// batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
-    int32_t page_tokens, batch_invariant, norm_kind, rotary_count;
+    int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
     float norm_eps, embedding_scale, logit_scale, logit_cap;  // a cap of 0 is none
-    const float* frequencies;  // [rotaries][D / 2], radians a token
+    const float* frequencies;  // [rotaries][D / 2], radians a token; D: of what is turned
     const float* magnitudes;   // the same, of cosine and sine
     const Layer* layers;
     const void* embedding;  // [vocab, hidden]; null: the head has the same numbers
@@ -132,8 +147,8 @@ bool run_logprobs(Engine& engine, const Model& model, const float* hidden, int64
                   int32_t top_count, float* logprobs, int32_t* top_ids);
 // The sampling of a step alone. logits: float32 [sampled, vocab].
 void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* logits);
-// The attention of a model's first layer alone. queries, attended: [rows, H * D] in the model's dtype; the step's keys
-// and values are in its pages already.
+// The attention of a model's first layer alone. queries, attended: [rows, H * D] in the model's dtype, or attended [rows, H *
+// latent_dim]; the step's keys and values are in its pages already.
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended);
 // y [m, n] = x W^T alone. x: [m, padded k] with rows to read up to the next 16. batch_invariant: as a model's.
 void run_product(Engine& engine, DtypeName dtype, bool batch_invariant, const void* x, int64_t m, const Matrix& weight,

@@ -20,14 +20,15 @@ FIRST = SamplingParams(max_tokens=1, temperature=0.0)
 HELD = KVTransferParams(do_remote_decode=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
+@pytest.fixture(scope="module", params=("llama", "deepseek-v3"))
+def checkpoint(request, tmp_path_factory) -> str:
+    """The second one's KV are latents."""
     place = Path(__file__).parents[1] / "model" / "tiny_checkpoints.py"
     spec = importlib.util.spec_from_file_location("tiny_checkpoints", place)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    directory = tmp_path_factory.mktemp("llama")
-    module.write_checkpoint(directory, "llama")
+    directory = tmp_path_factory.mktemp("checkpoint")
+    module.write_checkpoint(directory, request.param)
     return str(directory)
 
 

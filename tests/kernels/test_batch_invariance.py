@@ -122,12 +122,16 @@ class Sequences:
         spread: float = 1,
         page_tokens: int = 16,
         has_sinks: bool = False,
+        latent_dim: int = 0,
     ) -> None:
+        self._latent_dim = latent_dim
         self.dtype, self.heads, self.kv_heads, self.head_dim, self.window = dtype, heads, kv_heads, head_dim, window
         self._page_tokens = page_tokens
         self._sinks = np.random.default_rng(6).normal(0, 3, 64).astype(np.float32) if has_sinks else None
         blocks, count = -(-TOKENS // page_tokens), 5
-        self._pages = random(count * blocks, page_tokens, 2, kv_heads, head_dim, dtype=dtype, seed=3)
+        self._pages = random(
+            count * blocks, page_tokens, 1 if latent_dim else 2, kv_heads, head_dim, dtype=dtype, seed=3
+        )
         order = np.random.default_rng(4).permutation(count * blocks)
         self._tables = order.reshape(count, blocks)
         self._tables[:, :shared] = self._tables[0, :shared]
@@ -148,6 +152,7 @@ class Sequences:
             head_count=self.heads,
             kv_head_count=self.kv_heads,
             head_dim=self.head_dim,
+            latent_dim=self._latent_dim,
             page_tokens=self._page_tokens,
             batch_invariant=1,
             layers=ctypes.addressof(layer),
@@ -190,6 +195,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pages of 7": {"heads": 7, "kv_heads": 1, "head_dim": 64, "page_tokens": 7, "shared": 40},
     "sinks": {"heads": 20, "kv_heads": 4, "head_dim": 64, "has_sinks": True, "shared": 12, "spread": 3},
     "sinks and a window": {"heads": 9, "kv_heads": 3, "head_dim": 32, "has_sinks": True, "window": 128},
+    "latents": {"heads": 6, "kv_heads": 1, "head_dim": 80, "latent_dim": 64, "shared": 9, "spread": 4},
     "pages of 100 and a window": {"heads": 4, "kv_heads": 2, "head_dim": 80, "page_tokens": 100, "window": 129},
 }
 

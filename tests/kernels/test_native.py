@@ -121,6 +121,7 @@ def expected_attention(
     window: int | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int = 0,
 ) -> Tensor:
     """Each row alone, over what it sees, in float64."""
     rows = []
@@ -137,7 +138,8 @@ def expected_attention(
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
             weights = scores.softmax(-1)[..., : len(seen)]
-            rows.append(torch.einsum("kgt,tkd->kgd", weights, seen[:, 1]).flatten())
+            values = seen[:, 0, :, :latent_dim] if latent_dim else seen[:, 1]
+            rows.append(torch.einsum("kgt,tkd->kgd", weights, values).flatten())
     return torch.stack(rows)
 
 
@@ -151,6 +153,7 @@ def attention_of(
     window: int | None = None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int = 0,
 ) -> Tensor:
     page_tokens, _, kv_heads, head_dim = pages.shape[1:]
 
@@ -172,6 +175,7 @@ def attention_of(
         head_count=queries.shape[1] // head_dim,
         kv_head_count=kv_heads,
         head_dim=head_dim,
+        latent_dim=latent_dim,
         page_tokens=page_tokens,
         layers=ctypes.addressof(layer),
     )
@@ -202,6 +206,7 @@ def check_attention(
     spread: float = 1.0,
     score_cap: float | None = None,
     sink: float | None = None,
+    latent_dim: int = 0,
 ) -> None:
     """chunks: (start, count) of each sequence. shared: of some sequences, which earlier one has the same first blocks,
     and how many. spread: of the scores, about. sink: heads have sinks, about so high. Every slot that no row sees holds
@@ -213,7 +218,7 @@ def check_attention(
         other, common = (shared or {}).get(index, (0, 0))
         table = tables[other][:common] if common else []
         tables.append([*table, *(order.pop() for _ in range(width - len(table)))])
-    pages = random(sum(widths) + 3, page_tokens, 2, kv_heads, head_dim, dtype=dtype, seed=7)
+    pages = random(sum(widths) + 3, page_tokens, 1 if latent_dim else 2, kv_heads, head_dim, dtype=dtype, seed=7)
     seen = torch.zeros(len(pages), page_tokens, dtype=torch.bool)
     for (start, count), table in zip(chunks, tables, strict=True):
         for position in range(0 if window is None else max(0, start - window + 1), start + count):
@@ -222,8 +227,9 @@ def check_attention(
     row_count = sum(count for _, count in chunks)
     queries = (random(row_count, heads * head_dim, seed=8) * spread).to(dtype)
     sinks = None if sink is None else random(heads, seed=9) + sink
-    attended = attention_of(engine, queries, pages, tables, chunks, window=window, score_cap=score_cap, sinks=sinks)
-    expected = expected_attention(queries, pages, tables, chunks, window, score_cap, sinks)
+    options = {"score_cap": score_cap, "sinks": sinks, "latent_dim": latent_dim}
+    attended = attention_of(engine, queries, pages, tables, chunks, window=window, **options)
+    expected = expected_attention(queries, pages, tables, chunks, window, **options)
     assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
 
 
@@ -260,6 +266,15 @@ def test_attention_in_a_window(engine: Engine, dtype: torch.dtype, window: int) 
 def test_attention_of_other_heads(engine: Engine, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
     chunks = [(33, 1), (0, 20), (16, 1)]
     check_attention(engine, dtype, chunks=chunks, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("heads, head_dim, latent_dim", ((1, 48, 32), (5, 80, 48), (16, 576, 512), (40, 288, 256)))
+def test_attention_of_latents(engine: Engine, dtype: torch.dtype, heads: int, head_dim: int, latent_dim: int) -> None:
+    """One key for all heads, whose first numbers are its value, too."""
+    shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "latent_dim": latent_dim}
+    check_attention(engine, dtype, chunks=[(33, 1), (0, 150), (300, 1), (20, 3)], **shape)
+    check_attention(engine, dtype, chunks=[(310, 1), (300, 1), (290, 2)], shared={1: (0, 16), 2: (0, 16)}, **shape)
 
 
 @DTYPE_IDS

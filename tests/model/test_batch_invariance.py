@@ -44,6 +44,7 @@ TORCH = (
     ("gemma2", "bfloat16", "none"),
     ("qwen2-moe", "bfloat16", "none"),
     ("gpt-oss", "bfloat16", "none"),
+    ("deepseek-v3", "bfloat16", "none"),
 )
 NATIVE = (
     ("llama", "float32", "none"),
@@ -76,6 +77,9 @@ NATIVE = (
     ("lfm2-biased", "float32", "none"),
     ("granite-hybrid", "bfloat16", "none"),
     ("granite-hybrid-moe", "bfloat16", "int8"),
+    ("deepseek-v3", "bfloat16", "none"),
+    ("minicpm3", "float32", "none"),
+    ("deepseek-v2-lite", "bfloat16", "int8"),
 )
 
 

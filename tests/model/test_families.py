@@ -53,7 +53,13 @@ GGUF_KINDS = (
     "lfm2",
     "granite-hybrid",
     "granite-hybrid-unturned-moe",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "moonlight",
+    "minicpm3",
 )
+HALVES_KINDS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight")
 BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -74,16 +80,19 @@ def windows(config: ModelConfig) -> list[int | None]:
     return [layer.attention.window for layer in config.layers]
 
 
-@pytest.mark.parametrize("kind", GGUF_KINDS)
+@pytest.mark.parametrize(
+    "kind, has_latent_halves", [*((kind, False) for kind in GGUF_KINDS), *((kind, True) for kind in HALVES_KINDS)]
+)
 def test_a_gguf_file_holds_the_model_that_its_directory_holds(
     kind: str,
+    has_latent_halves: bool,
     tiny_checkpoints: ModuleType,
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "model.gguf"
-    tiny_checkpoints.write_family_gguf(tiny_checkpoint(kind), path)
+    tiny_checkpoints.write_family_gguf(tiny_checkpoint(kind), path, has_latent_halves=has_latent_halves)
     ours, theirs = open_checkpoint(path), open_checkpoint(tiny_checkpoint(kind))
     # In a file these are float32, and the tokenizer's end tokens are the model's.
     numbers = {"norm_eps", "embedding_scale", "logit_scale", "logit_cap", "eos_token_ids", "layers"}
@@ -110,8 +119,8 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
     if has_scale and scale is not None:
         assert own.attention.scale == pytest.approx(scale)
     if own.attention.rotary is not None and other.attention.rotary is not None:
-        head_dim = own.attention.head_dim
-        found, wanted = (rotary_frequencies(layer.attention.rotary, head_dim) for layer in (own, other))
+        turned_dim = own.attention.turned_dim
+        found, wanted = (rotary_frequencies(layer.attention.rotary, turned_dim) for layer in (own, other))
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
         own_rotary = replace(own.attention.rotary, scaling=other.attention.rotary.scaling)
         own = replace(own, attention=replace(own.attention, rotary=own_rotary))

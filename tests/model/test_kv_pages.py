@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,33 +11,42 @@ from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.kv_pages import CudaPages, make_kv_pages
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import KVEntry, ModelConfig
 
 LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=3, head_dim=8, dtype="bfloat16")
+ENTRIES = {
+    "keys and values": KVEntry(part_count=2, head_count=3, head_dim=8),
+    "latents": KVEntry(part_count=1, head_count=1, head_dim=48),
+}
 
 
 class Shape:
     """What KVStorage asks of a config."""
 
-    heads = AttentionConfig(head_count=3, kv_head_count=3, head_dim=8, rotary=None)
-    layers = (LayerConfig(attention=heads, mlp=MlpConfig(intermediate_size=16)),) * 2
+    def __init__(self, entry: KVEntry) -> None:
+        self.kv_entries = (entry, entry)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "device"])
-def test_bytes_are_those_of_the_arrays(kind):
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_bytes_are_those_of_the_arrays(kind, entry):
+    layout = msgspec.structs.replace(
+        LAYOUT, part_count=entry.part_count, kv_head_count=entry.head_count, head_dim=entry.head_dim
+    )
+
     def make(shape):
         return np.zeros(shape, np.uint16) if kind == "numpy" else torch.zeros(shape, dtype=torch.bfloat16)
 
-    config: ModelConfig = Shape()  # type: ignore[assignment]
+    config: ModelConfig = Shape(entry)  # type: ignore[assignment]
     storage = KVStorage(config, block_count=5, block_size=4, make=make, has_spare=True)
-    pages = CudaPages(LAYOUT, storage) if kind == "device" else make_kv_pages(LAYOUT, storage, "cpu")
+    pages = CudaPages(layout, storage) if kind == "device" else make_kv_pages(layout, storage, "cpu")
     assert pages.block_count == 5  # the spare one is nobody's
-    block_bytes = LAYOUT.block_size * LAYOUT.token_bytes
+    block_bytes = layout.block_size * layout.token_bytes
     assert block_bytes == 4 * 2 * 3 * 8 * 2
 
     content = bytes(range(256)) * 2
-    pages.write(1, BlockIndex(3), LAYOUT.token_bytes, memoryview(content[: LAYOUT.token_bytes]))
-    assert bytes(pages.read(1, BlockIndex(3)))[LAYOUT.token_bytes : 2 * LAYOUT.token_bytes] == content[:96]
+    pages.write(1, BlockIndex(3), layout.token_bytes, memoryview(content[: layout.token_bytes]))
+    assert bytes(pages.read(1, BlockIndex(3)))[layout.token_bytes : 2 * layout.token_bytes] == content[:96]
     raw = storage.pages[1] if kind == "numpy" else storage.pages[1].view(torch.uint16).numpy()
     assert raw[3, 1].tobytes() == content[:96]
     assert raw.any(axis=(2, 3, 4)).sum() == 1  # this one token, and no other

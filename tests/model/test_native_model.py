@@ -50,6 +50,8 @@ KINDS = (
     "cohere2",
     "qwen2-moe",
     "granite-moe",
+    "deepseek-v2-lite",
+    "deepseek-v3",
 )
 
 
@@ -412,6 +414,10 @@ def test_what_the_kernels_do_not_compute_is_left_to_torch(tiny_checkpoint: Calla
         assert reason is not None
         assert words in reason
     other = replace(layer, mlp=replace(layer.mlp, intermediate_size=32))
-    assert "from layer to layer" in (why_not_native(replace(config, layers=(layer, other)), "float32") or "")
+    assert why_not_native(replace(config, layers=(layer, other)), "float32") is None
+    latent = open_checkpoint(tiny_checkpoint("deepseek-v3")).config
+    for field, words in (("latent_dim", "kv_lora_rank is 40"), ("plain_dim", "qk_nope_head_dim is 40")):
+        other = replace(latent.layers[0], attention=replace(latent.layers[0].attention, **{field: 40}))
+        assert words in (why_not_native(replace(latent, layers=(other,)), "float32") or "")
     assert "float16" in (why_not_native(config, "float16") or "")
     load(tiny_checkpoint("llama"), dtype="float16").close()

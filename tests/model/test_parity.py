@@ -78,6 +78,12 @@ KINDS = (
     "glm4-moe",
     "dots1",
     "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "moonlight",
+    "glm4-moe-lite",
+    "minicpm3",
 )
 VOCAB_SIZE = 320
 

@@ -80,6 +80,14 @@ _LONGROPE = {
     "long_factor": [1.1, 1.9, 3.0, 5.0, 9.0, 14.0],
     "partial_rotary_factor": 0.75,
 }
+_MINICPM_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 1.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0],
+    "long_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0],
+    "original_max_position_embeddings": 512,
+}
 _EYES = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -288,7 +296,60 @@ _ROUTED = {
     "routed_scaling_factor": 1.75,
     "first_k_dense_replace": 1,
 }
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
 FAMILY_KINDS |= {
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": 48,
+            "norm_topk_prob": False,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 48,
+            "rope_parameters": {**_DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        {**_LATENT, **_ROUTED, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        {**_LATENT, **_ROUTED, "q_lora_rank": 48, "first_k_dense_replace": None, "pad_token_id": 0},
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {**_LATENT, "q_lora_rank": 48, "v_head_dim": 16, "rope_parameters": _MINICPM_ROPE},
+    ),
     "glm4-moe": (
         "glm4_moe",
         {**_ROUTED, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0},
@@ -549,14 +610,25 @@ _ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 
 
 def write_family_gguf(
-    checkpoint: Path, path: Path, *, expert_type: str = "F32", special_tokens: tuple[str, ...] = ()
+    checkpoint: Path,
+    path: Path,
+    *,
+    expert_type: str = "F32",
+    special_tokens: tuple[str, ...] = (),
+    has_latent_halves: bool = False,
+    has_both_forms: bool = False,
+    quant_type: str = "F32",
 ) -> None:
-    """Write the directory `checkpoint`, of a kind of FAMILY_KINDS, as GGUF in float32. Tensors' names are those of the
-    gguf package. expert_type: of experts' matrices. special_tokens: in the place of the last ones."""
+    """Write the directory `checkpoint`, of a kind of FAMILY_KINDS, as GGUF. Tensors' names are those of the gguf
+    package. expert_type: of experts' matrices, quant_type: of the others. special_tokens: in the place of the last
+    ones. has_latent_halves: what projects latents to keys and values is two tensors, as the converter does it since
+    2025, and not one; has_both_forms: it is there as one, too."""
     import gguf
     from safetensors.torch import load_file
 
@@ -568,6 +640,8 @@ def write_family_gguf(
     config["num_hidden_layers"] += further
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
+    if has_latent_halves:
+        config["num_key_value_heads"] = 1
     if further:
         writer.add_nextn_predict_layers(further)
     for field, method in _FAMILY_METADATA.items():
@@ -581,14 +655,18 @@ def write_family_gguf(
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if "kv_lora_rank" in config:
+        head_dim = config["qk_rope_head_dim"]
+        _add_latent_metadata(writer, config, has_latent_halves)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     rope = config["rope_parameters"]
     whole = rope.get("full_attention", rope)
     writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(whole["rope_theta"])
     if whole["rope_type"] == "longrope":
-        original = config["original_max_position_embeddings"]
+        original = config.get("original_max_position_embeddings") or whole["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(whole["factor"]) / np.log(original))))
         for length in ("long", "short"):
@@ -601,6 +679,8 @@ def write_family_gguf(
             writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
         writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
         writer.add_rope_scaling_factor(whole["factor"])
+        if "mscale_all_dim" in whole:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * whole["mscale_all_dim"])
     _add_tokenizer(writer, special_tokens)
     stacked = _with_stacked_experts(load_file(checkpoint / "model.safetensors"))
     written = [part for name, values in stacked.items() for part in _as_hybrids_are_written(name, values, config)]
@@ -610,9 +690,18 @@ def write_family_gguf(
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])
-        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        quant_type = expert_type if ".experts." in name and values.ndim == 3 else "F32"
-        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, quant_type)
+        parts = {name.replace("e_score_correction_bias", "e_score_correction.bias"): values}
+        if has_latent_halves and "kv_b_proj" in name:
+            heads = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+            keys, of_values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+            parts = parts if has_both_forms else {}
+            parts |= {
+                name.replace("kv_b_proj", "k_b_proj"): keys.transpose(0, 2, 1),
+                name.replace("kv_b_proj", "v_b_proj"): of_values,
+            }
+        stored_type = expert_type if ".experts." in name and values.ndim == 3 else quant_type
+        for part, stored in parts.items():
+            _add_tensor(writer, names.get_name(part, try_suffixes=(".weight", ".bias")), stored, stored_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -656,6 +745,21 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
     if name.endswith("mamba.norm.weight"):
         return [(name, values.reshape(config["mamba_n_groups"], -1))]
     return [(name.replace("dt_bias", "dt_proj.bias"), values)]
+
+
+def _add_latent_metadata(writer: Any, config: dict[str, Any], has_halves: bool) -> None:
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key_length, value_length = config["qk_nope_head_dim"] + turned, config["v_head_dim"]
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned if has_halves else key_length)
+    if has_halves:
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(key_length)
+        writer.add_value_length_mla(value_length)
+    elif config["model_type"] != "minicpm3":
+        writer.add_value_length(value_length)
 
 
 def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -755,7 +859,7 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray, quant_type: str) -> 
         quant_type = "F32"
     block_values, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant_type]]
     if values.shape[-1] % block_values:
-        quant_type = "Q8_0"
+        quant_type = "F32" if values.shape[-1] % 32 else "Q8_0"
     kind = gguf.GGMLQuantizationType[quant_type]
     if quant_type in _K_QUANTIZERS:
         stored = _K_QUANTIZERS[quant_type](values)

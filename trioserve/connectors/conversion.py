@@ -24,7 +24,12 @@ def objection_to(theirs: KVLayout, ours: KVLayout) -> str | None:
     """Why their KV cannot be used here, as a sentence; None: it can."""
     if theirs.model != ours.model:
         return f'its KV is of the model "{theirs.model[:200]}", and this engine has "{ours.model[:200]}"'
-    for name, what in (("layer_count", "layers"), ("kv_head_count", "KV heads"), ("head_dim", "numbers in a head")):
+    for name, what in (
+        ("layer_count", "layers"),
+        ("part_count", "parts for keys, values or latents"),
+        ("kv_head_count", "KV heads"),
+        ("head_dim", "numbers in a head"),
+    ):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             return f"its KV has {there} {what}, and this engine's {here}"

@@ -200,9 +200,10 @@ class KVConnector(Protocol):
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV lies in a block: for each layer [block_size, 2, kv_head_count, head_dim] numbers of `dtype`, keys at index
-    0 and values at index 1, so that a token's numbers in a layer are token_bytes side by side.
+    """How KV lies in a block: for each layer [block_size, part_count, kv_head_count, head_dim] numbers of `dtype`, so
+    that a token's numbers in a layer are token_bytes side by side.
 
+    part_count: 2, keys at index 0 and values at index 1; 1, latents from which both are computed.
     model: tells models apart whose shapes are equal; engines exchange KV only if they agree on it.
     dtype: float32, bfloat16 or float16."""
 
@@ -212,11 +213,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_head_count: int
     head_dim: int
     dtype: str
+    part_count: int = 2
 
     @property
     def token_bytes(self) -> int:
         """Of one token in one layer."""
-        return 2 * self.kv_head_count * self.head_dim * (4 if self.dtype == "float32" else 2)
+        return self.part_count * self.kv_head_count * self.head_dim * (4 if self.dtype == "float32" else 2)
 
 
 class KVPages(Protocol):

@@ -569,7 +569,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HARDWARE,
         kind="gauge",
         unit="bytes",
-        meaning="What the keys and values of one token take, in all layers.",
+        meaning="What the KV cache keeps of one token, in all layers.",
     ),
     Metric(
         name="token_flops",

@@ -10,11 +10,14 @@ from torch import Tensor
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import attend
 from trioserve.model.kv_storage import KVStorage
+from trioserve.model.latent_attention import LatentAttention
 from trioserve.model.layers import Angles, Embedding, HeadNorms, Linear, MakeLinear, Norm, RotaryAngles, Sinks
 from trioserve.model.model_config import (
     Activation,
     AttentionConfig,
     ExpertsConfig,
+    KVAttention,
+    LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
     ShortConvConfig,
@@ -141,9 +144,7 @@ class _Attention:
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
-        self._sinks: Sinks | None = None
-        if attention.has_sinks:
-            self._sinks = Sinks(name, attention, device=device)
+        self._sinks = Sinks(name, attention, device=device) if attention.has_sinks else None
         self._output = linear(queries, attention.has_output_bias, o_proj=hidden)
         self.linears = (self._qkv, self._output)
 
@@ -188,7 +189,7 @@ class _Layer:
         self._kernels = kernels
         self._layer = layer
         attention, mlp = layer.attention, layer.mlp
-        self.rotary = attention.rotary if isinstance(attention, AttentionConfig) else None
+        self.rotary = attention.rotary if isinstance(attention, KVAttention) else None
         hidden = config.hidden_size
         name = f"layers.{index}"
 
@@ -205,9 +206,11 @@ class _Layer:
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
-        self._attention: _Attention | ShortConv | StateSpace
+        self._attention: _Attention | LatentAttention | ShortConv | StateSpace
         if isinstance(attention, AttentionConfig):
             self._attention = _Attention(name, linear, config, attention, kernels, dtype=dtype, device=device)
+        elif isinstance(attention, LatentAttentionConfig):
+            self._attention = LatentAttention(name, linear, config, attention, kernels, dtype=dtype, device=device)
         elif isinstance(attention, ShortConvConfig):
             self._attention = ShortConv(name, config, attention, dtype=dtype, device=device)
         else:
@@ -253,7 +256,7 @@ class _Layer:
         the residual sum is taken together with the norm that follows it.
         """
         normed = _added(hidden, product, self._attention_norm)
-        if isinstance(self._attention, _Attention):
+        if isinstance(self._attention, _Attention | LatentAttention):
             assert angles is not None
             attended = self._attention(normed, step, angles, pages, slots_of_layer)
         else:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 
@@ -120,9 +120,8 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:
-    """What one block takes: keys and values of block_size tokens in all layers."""
-    attentions = (layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig))
-    return 2 * sum(attention.key_size for attention in attentions) * block_size * VALUE_BYTES[dtype]
+    """What one block takes: what is kept of block_size tokens in all layers."""
+    return sum(entry.size for entry in config.kv_entries if entry is not None) * block_size * VALUE_BYTES[dtype]
 
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
@@ -137,24 +136,42 @@ def token_flops(config: ModelConfig) -> int:
 
 def attended_token_flops(config: ModelConfig) -> int:
     """What attention takes for one token that another one sees, in all layers: its score, and its part of the sum."""
-    attentions = (layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig))
-    return 4 * sum(attention.query_size for attention in attentions)
+    return 2 * sum(map(_attended_numbers, config.layers))
 
 
 def _layer_weights(config: ModelConfig) -> int:
     """That a token is multiplied with: of a mixture, those of the experts that it is sent to."""
-    return config.hidden_size * sum(map(_layer_columns, config.layers))
+    return sum(_attention_weights(layer, config) + config.hidden_size * _mlp_columns(layer) for layer in config.layers)
 
 
-def _layer_columns(layer: LayerConfig) -> int:
-    attention, mlp = layer.attention, layer.mlp
+def _attended_numbers(layer: LayerConfig) -> int:
+    """Of a token's query, and of what it adds up."""
+    attention = layer.attention
     if isinstance(attention, AttentionConfig):
-        columns = 2 * (attention.query_size + attention.key_size)
-    else:
-        columns = attention.projected_size + attention.inner_size
+        return 2 * attention.query_size
+    if isinstance(attention, LatentAttentionConfig):
+        return attention.head_count * (attention.entry_dim + attention.latent_dim)
+    return 0
+
+
+def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
+    """Of what is in its place, too."""
+    attention, hidden = layer.attention, config.hidden_size
+    if isinstance(attention, AttentionConfig):
+        return 2 * hidden * (attention.query_size + attention.key_size)
+    if not isinstance(attention, LatentAttentionConfig):
+        return hidden * (attention.projected_size + attention.inner_size)
+    rank = attention.query_rank
+    queries = hidden * attention.query_size if rank is None else rank * (hidden + attention.query_size)
+    heads = attention.head_count * attention.latent_dim * (attention.plain_dim + attention.value_dim)
+    return queries + heads + hidden * (attention.entry_dim + attention.value_size)
+
+
+def _mlp_columns(layer: LayerConfig) -> int:
+    mlp = layer.mlp
     if isinstance(mlp, MlpConfig):
-        return columns + 3 * mlp.intermediate_size
-    return columns + mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
+        return 3 * mlp.intermediate_size
+    return mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
 
 
 class CacheSize(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from trioserve.model.model_config import AttentionConfig, ModelConfig
+from trioserve.model.model_config import KVEntry, ModelConfig
 
 __all__ = ["KVStorage"]
 
@@ -13,8 +13,8 @@ Buffer = TypeVar("Buffer")
 
 
 class KVStorage(Generic[Buffer]):
-    """One buffer a layer, each [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1. That
-    of a layer without attention is empty.
+    """One buffer a layer, each [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1; or,
+    of latents, [blocks, block_size, 1, 1, entry_dim]: see KVEntry. That of a layer without attention is empty.
 
     One buffer for all layers would be copied whole by compilers that index it. Within a layer a token's keys and values
     lie side by side: one row to write, and one contiguous block to gather. Buffers are torch's tensors or, for the
@@ -39,9 +39,10 @@ class KVStorage(Generic[Buffer]):
         self.block_count = block_count
         self.block_size = block_size
         self.has_spare = has_spare
-        heads = config.heads
-        shape = (block_count + has_spare, block_size, 2, heads.kv_head_count, heads.head_dim)
-        nothing = (0, *shape[1:])
-        self.pages: tuple[Buffer, ...] = tuple(
-            make(shape if isinstance(layer.attention, AttentionConfig) else nothing) for layer in config.layers
-        )
+
+        def shape(entry: KVEntry | None) -> tuple[int, ...]:
+            if entry is None:
+                return (0, block_size, 1, 1, 1)
+            return (block_count + has_spare, block_size, entry.part_count, entry.head_count, entry.head_dim)
+
+        self.pages: tuple[Buffer, ...] = tuple(make(shape(entry)) for entry in config.kv_entries)

@@ -128,10 +128,12 @@ class Norm:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        eps: float | None = None,
     ) -> None:
+        """eps: None is the model's."""
         self._name = name
         self._kernels = kernels
-        self._kind, self._eps = config.norm, config.norm_eps
+        self._kind, self._eps = config.norm, config.norm_eps if eps is None else eps
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
     def slots(self) -> Iterator[TensorSlot]:
@@ -218,7 +220,7 @@ class RotaryAngles:
     def __init__(
         self, rotary: RotaryConfig | None, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        head_dim = config.heads.head_dim
+        head_dim = config.kv_attention.turned_dim
         plain, magnitudes = (torch.from_numpy(part) for part in rotary_frequencies(rotary, head_dim))
         self._dtype = dtype
         # Both halves of a head turn by the same angles, the first one backwards: see rotary_ in the kernels.

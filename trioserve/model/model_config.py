@@ -6,7 +6,7 @@ How it is found in config.json or in GGUF metadata is settled in families/ and l
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,9 @@ __all__ = [
     "AttentionConfig",
     "Dtype",
     "ExpertsConfig",
+    "KVAttention",
+    "KVEntry",
+    "LatentAttentionConfig",
     "LayerConfig",
     "MlpConfig",
     "ModelConfig",
@@ -141,6 +144,19 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """What the KV cache keeps of a token in one layer: [part_count, head_count, head_dim] numbers. Keys and values are
+    two parts; latents, from which both are computed, are one."""
+
+    part_count: int
+    head_count: int
+    head_dim: int
+
+    @property
+    def size(self) -> int:
+        return self.part_count * self.head_count * self.head_dim
+
+
 class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """One layer's attention.
 
@@ -203,6 +219,80 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     def query_factor(self) -> float:
         """What queries are multiplied by, so that a score divided by sqrt(head_dim) has the layer's scale."""
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
+
+    @property
+    def kv_entry(self) -> KVEntry:
+        return KVEntry(part_count=2, head_count=self.kv_head_count, head_dim=self.head_dim)
+
+    @property
+    def turned_dim(self) -> int:
+        """How many numbers the angles of positions are computed for."""
+        return self.head_dim
+
+
+class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
+    """One layer's multi-head latent attention (MLA, arXiv 2405.04434). Of a token the KV cache keeps a latent, whose
+    projections are every head's keys and values, and one key that is turned, for all heads.
+
+    query_rank: queries are projections of a latent of their own of this size; None: of the hidden state. latent_dim: of
+    the latent, which is normed, as that of queries is. plain_dim: of the part of a head's query that meets a projection
+    of the latent; turned_dim: of the part that is turned, before it meets the turned key. value_dim: of a head's value.
+    scale: what query times key is multiplied by.
+    """
+
+    head_count: int
+    query_rank: int | None
+    latent_dim: int
+    plain_dim: int
+    turned_dim: int
+    value_dim: int
+    rotary: RotaryConfig
+    scale: float
+    norm_eps: float = 1e-6
+
+    window: ClassVar[None] = None
+    score_cap: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        _count("head_count", self.head_count, HEADS_MAX)
+        if self.query_rank is not None:
+            _count("q_lora_rank", self.query_rank, DIMENSION_MAX)
+        _count("kv_lora_rank", self.latent_dim, DIMENSION_MAX)
+        _count("qk_nope_head_dim", self.plain_dim, DIMENSION_MAX)
+        _count("qk_rope_head_dim", self.turned_dim, DIMENSION_MAX)
+        _count("v_head_dim", self.value_dim, DIMENSION_MAX)
+        _positive_number("the attention's scale", self.scale)
+        _positive_number("the latents' epsilon", self.norm_eps)
+        if self.rotary.rotated_dims != self.turned_dim:
+            raise ModelLoadError(
+                f"{self.rotary.rotated_dims} dimensions of each head are rotated, but qk_rope_head_dim is "
+                f"{self.turned_dim}: the checkpoint's config is damaged"
+            )
+
+    @property
+    def query_size(self) -> int:
+        return self.head_count * (self.plain_dim + self.turned_dim)
+
+    @property
+    def value_size(self) -> int:
+        return self.head_count * self.value_dim
+
+    @property
+    def entry_dim(self) -> int:
+        return self.latent_dim + self.turned_dim
+
+    @property
+    def kv_entry(self) -> KVEntry:
+        return KVEntry(part_count=1, head_count=1, head_dim=self.entry_dim)
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, so that a score divided by sqrt(entry_dim) has the layer's scale."""
+        return self.scale * math.sqrt(self.entry_dim)
+
+
+KVAttention: TypeAlias = AttentionConfig | LatentAttentionConfig
+"""What the KV cache keeps something for."""
 
 
 class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
@@ -372,7 +462,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: what either is multiplied by before it is added.
     """
 
-    attention: AttentionConfig | ShortConvConfig | StateSpaceConfig
+    attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig
     mlp: MlpConfig | ExpertsConfig
     has_input_norms: bool = True
     has_output_norms: bool = False
@@ -420,9 +510,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             _positive_number("final_logit_softcapping", self.logit_cap)
         if not self._attentions:
             raise ModelLoadError("no layer has attention, which is not supported")
-        shapes = {(heads.head_count, heads.kv_head_count, heads.head_dim) for heads in self._attentions}
-        if len(shapes) > 1:
-            raise ModelLoadError("the shape of heads differs from layer to layer, which is not supported")
+        if len({(attention.kv_entry, attention.head_count) for attention in self._attentions}) > 1:
+            raise ModelLoadError(
+                "what the KV cache keeps of a token, or the number of heads, differs from layer to layer, which is not "
+                "supported"
+            )
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ModelLoadError(
@@ -435,9 +527,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def _attentions(self) -> tuple[AttentionConfig, ...]:
+    def _attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
         """Without what is in their place."""
-        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig))
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, KVAttention))
 
     @property
     def layer_count(self) -> int:
@@ -445,15 +537,31 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> AttentionConfig:
-        """The first attention of a layer: the shape of its heads is that of all layers."""
+        """The first attention of a layer: the shape of its heads is that of all layers. For models without latents."""
+        attention = self.kv_attention
+        assert isinstance(attention, AttentionConfig), "asked of a model whose attention is latent"
+        return attention
+
+    @property
+    def kv_attention(self) -> AttentionConfig | LatentAttentionConfig:
+        """The first attention of a layer: what the KV cache keeps of a token for it, it keeps for all."""
         return self._attentions[0]
+
+    @property
+    def kv_entries(self) -> tuple[KVEntry | None, ...]:
+        """What the KV cache keeps of a token, by layer; None where there is no attention."""
+        mixers = (layer.attention for layer in self.layers)
+        return tuple(mixer.kv_entry if isinstance(mixer, KVAttention) else None for mixer in mixers)
+
+    @property
+    def has_latents(self) -> bool:
+        return isinstance(self.kv_attention, LatentAttentionConfig)
 
     @property
     def state_bytes(self) -> int:
         """Of the states that layers keep of one sequence, float32; 0 where none does."""
-        return 4 * sum(
-            layer.attention.state_size for layer in self.layers if not isinstance(layer.attention, AttentionConfig)
-        )
+        mixers = (layer.attention for layer in self.layers)
+        return 4 * sum(mixer.state_size for mixer in mixers if not isinstance(mixer, KVAttention))
 
     @property
     def has_experts(self) -> bool:

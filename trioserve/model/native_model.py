@@ -25,6 +25,8 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import (
     AttentionConfig,
     ExpertsConfig,
+    KVAttention,
+    LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
@@ -50,6 +52,7 @@ from trioserve_kernels.native import (
     SCORINGS,
     Engine,
     ExpertsStruct,
+    LatentStruct,
     LayerStruct,
     Library,
     MatrixStruct,
@@ -70,10 +73,11 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
-    head_dim = config.heads.head_dim
-    sizes = [("hidden_size", config.hidden_size), ("head_dim", head_dim)]
+    sizes = [("hidden_size", config.hidden_size)]
     for layer in config.layers:
-        if not isinstance(layer.attention, AttentionConfig) and (reason := why_not_recurrent(layer.attention)):
+        if isinstance(layer.attention, KVAttention):
+            sizes.extend(_attention_sizes(layer.attention))
+        elif reason := why_not_recurrent(layer.attention):
             return reason
         sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
@@ -81,12 +85,25 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
-    if head_dim > HEAD_DIM_MAX:
-        return f"head_dim is {head_dim}, above {HEAD_DIM_MAX}"
+    turned_dim = config.kv_attention.turned_dim
+    if turned_dim > HEAD_DIM_MAX:
+        return f"head_dim is {turned_dim}, above {HEAD_DIM_MAX}"
     for layer in config.layers:
         if layer.mlp.activation not in ACTIVATIONS:
             return f"they do not compute {layer.mlp.activation}"
     return None
+
+
+def _attention_sizes(attention: AttentionConfig | LatentAttentionConfig) -> tuple[tuple[str, int], ...]:
+    if isinstance(attention, AttentionConfig):
+        return (("head_dim", attention.head_dim),)
+    return (
+        ("q_lora_rank", attention.query_rank or 0),
+        ("kv_lora_rank", attention.latent_dim),
+        ("qk_nope_head_dim", attention.plain_dim),
+        ("qk_rope_head_dim", attention.turned_dim),
+        ("v_head_dim", attention.value_dim),
+    )
 
 
 def _middles(mlp: MlpConfig | ExpertsConfig) -> tuple[int, ...]:
@@ -134,8 +151,9 @@ class NativeModel:
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
         self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
-        heads, rotaries = config.heads, config.rotaries
-        tables = [rotary_frequencies(rotary, heads.head_dim) for rotary in rotaries]
+        attention, rotaries = config.kv_attention, config.rotaries
+        entry = attention.kv_entry
+        tables = [rotary_frequencies(rotary, attention.turned_dim) for rotary in rotaries]
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(layer.struct(f"layers.{index}", self._weights, rotaries) for index, layer in enumerate(self._layers))
@@ -145,9 +163,10 @@ class NativeModel:
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
             intermediate_size=max(size for layer in config.layers for size in _middles(layer.mlp)),
-            head_count=heads.head_count,
-            kv_head_count=heads.kv_head_count,
-            head_dim=heads.head_dim,
+            head_count=attention.head_count,
+            kv_head_count=entry.head_count,
+            head_dim=entry.head_dim,
+            latent_dim=attention.latent_dim if isinstance(attention, LatentAttentionConfig) else 0,
             vocab_size=config.vocab_size,
             page_tokens=block_size,
             batch_invariant=batch_invariant,
@@ -347,6 +366,10 @@ class _Layer:
         self.sinks: Float32Array | None = None
         if isinstance(attention, AttentionConfig):
             self._make_attention(attention, hidden)
+        elif isinstance(attention, LatentAttentionConfig):
+            # The norms of queries' latents, and of those from which keys and values are computed.
+            self.query_norm = None if attention.query_rank is None else _singles(attention.query_rank)
+            self.key_norm = _singles(attention.latent_dim)
         else:
             self._recurrent = NativeRecurrent(attention, hidden)
             self.qkv_bias, self.output_bias = self._recurrent.input_bias, self._recurrent.output_bias
@@ -354,6 +377,7 @@ class _Layer:
         self.mlp_norm = _singles(hidden) if layer.has_input_norms and not layer.is_parallel else None
         self.attention_output_norm = _singles(hidden) if layer.has_output_norms else None
         self.mlp_output_norm = _singles(hidden) if layer.has_output_norms else None
+        self._latent: LatentStruct | None = None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
         self.gate_up_bias = _singles(2 * mlp.intermediate_size) if has_bias else None
         self.down_bias = _singles(hidden) if has_bias else None
@@ -392,21 +416,25 @@ class _Layer:
         matrices = {matrix: weights.matrix(f"{name}.{matrix}") for matrix in own}
         if isinstance(mlp, ExpertsConfig):
             self._experts = self._experts_struct(name, mlp, weights)
-        structs = ("experts", "recurrent")
+        if isinstance(attention, LatentAttentionConfig):
+            self._latent = self._latent_struct(name, attention, weights)
+        structs = ("experts", "recurrent", "latent")
         pointers = [
             field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] not in structs
         ]
-        tensors = {name: getattr(self, name) for name in pointers}
-        addresses = {name: _address(tensor) for name, tensor in tensors.items()}
+        addresses = {pointer: _address(getattr(self, pointer)) for pointer in pointers}
         own_fields: dict[str, float] = {}
-        if isinstance(attention, AttentionConfig):
+        if isinstance(attention, KVAttention):
             own_fields = {
-                "pairs_together": has_pairs_together(attention),
                 "window": attention.window or 0,
                 "rotary": rotaries.index(attention.rotary),
-                "qk_norm": QK_NORMS[attention.qk_norm],
                 "query_factor": attention.query_factor,
                 "score_cap": attention.score_cap or 0.0,
+            }
+        if isinstance(attention, AttentionConfig):
+            own_fields |= {
+                "pairs_together": has_pairs_together(attention),
+                "qk_norm": QK_NORMS[attention.qk_norm],
             }
         return LayerStruct(
             **matrices,
@@ -417,6 +445,23 @@ class _Layer:
             residual_scale=self._layer.residual_scale,
             experts=None if self._experts is None else ctypes.addressof(self._experts),
             recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct),
+            latent=None if self._latent is None else ctypes.addressof(self._latent),
+        )
+
+    def _latent_struct(self, name: str, attention: LatentAttentionConfig, weights: PackedWeights) -> LatentStruct:
+        rank = attention.query_rank or 0
+        query_up = {"query_up": weights.matrix(f"{name}.query_up")} if rank else {}
+        return LatentStruct(
+            **query_up,
+            key_up=weights.address(f"{name}.key_up"),
+            value_up=weights.address(f"{name}.value_up"),
+            query_norm=_address(self.query_norm),
+            latent_norm=_address(self.key_norm),
+            query_rank=rank,
+            plain_dim=attention.plain_dim,
+            turned_dim=attention.turned_dim,
+            value_dim=attention.value_dim,
+            norm_eps=attention.norm_eps,
         )
 
     def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
@@ -442,7 +487,7 @@ class _Layer:
             down_bias=_address(down_bias),
             count=mlp.expert_count,
             per_token=mlp.experts_per_token,
-            score_bias=None if self.score_bias is None else address(self.score_bias),
+            score_bias=_address(self.score_bias),
             normalizes=mlp.normalizes,
             middle=mlp.intermediate_size,
             shared_middle=mlp.shared_size,
@@ -504,25 +549,26 @@ class _Layer:
         if self.score_bias is not None:
             fill = functools.partial(_copy, self.score_bias)
             yield Slot(f"{name}.router.score_bias", self.score_bias.shape, "float32", fill)
+        is_latent = isinstance(self._layer.attention, LatentAttentionConfig)
         for norm, weight in (
             ("attention_norm", self.attention_norm),
             ("attention_output_norm", self.attention_output_norm),
             ("mlp_norm", self.mlp_norm),
             ("mlp_output_norm", self.mlp_output_norm),
-            ("q_norm", self.query_norm),
-            ("k_norm", self.key_norm),
+            ("q_a_norm" if is_latent else "q_norm", self.query_norm),
+            ("kv_a_norm" if is_latent else "k_norm", self.key_norm),
         ):
             if weight is not None:
                 yield Slot(f"{name}.{norm}.weight", weight.shape, "float32", functools.partial(_copy, weight))
 
 
-def _address(values: Float32Array | None) -> int | None:
-    return None if values is None else address(values)
-
-
 def _padded(count: int) -> Float32Array:
     """The kernels read whole blocks."""
     return np.zeros(-(-count // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, dtype=np.float32)
+
+
+def _address(tensor: Float32Array | None) -> int | None:
+    return None if tensor is None else address(tensor)
 
 
 def _part(bias: Float32Array | None, first: int, count: int) -> Float32Array | None:

@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.model.loading.stored_tensor import Bytes
-from trioserve.model.model_config import AttentionConfig, ExpertsConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+)
 from trioserve.model.number_formats import Dtype, Float32Array, Values
 from trioserve.model.quantization import Quantization, weight_format
 from trioserve.model.weights import Slot
@@ -30,8 +36,10 @@ __all__ = ["HEAD", "PackedWeights", "has_pairs_together", "pairs_together"]
 HEAD = "head"
 
 
-def has_pairs_together(attention: AttentionConfig) -> bool:
+def has_pairs_together(attention: AttentionConfig | LatentAttentionConfig) -> bool:
     """Whether queries and keys can be turned as soon as some of a head's numbers are there."""
+    if isinstance(attention, LatentAttentionConfig):
+        return False
     return attention.head_dim % (2 * BLOCK_OUTPUTS) == 0 and attention.qk_norm == "none"
 
 
@@ -87,6 +95,11 @@ class PackedWeights:
         return matrix_of(
             *((self._places[part], part.outputs, part.columns, part.format) for part in self._matrices[name])
         )
+
+    def address(self, name: str) -> int:
+        """Of a matrix of one part."""
+        (part,) = self._matrices[name]
+        return self._places[part]
 
     def slots(self) -> Iterator[Slot]:
         for part, place in self._places.items():
@@ -155,12 +168,28 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         matrices[f"{name}.gate_up"] = (part(middle, hidden, f"{name}.gate_proj.weight", f"{name}.up_proj.weight"),)
         matrices[f"{name}.down"] = (part(hidden, middle, f"{name}.down_proj.weight"),)
 
+    def latents(layer: str, attention: LatentAttentionConfig) -> None:
+        rank, queries = attention.query_rank, attention.query_size
+        first = part(queries, hidden, f"{layer}.q_proj.weight")
+        if rank is not None:
+            first = part(rank, hidden, f"{layer}.q_a_proj.weight")
+            matrices[f"{layer}.query_up"] = (part(queries, rank, f"{layer}.q_b_proj.weight"),)
+        matrices[f"{layer}.qkv"] = (first, part(attention.entry_dim, hidden, f"{layer}.kv_a_proj.weight"))
+        # Of each head a matrix for itself, behind the one of the head before.
+        rows = attention.head_count * attention.latent_dim
+        key_up = _Part((f"{layer}.k_b_proj.weight",), rows, attention.plain_dim, WeightFormat.DENSE)
+        value_up = _Part((f"{layer}.v_b_proj.weight",), attention.value_size, attention.latent_dim, WeightFormat.DENSE)
+        matrices[f"{layer}.key_up"], matrices[f"{layer}.value_up"] = (key_up,), (value_up,)
+        matrices[f"{layer}.output"] = (part(hidden, attention.value_size, f"{layer}.o_proj.weight"),)
+
     hidden = config.hidden_size
     matrices: dict[str, tuple[_Part, ...]] = {}
     for index, described in enumerate(config.layers):
         attention, mlp = described.attention, described.mlp
         layer = f"layers.{index}"
-        if isinstance(attention, AttentionConfig):
+        if isinstance(attention, LatentAttentionConfig):
+            latents(layer, attention)
+        elif isinstance(attention, AttentionConfig):
             heads, keys = attention.query_size, attention.key_size
             pairs_of = attention.head_dim if has_pairs_together(attention) else 0
             matrices[f"{layer}.qkv"] = (

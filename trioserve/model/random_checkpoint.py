@@ -31,6 +31,7 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, AttentionConfig), "others are not written"
     assert config.layers == (layer,) * config.layer_count, "others are not written"
+    assert isinstance(attention, AttentionConfig), "others are not written"
     assert attention.window is None, "not written"
     assert attention.rotary is not None, "others are not written"
     assert not mlp.has_bias, "not written"

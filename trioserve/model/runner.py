@@ -218,12 +218,14 @@ class ModelRunner:
         its kernels, whose KV files may still be there."""
         assert self.storage is not None, "kv_pages before allocate_kv"
         like = f"{model_name} batch-invariant, {self.arithmetic}, trioserve {VERSION}"
+        entry = self.config.kv_attention.kv_entry
         layout = KVLayout(
             model=like if self._batch_invariant else model_name,
             layer_count=self.config.layer_count,
             block_size=self.block_size,
-            kv_head_count=self.config.heads.kv_head_count,
-            head_dim=self.config.heads.head_dim,
+            part_count=entry.part_count,
+            kv_head_count=entry.head_count,
+            head_dim=entry.head_dim,
             dtype=self.dtype,
         )
         return make_kv_pages(layout, self.storage, self.device)

@@ -19,7 +19,7 @@ from trioserve.model.device import DeviceType, step_weight_bytes
 from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import LatentAttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.pooling import needed_rows, pooled_vector
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
@@ -40,6 +40,7 @@ from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensor
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
+from trioserve_kernels.reference import linear_by_head
 from trioserve_kernels.reference_invariant import ROW_TILE, differing_attended_rows, differing_rows
 
 __all__ = ["TorchStepModel"]
@@ -86,15 +87,23 @@ class TorchStepModel:
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
         self._model: Decoder | None = Decoder(config, kernels, dtype=TORCH_DTYPES[dtype], device=place)
-        heads = config.heads
+        if config.has_latents and kernels.FUSED and settings.batch_invariant:
+            raise StartupError(
+                "batch_invariant is set, but the model's attention is latent, which the Triton kernels leave to plain "
+                "torch, whose results on a GPU depend on the batch: leave batch_invariant out, or take a CPU"
+            )
+        attention = config.kv_attention
+        entry = attention.kv_entry
+        # Fused kernels know nothing of latents, which are attended to in plain torch then.
+        walks = kernels.WALKS and not (config.has_latents and kernels.FUSED)
         self._shape = StepShape(
             block_size=settings.block_size,
             hidden_size=config.hidden_size,
-            token_kv_bytes=2 * heads.key_size * VALUE_BYTES[dtype],
+            token_kv_bytes=entry.size * VALUE_BYTES[dtype],
             windows=config.windows,
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walked_heads=HeadShape(heads.head_count, heads.kv_head_count, heads.head_dim) if kernels.WALKS else None,
+            walked_heads=HeadShape(attention.head_count, entry.head_count, entry.head_dim) if walks else None,
         )
 
     @property
@@ -121,7 +130,8 @@ class TorchStepModel:
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
         # Which expert has which rows is read back from the device in the middle of a step.
-        return self._model.kernels.FUSED and not self.config.has_experts and not self.tapped_layers
+        is_plain = not (self.config.has_experts or self.config.has_latents or self.tapped_layers)
+        return self._model.kernels.FUSED and is_plain
 
     @property
     def _has_static_steps(self) -> bool:
@@ -312,10 +322,20 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
 
 def _check_places(model: Decoder) -> None:
     """Raises StartupError if what torch multiplies with here makes something else of a row in another place."""
-    heads, dtype = model.config.heads, model.dtype
+    attention, dtype = model.config.kv_attention, model.dtype
+    entry = attention.kv_entry
+    latent_dim = attention.latent_dim if isinstance(attention, LatentAttentionConfig) else None
     found = {f"{one.inputs} numbers in {dtype}": differing_rows(one, one.inputs, dtype) for one in model.linears}
-    group, head_dim = heads.head_count // heads.kv_head_count, heads.head_dim
-    found[f"attention of heads of {head_dim}"] = differing_attended_rows(heads.kv_head_count, group, head_dim, dtype)
+    group = attention.head_count // entry.head_count
+    found[f"attention of heads of {entry.head_dim}"] = differing_attended_rows(
+        entry.head_count, group, entry.head_dim, dtype, latent_dim
+    )
+    if isinstance(attention, LatentAttentionConfig):
+        heads, inputs = attention.head_count, attention.plain_dim
+        weight = torch.randn(heads, attention.latent_dim, inputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+        found[f"{inputs} numbers of each head in {dtype}"] = differing_rows(
+            lambda tile: linear_by_head(tile.view(len(tile), heads, inputs), weight), heads * inputs, dtype
+        )
     for what, rows in found.items():
         if rows:
             raise StartupError(

@@ -149,6 +149,19 @@ class ModelFields(Fields):
                 )
         return RotaryConfig(theta=theta, rotated_dims=rotated_dims, scaling=scaling)
 
+    def latent_score_factor(self) -> float:
+        """What scores of latent attention are multiplied by, besides the usual: the temperature of YaRN (arXiv
+        2309.00071), with the factor mscale_all_dim before the logarithm."""
+        if (multiplier := self.number_or("yarn_log_multiplier", None)) is not None:  # as GGUF files have it
+            return (multiplier * math.log(max(self.number_or("yarn_factor", 1.0), 1.0)) + 1.0) ** 2
+        rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
+        if rope is None or (rope.text_or("rope_type", None) or rope.text_or("type", None) or "default") == "default":
+            return 1.0
+        strength, factor = rope.number_or("mscale_all_dim", 0.0), rope.number_or("factor", 1.0)
+        if not strength >= 0:
+            raise rope.wrong("mscale_all_dim", "at least 0")
+        return (0.1 * strength * math.log(factor) + 1.0) ** 2 if strength and factor > 1 else 1.0
+
     def part_of_head(self, head_dim: int, default: float) -> int:
         """How many numbers of each head are turned: partial_rotary_factor of them."""
         rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
@@ -179,11 +192,11 @@ class ModelFields(Fields):
             **choices,
         )
 
-    def routed_mlps(self, scoring: Scoring, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
+    def routed_mlps(self, scoring: Scoring, dense_count: int = 0, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
         """As DeepSeek's models have them, and those that took over their router: some dense layers first, then mixtures
         with experts that every token goes through besides.
 
-        scoring: where the file does not say it. choices: by ExpertsConfig's names.
+        scoring, dense_count: where the file does not say it. choices: by ExpertsConfig's names.
         """
         said = self.text_or("scoring_func", scoring)
         if said != scoring:
@@ -191,7 +204,7 @@ class ModelFields(Fields):
         if (every := self.whole_or("moe_layer_freq", 1)) != 1:
             raise self.wrong("moe_layer_freq", f"1, and not every {every}th layer")
         middle = self.whole("moe_intermediate_size")
-        group_count = self.whole_or("n_group", 1)
+        group_count = self.whole_or("n_group", 1) or 1
         experts = self.experts(
             "n_routed_experts",
             middle,
@@ -200,21 +213,21 @@ class ModelFields(Fields):
                 "scoring": scoring,
                 "scale": self.number_or("routed_scaling_factor", 1.0),
                 "group_count": group_count,
-                "groups_per_token": self.whole_or("topk_group", group_count),
+                "groups_per_token": self.whole_or("topk_group", group_count) or group_count,
                 "shared_size": middle * self.whole_or("n_shared_experts", 0),
                 **choices,
             },
         )
-        dense_count = self.whole_or("first_k_dense_replace", 0)
+        dense_count = self.whole_or("first_k_dense_replace", dense_count)
         dense = [self.mlp()] * min(max(dense_count, 0), self.layer_count)
         return [*dense, *[experts] * (self.layer_count - len(dense))]
 
-    def routed_by_sigmoid(self) -> list[MlpConfig | ExpertsConfig]:
-        """As those of DeepSeek-V3: chosen from groups, with a bias."""
+    def routed_by_sigmoid(self, dense_count: int = 0) -> list[MlpConfig | ExpertsConfig]:
+        """As those of DeepSeek-V3: chosen from groups, with a bias. dense_count: where the file does not say it."""
         if (method := self.text_or("topk_method", "noaux_tc")) != "noaux_tc":
             raise self.wrong("topk_method", f"'noaux_tc' for this family, and not {method!r}")
         leaders = 2 if self.whole_or("n_group", 1) > 1 else 1
-        return self.routed_mlps("sigmoid", has_score_bias=True, group_leaders=leaders)
+        return self.routed_mlps("sigmoid", dense_count, has_score_bias=True, group_leaders=leaders)
 
     def activation(self, *names: str, default: str) -> Activation:
         """Which one the first of these fields that is there names."""

@@ -8,6 +8,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.bamba import BAMBA
 from trioserve.model.families.cohere import COHERE, COHERE2
 from trioserve.model.families.cwm import CWM
+from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
 from trioserve.model.families.dots import DOTS1
 from trioserve.model.families.ernie import ERNIE45
 from trioserve.model.families.exaone import EXAONE, EXAONE4
@@ -68,6 +69,10 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     DOTS1,
     GPT_OSS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    MINICPM3,
 )
 
 

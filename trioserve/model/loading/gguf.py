@@ -78,15 +78,15 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
     def part(self, place: TensorPlace) -> GgufTensor:
         """The rows that a place names."""
-        if place.shape == self.shape:
+        if place.rows_shape == self.shape:
             return self
-        row_bytes = self.byte_count * math.prod(place.shape[1:]) // self.value_count
+        row_bytes = self.byte_count * math.prod(place.rows_shape[1:]) // self.value_count
         return msgspec.structs.replace(
             self,
-            shape=place.shape,
+            shape=place.rows_shape,
             offset=self.offset + place.first_row * row_bytes,
-            byte_count=place.shape[0] * row_bytes,
-            value_count=math.prod(place.shape),
+            byte_count=place.rows_shape[0] * row_bytes,
+            value_count=math.prod(place.rows_shape),
         )
 
 

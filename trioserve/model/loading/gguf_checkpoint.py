@@ -34,9 +34,13 @@ class GgufCheckpoint:
         self.config: ModelConfig = model_config_from(file, context_tokens)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         further = FurtherLayers(self.config, GGUF, further_layers(file))
-        self._places = match_tensors(
-            self.config, shapes, GGUF, ignored=lambda name: name in ROPE_FACTORS_NAMES or further.has(name)
-        )
+
+        def is_ignored(name: str) -> bool:
+            # Some files have what projects latents both as one tensor and as two.
+            is_joint = self.config.has_latents and name.endswith(f".{GGUF.joint}.weight")
+            return is_joint or name in ROPE_FACTORS_NAMES or further.has(name)
+
+        self._places = match_tensors(self.config, shapes, GGUF, ignored=is_ignored)
         further.tell()
         self._stored = file.tensors
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
@@ -51,8 +55,8 @@ class GgufCheckpoint:
             dtype = _PLAIN_DTYPES.get(tensor.storage.name, "float32")
             sample = functools.partial(read_sample, self.files[0], tensor.offset, tensor.byte_count)
             read = functools.partial(place.read, functools.partial(self._read, tensor))
-            stored = StoredTensor(name, tensor.shape, dtype, read, sample)
-            if tensor.storage.name not in _PLAIN_DTYPES and len(tensor.shape) == 2:
+            stored = StoredTensor(name, place.shape, dtype, read, sample)
+            if tensor.storage.name not in _PLAIN_DTYPES and len(place.shape) == 2 and place.has_whole_rows:
                 read_blocks = functools.partial(self._read_blocks, tensor, place)
                 stored = stored._replace(block_type=tensor.storage.name, read_blocks=read_blocks)
             yield stored

@@ -56,6 +56,11 @@ _KEYS = {
     "mamba_d_conv": "ssm.conv_kernel",
     "conv_L_cache": "shortconv.l_cache",
     "norm_eps": "attention.layer_norm_rms_epsilon",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
+    "yarn_factor": "rope.scaling.factor",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
@@ -76,9 +81,13 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     raw = Fields(file.metadata, SOURCE)
     name = raw.text_or("general.architecture", None)
     family = family_of_gguf(name)
+    is_latent = f"{name}.attention.kv_lora_rank" in raw
     expert_count = raw.whole_or(f"{name}.expert_count", 0)
     if name == "llama" and expert_count > 0:
         family = family_named("mixtral")  # which llama.cpp writes as a Llama with experts
+    gating = raw.whole_or(f"{name}.expert_gating_func", None)
+    if name == "deepseek2" and gating is not None and _SCORINGS.get(gating) == "sigmoid":
+        family = family_named("deepseek_v3")
     spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
     values = dict(file.metadata)
     hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"))
@@ -90,7 +99,11 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     if values[f"{name}.feed_forward_length"] is None:
         values[f"{name}.feed_forward_length"] = 0
     hidden_size, head_count = raw.whole(f"{name}.embedding_length"), raw.wholes(f"{name}.attention.head_count")[0]
-    head_dim, rotated = _head_dim(raw, str(name), hidden_size // max(head_count, 1))
+    head_dim = rotated = 0
+    if is_latent:
+        values |= _latent_dims(raw, str(name))
+    else:
+        head_dim, rotated = _head_dim(raw, str(name), hidden_size // max(head_count, 1))
     values |= {
         "vocab_size": _vocab_size(file, raw),
         "head_dim": head_dim,
@@ -105,8 +118,10 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         "max_window_layers": 0,
         "bos_token_id": raw.whole_or("tokenizer.ggml.bos_token_id", None),
     }
-    if (number := raw.whole_or(f"{name}.expert_gating_func", None)) is not None:
-        values["scoring_func"] = _SCORINGS.get(number, f"llama.cpp's number {number}")
+    if gating is not None:
+        values["scoring_func"] = _SCORINGS.get(gating, f"llama.cpp's number {gating}")
+    if family.name == "deepseek_v2" and raw.whole_or(f"{name}.expert_group_count", 1) > 1:
+        values["topk_method"] = "group_limited_greedy"
     if further := further_layers(file):
         values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
     values |= hybrid
@@ -168,6 +183,18 @@ def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int
             f"the model's keys have {head_dim} dimensions and its values {value_length}; supported are equal ones"
         )
     return head_dim, head_dim if rotated is None else rotated
+
+
+def _latent_dims(fields: Fields, architecture: str) -> dict[str, object]:
+    """Files that have the heads' projections of keys and of values as two tensors say what a head has by other keys:
+    the usual ones are of the latents there."""
+    key = f"{architecture}.attention"
+    turned = fields.whole(f"{architecture}.rope.dimension_count")
+    whole = fields.whole_or(f"{key}.key_length_mla", None)
+    value = fields.whole_or(f"{key}.value_length" if whole is None else f"{key}.value_length_mla", None)
+    if whole is None:
+        whole = fields.whole(f"{key}.key_length")
+    return {"qk_nope_head_dim": whole - turned, "v_head_dim": value}
 
 
 def _vocab_size(file: GgufFile, fields: Fields) -> int:
@@ -252,6 +279,8 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
     if kind != "yarn":
         raise ModelLoadError(f"the model's rope scaling is {kind!r}; supported are none, linear and yarn")
     attention_factor = fields.number_or(f"{key}.attn_factor", None)
+    if attention_factor is None and f"{key}.yarn_log_multiplier" in fields:
+        attention_factor = 1.0 / (0.1 * math.log(factor) + 1.0) if factor > 1.0 else 1.0  # scores have it instead
     if attention_factor is not None and factor > 1.0:
         # ggml multiplies it with what YaRN prescribes; in ModelConfig it is the product.
         attention_factor *= 0.1 * math.log(factor) + 1.0

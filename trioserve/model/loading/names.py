@@ -24,9 +24,12 @@ from trioserve.model.model_config import (
     LAYERS_MAX,
     AttentionConfig,
     ExpertsConfig,
+    KVAttention,
+    LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
+    RotaryConfig,
     ShortConvConfig,
     StateSpaceConfig,
 )
@@ -53,12 +56,14 @@ AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 @dataclass(frozen=True, slots=True)
 class Format:
     """How a kind of file names tensors. modules: the usual names, by those in here. layers: what stands before a
-    layer's index. naming_of: the family's own ways, by ModelConfig.family. has_log_rates: a state space's rates are
-    written down as the logarithms of what they are, but for the sign."""
+    layer's index. naming_of: the family's own ways, by ModelConfig.family. joint: the tensor that holds k_b_proj and
+    v_b_proj, head by head, in files that have one. has_log_rates: a state space's rates are written down as the
+    logarithms of what they are, but for the sign."""
 
     modules: Mapping[str, str]
     layers: str
     naming_of: Callable[[str], Naming]
+    joint: str
     has_log_rates: bool
 
 
@@ -68,7 +73,8 @@ class TensorPlace:
 
     name: the tensor's out there. shape: of the values that are wanted. stored_shape: of the rows that they are taken
     from; None: the same. first_row: where these begin in it. is_turned: their columns are the rows that are meant.
-    order: int64, row i is row order[i], counted from the first; None leaves them as they are. offset: is added.
+    order: int64, row i is row order[i], counted from the first; None leaves them as they are. turned_count: these are
+    so many matrices, one behind the other, whose rows and columns change places; 0: they stay. offset: is added.
     is_log: what is wanted is -exp of what is there.
     """
 
@@ -78,8 +84,14 @@ class TensorPlace:
     first_row: int = 0
     is_turned: bool = False
     order: npt.NDArray[np.int64] | None = None
+    turned_count: int = 0
     offset: float = 0.0
     is_log: bool = False
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether its rows are rows of the file, so that their blocks can be taken as they are."""
+        return not self.is_turned and self.turned_count == 0
 
     @property
     def rows_shape(self) -> Shape:
@@ -98,7 +110,11 @@ class TensorPlace:
         return result
 
     def ordered(self, rows: AnyArray) -> AnyArray:
-        return self.in_order(rows.T if self.is_turned else rows)
+        ordered = self.in_order(rows.T if self.is_turned else rows)
+        if not self.turned_count:
+            return ordered
+        matrices = ordered.reshape(self.turned_count, -1, ordered.shape[1]).swapaxes(1, 2)
+        return cast(AnyArray, np.ascontiguousarray(matrices).reshape(self.shape))
 
     def in_order(self, rows: AnyArray) -> AnyArray:
         """Of rows that need not be turned."""
@@ -118,6 +134,13 @@ TRANSFORMERS = Format(
         "o_proj": "self_attn.o_proj",
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",
+        "q_a_proj": "self_attn.q_a_proj",
+        "q_a_norm": "self_attn.q_a_layernorm",
+        "q_b_proj": "self_attn.q_b_proj",
+        "kv_a_proj": "self_attn.kv_a_proj_with_mqa",
+        "kv_a_norm": "self_attn.kv_a_layernorm",
+        "k_b_proj": "self_attn.k_b_proj",
+        "v_b_proj": "self_attn.v_b_proj",
         "mlp_norm": "post_attention_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
         "gate_proj": "mlp.gate_proj",
@@ -142,6 +165,7 @@ TRANSFORMERS = Format(
     },
     "model.layers",
     lambda family: family_named(family).transformers,
+    "self_attn.kv_b_proj",
     has_log_rates=True,
 )
 GGUF = Format(
@@ -157,6 +181,13 @@ GGUF = Format(
         "o_proj": "attn_output",
         "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm",
+        "q_a_proj": "attn_q_a",
+        "q_a_norm": "attn_q_a_norm",
+        "q_b_proj": "attn_q_b",
+        "kv_a_proj": "attn_kv_a_mqa",
+        "kv_a_norm": "attn_kv_a_norm",
+        "k_b_proj": "attn_k_b",
+        "v_b_proj": "attn_v_b",
         "mlp_norm": "ffn_norm",
         "mlp_output_norm": "post_ffw_norm",
         "gate_proj": "ffn_gate",
@@ -182,6 +213,7 @@ GGUF = Format(
     },
     "blk",
     lambda family: family_named(family).gguf or Naming(),
+    "attn_kv_b",
     has_log_rates=False,
 )
 
@@ -228,14 +260,16 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
         norms += [] if layer.is_parallel else [("mlp_norm", hidden)]
     if layer.has_output_norms:
         norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
-    if isinstance(attention, AttentionConfig):
-        queries, keys = attention.query_size, attention.key_size
+    if isinstance(attention, LatentAttentionConfig):
+        norms += [] if attention.query_rank is None else [("q_a_norm", attention.query_rank)]
+        norms += [("kv_a_norm", attention.latent_dim)]
+    elif isinstance(attention, StateSpaceConfig):
+        norms += [("gate_norm", attention.inner_size)]
+    elif isinstance(attention, AttentionConfig):
         if attention.qk_norm == "head":
             norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
         elif attention.qk_norm != "none":
-            norms += [("q_norm", queries), ("k_norm", keys)]
-    elif isinstance(attention, StateSpaceConfig):
-        norms += [("gate_norm", attention.inner_size)]
+            norms += [("q_norm", attention.query_size), ("k_norm", attention.key_size)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
     if isinstance(attention, StateSpaceConfig):
         shapes += [(f"state.{name}", (attention.head_count,)) for name in ("rates", "skips", "time_step_bias")]
@@ -254,7 +288,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
 
 
 def _mixer_matrices(
-    mixer: AttentionConfig | ShortConvConfig | StateSpaceConfig, hidden: int
+    mixer: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig, hidden: int
 ) -> Iterator[tuple[str, int, int, bool]]:
     """As _mlp_matrices."""
     if isinstance(mixer, AttentionConfig):
@@ -263,10 +297,27 @@ def _mixer_matrices(
         yield "v_proj", mixer.key_size, hidden, mixer.has_bias
         yield "o_proj", hidden, mixer.query_size, mixer.has_output_bias
         return
+    if isinstance(mixer, LatentAttentionConfig):
+        yield from _latent_matrices(mixer, hidden)
+        return
     has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias
     yield "in_proj", mixer.projected_size, hidden, mixer.has_bias
     yield "conv", mixer.convolved_size, mixer.kernel_size, has_conv_bias
     yield "out_proj", hidden, mixer.inner_size, mixer.has_bias
+
+
+def _latent_matrices(attention: LatentAttentionConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
+    rank, queries = attention.query_rank, attention.query_size
+    if rank is None:
+        yield "q_proj", queries, hidden, False
+    else:
+        yield "q_a_proj", rank, hidden, False
+        yield "q_b_proj", queries, rank, False
+    yield "kv_a_proj", attention.entry_dim, hidden, False
+    # Of each head, what brings its queries to the latents, and latents to its values.
+    yield "k_b_proj", attention.head_count * attention.latent_dim, attention.plain_dim, False
+    yield "v_b_proj", attention.value_size, attention.latent_dim, False
+    yield "o_proj", hidden, attention.value_size, False
 
 
 def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
@@ -289,11 +340,14 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple
         yield "shared_gate", 1, hidden, False
 
 
-def outside_name(name: str, family: str, format: Format) -> str:
-    """What the tensor that is called `name` in here is called in such files."""
+def outside_name(name: str, family: str, format: Format, *, is_joint: bool = False) -> str:
+    """What the tensor that is called `name` in here is called in such files; is_joint: the one that holds it among
+    others, see Format."""
     *path, kind = name.split(".")
     naming = format.naming_of(family)
     layer = f"{naming.layers or format.layers}.{path[1]}." if path[0] == "layers" else ""
+    if is_joint:
+        return f"{layer}{format.joint}.{kind}"
     expert = path[3] if path[2:3] == ["experts"] else ""
     module = _module(path)
     if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
@@ -322,6 +376,11 @@ def match_tensors(
     shared: dict[str, list[str]] = {}  # the names in here of what lies side by side, by the first one's
     for name, shape in tensor_shapes(config).items():
         outside = outside_name(name, config.family, format)
+        if name.split(".")[-2] in ("k_b_proj", "v_b_proj") and outside not in found:
+            place = _part_of_joint(config, name, shape, format)
+            places[name] = place
+            shapes[place.name] = place.rows_shape
+            continue
         before = shapes.get(outside, (0, *shape[1:]))
         places[name] = _place(config, name, TensorPlace(outside, shape, first_row=before[0]), format)
         shapes[outside] = (before[0] + shape[0], *shape[1:])
@@ -353,6 +412,22 @@ def match_tensors(
     return places
 
 
+def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format) -> TensorPlace:
+    """Of each head there are rows for keys, which project latents to them, and rows for values."""
+    attention = config.layers[int(name.split(".")[1])].attention
+    assert isinstance(attention, LatentAttentionConfig), "it has such tensors"
+    sizes = attention.plain_dim, attention.value_dim
+    rows = np.arange(attention.head_count * sum(sizes)).reshape(attention.head_count, -1)
+    is_key = name.split(".")[-2] == "k_b_proj"
+    return TensorPlace(
+        outside_name(name, config.family, format, is_joint=True),
+        shape,
+        order=(rows[:, : sizes[0]] if is_key else rows[:, sizes[0] :]).reshape(-1),
+        stored_shape=(rows.size, attention.latent_dim),
+        turned_count=attention.head_count if is_key else 0,
+    )
+
+
 def _holds(found: Shape, wanted: Shape) -> bool:
     """Tensors of experts may lie in one with a dimension more, a matrix of one row as a vector, and a vector with a
     part for each head as a matrix."""
@@ -369,10 +444,10 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
         place = replace(place, offset=naming.norm_offset)
     if name.endswith(".state.rates"):
         place = replace(place, is_log=format.has_log_rates)
-    if layer is not None and module in ("q_proj", "k_proj", "q_norm", "k_norm"):
+    if layer is not None and module in ("q_proj", "k_proj", "q_norm", "k_norm", "q_b_proj", "kv_a_proj"):
         attention = config.layers[int(layer)].attention
-        assert isinstance(attention, AttentionConfig), "what else has queries"
-        order = _head_order(attention, naming.pairs_adjacent)
+        assert isinstance(attention, KVAttention), "what else has queries"
+        order = _order(attention, module, naming.pairs_adjacent)
         if order is not None:
             heads = np.arange(0, place.shape[0], order.size)
             place = replace(place, order=(heads[:, None] + order).reshape(-1))
@@ -403,14 +478,27 @@ def _rearranged(names: list[str], places: Mapping[str, TensorPlace], naming: Nam
     return found
 
 
-def _head_order(attention: AttentionConfig, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:
+def _order(
+    attention: AttentionConfig | LatentAttentionConfig, module: str, pairs_adjacent: bool
+) -> npt.NDArray[np.int64] | None:
+    """Of a head's rows, or of all: which becomes which, so that pairs lie half of what is turned apart."""
+    if isinstance(attention, AttentionConfig):
+        return _head_order(attention.rotary, attention.head_dim, pairs_adjacent)
+    turned = _head_order(attention.rotary, attention.turned_dim, pairs_adjacent)
+    if turned is None:
+        return None
+    before = attention.latent_dim if module == "kv_a_proj" else attention.plain_dim
+    return np.concatenate((np.arange(before), before + turned))
+
+
+def _head_order(rotary: RotaryConfig | None, head_dim: int, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:
     """Which of a head's numbers becomes which, so that pairs lie half a head apart, those that are turned first."""
     # What is turned by nothing may lie in any order, as long as queries and keys have the same.
-    rotated = attention.head_dim if attention.rotary is None else attention.rotary.rotated_dims
-    pairs, half = rotated // 2, attention.head_dim // 2
+    rotated = head_dim if rotary is None else rotary.rotated_dims
+    pairs, half = rotated // 2, head_dim // 2
     if not pairs_adjacent and pairs == half:
         return None
-    rest = np.arange(2 * pairs, attention.head_dim)
+    rest = np.arange(2 * pairs, head_dim)
     first, second = np.arange(pairs), np.arange(pairs, 2 * pairs)
     if pairs_adjacent:
         first, second = 2 * first, 2 * first + 1

@@ -126,10 +126,10 @@ class QuantizedMatrix:
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
         """The rows that a place names. name: in here."""
-        first, count = place.first_row, place.shape[0]
-        read = functools.partial(place.read, functools.partial(self._read, first, place.shape))
+        first, count = place.first_row, place.rows_shape[0]
+        read = functools.partial(place.read, functools.partial(self._read, first, place.rows_shape))
         tensor = StoredTensor(name, place.shape, "float32", read, self._sample_of(first, count))
-        if (block_type := self._block_type) is None or len(place.shape) != 2:
+        if (block_type := self._block_type) is None or len(place.shape) != 2 or not place.has_whole_rows:
             return tensor
         read_blocks = functools.partial(self._read_blocks, block_type, place)
         return tensor._replace(block_type=block_type, read_blocks=read_blocks)
@@ -167,7 +167,7 @@ class QuantizedMatrix:
 
     def _read_blocks(self, block_type: str, place: TensorPlace) -> Bytes:
         """uint8 [rows, bytes of a row]; see kernels/cpu/quantized.h."""
-        count, bits = place.shape[0], self._scheme.bits
+        count, bits = place.rows_shape[0], self._scheme.bits
         rows = self._rows(place.first_row, count)
         half = block_type.endswith("_0")
         middle = float(2 ** (bits - 1))

@@ -113,7 +113,7 @@ class SafetensorsCheckpoint:
             if place.name in matrices and place.rows_shape[1:] != matrices[place.name].shape[-1:]:
                 raise ModelLoadError(
                     f"{place.name} is quantized with shape {list(matrices[place.name].shape)}, but the config asks for "
-                    f"{list(place.shape)}: weights and config are not of the same model"
+                    f"{list(place.rows_shape)}: weights and config are not of the same model"
                 )
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory

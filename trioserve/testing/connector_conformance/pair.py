@@ -43,7 +43,14 @@ class PairConformance(LoadConformance, SenderConformance):
     )
     foreign_layouts: Sequence[KVLayout] = tuple(
         msgspec.structs.replace(SMALL_LAYOUT, **change)
-        for change in ({"model": "another"}, {"layer_count": 3}, {"kv_head_count": 2}, {"head_dim": 4})
+        for change in (
+            {"model": "another"},
+            {"layer_count": 3},
+            {"part_count": 1},
+            {"part_count": 1, "head_dim": 4},
+            {"kv_head_count": 2},
+            {"head_dim": 4},
+        )
     )
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:

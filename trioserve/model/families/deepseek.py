@@ -1,0 +1,125 @@
+"""DeepSeek-V2 and V3, and what is built like them: attention by latents, and experts that are chosen from groups.
+MiniCPM3 has such attention and no experts, GLM-4.7-Flash the same as V3."""
+
+from __future__ import annotations
+
+import math
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
+
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "MINICPM3"]
+
+
+def _attention(fields: ModelFields) -> LatentAttentionConfig:
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.flag_or(name, False):
+            raise fields.wrong(name, "false for this family")
+    plain, turned = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
+    if turned < 1 or plain < 1:
+        raise fields.wrong("qk_rope_head_dim" if turned < 1 else "qk_nope_head_dim", "at least 1")
+    head_count = fields.whole("num_attention_heads")
+    if fields.whole_or("num_key_value_heads", head_count) not in (1, head_count):
+        raise fields.wrong("num_key_value_heads", f"{head_count} where attention is latent")
+    factor = fields.latent_score_factor()
+    return LatentAttentionConfig(
+        head_count=head_count,
+        query_rank=fields.whole_or("q_lora_rank", None) or None,
+        latent_dim=fields.whole("kv_lora_rank"),
+        plain_dim=plain,
+        turned_dim=turned,
+        value_dim=fields.whole_or("v_head_dim", fields.whole("hidden_size") // max(head_count, 1)),
+        rotary=fields.rotary(turned),
+        scale=factor / math.sqrt(plain + turned),
+    )
+
+
+def _describe_v2(fields: ModelFields) -> ModelConfig:
+    method = fields.text_or("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.wrong("topk_method", "'greedy' or 'group_limited_greedy' for this family")
+    if fields.flag_or("norm_topk_prob", False):
+        raise fields.wrong("norm_topk_prob", "false for this family")
+    groups = {"group_count": 1, "groups_per_token": 1} if method == "greedy" else {}
+    return _described(fields, "deepseek_v2", fields.routed_mlps("softmax", **groups))
+
+
+def _describe_v3(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "deepseek_v3", fields.routed_by_sigmoid())
+
+
+def _describe_glm(fields: ModelFields) -> ModelConfig:
+    mlps = fields.routed_by_sigmoid(dense_count=1)
+    kinds = fields.strings_or("mlp_layer_types", None)
+    found = ["sparse" if isinstance(mlp, ExpertsConfig) else "dense" for mlp in mlps]
+    if kinds is not None and kinds != found:
+        raise ModelLoadError(
+            f"mlp_layer_types in {fields.source} is {fields.shown('mlp_layer_types')}; supported is one dense layer "
+            "before sparse ones"
+        )
+    return _described(fields, "glm4_moe_lite", mlps, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
+
+
+def _described(
+    fields: ModelFields, family: str, mlps: list[MlpConfig | ExpertsConfig], **choices: float
+) -> ModelConfig:
+    if not fields.flag_or("rope_interleave", True):
+        raise fields.wrong("rope_interleave", "true for this family")
+    attention = _attention(fields)
+    return fields.described(family, [LayerConfig(attention=attention, mlp=mlp) for mlp in mlps], **choices)
+
+
+def _describe_minicpm3(fields: ModelFields) -> ModelConfig:
+    """What goes into each sum is scaled by the depth, and what comes out at the end by the width."""
+    count, hidden = fields.layer_count, fields.whole("hidden_size")
+    depth = fields.number_or("scale_depth", 1.4)
+    base = fields.number_or("dim_model_base", 256.0)
+    if not (base > 0 and depth > 0):
+        raise fields.wrong("scale_depth" if base > 0 else "dim_model_base", "above 0")
+    layer = LayerConfig(
+        attention=_attention(fields),
+        mlp=fields.mlp(),
+        residual_scale=depth / math.sqrt(count),
+    )
+    return fields.described(
+        "minicpm3",
+        (layer,) * count,
+        embedding_scale=fields.number_or("scale_emb", 12.0),
+        logit_scale=base / hidden,
+        norm_eps=fields.number_or("rms_norm_eps", 1e-5),
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
+    )
+
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    classes=("DeepseekV2ForCausalLM",),
+    model_type="deepseek_v2",
+    describe=_describe_v2,
+    transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
+    gguf=GgufNaming(architecture="deepseek2", pairs_adjacent=True),
+)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    classes=("DeepseekV3ForCausalLM",),
+    model_type="deepseek_v3",
+    describe=_describe_v3,
+    transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
+    gguf=GgufNaming(architecture="deepseek2", pairs_adjacent=True),
+)
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    classes=("Glm4MoeLiteForCausalLM",),
+    model_type="glm4_moe_lite",
+    describe=_describe_glm,
+    transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
+)
+MINICPM3 = Family(
+    name="minicpm3",
+    classes=("MiniCPM3ForCausalLM",),
+    model_type="minicpm3",
+    describe=_describe_minicpm3,
+    gguf=GgufNaming(architecture="minicpm3"),
+)
