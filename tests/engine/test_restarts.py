@@ -106,7 +106,9 @@ async def told_by(fault_at: float | None, **options: Any) -> list[object]:
     return [(reader.told(), reader.usage, reader.prompt_logprobs) for reader in readers]
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"speculative_ngram": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap_steps": True}, {"speculative_ngram": 4}, {"draft_model_tokens": 4}], ids=str
+)
 async def test_streams_go_on_as_if_nothing_had_happened(autojump_clock, options):
     undisturbed = await told_by(None, **options)
     for fault_at in (0.0, 0.005, 0.015, 0.035, 0.105, 0.205):

@@ -103,9 +103,15 @@ async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"overlap_steps": True}, {"speculative_ngram": 3}, {"cpu_kernels": "torch"}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"overlap_steps": True}, {"speculative_ngram": 3}, {"speculative_tokens": 3}, {"cpu_kernels": "torch"}],
+)
 async def test_random_weights_write_valid_json(random_model: Path, more: dict[str, Any]) -> None:
-    """Texts end because what ends them is made more probable. Drafts come from what was written before."""
+    """Texts end because what ends them is made more probable. Drafts come from what was written before, or from the
+    model itself."""
+    if "speculative_tokens" in more:
+        more = {**more, "speculative_model": str(random_model)}
     backend = tokenizers.Tokenizer.from_file(str(random_model / "tokenizer.json"))
     bias = {backend.encode(text).ids[0]: 3.0 for text in CLOSING}
     async with open_engine(str(random_model), kv_cache_memory=0.05, **more) as engine:

@@ -11,6 +11,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 TEXT = "one two three four. " * 4
+SOURCES = [{"speculative_ngram": 8}, {"draft_model_tokens": 4}]
 
 
 def value(fake: FakeEngine, name: str) -> float:
@@ -43,9 +44,10 @@ async def test_right_draft_tokens_come_as_one_delta_and_count_as_the_tokens_they
         fake.assert_all_free()
 
 
+@pytest.mark.parametrize("drafts", SOURCES, ids=str)
 @pytest.mark.parametrize("stop", ["two th", "four. one", "e fou", " ", "three four. one two three four. one two"])
-async def test_a_stop_string_ends_the_response_in_the_middle_of_right_draft_tokens(stop, autojump_clock):
-    async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, speculative_ngram=8) as fake:
+async def test_a_stop_string_ends_the_response_in_the_middle_of_right_draft_tokens(stop, drafts, autojump_clock):
+    async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, **drafts) as fake:
         expected, expected_stream = await read(plain, stop=(stop,))
         deltas, stream = await read(fake, stop=(stop,))
         assert "".join(delta.text for delta in deltas) == TEXT.partition(stop)[0]
@@ -58,8 +60,9 @@ async def test_a_stop_string_ends_the_response_in_the_middle_of_right_draft_toke
         fake.assert_all_free()
 
 
-async def test_each_token_of_right_draft_tokens_has_its_logprobs(autojump_clock):
-    async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, speculative_ngram=8) as fake:
+@pytest.mark.parametrize("drafts", SOURCES, ids=str)
+async def test_each_token_of_right_draft_tokens_has_its_logprobs(drafts, autojump_clock):
+    async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, **drafts) as fake:
         expected, _ = await read(plain, logprobs=2)
         deltas, _ = await read(fake, logprobs=2)
         assert len(deltas) < len(expected)
@@ -67,8 +70,9 @@ async def test_each_token_of_right_draft_tokens_has_its_logprobs(autojump_clock)
         assert logprobs == [entry for delta in expected for entry in delta.logprobs]
 
 
-async def test_a_client_that_leaves_during_a_step_with_drafts_gives_everything_back():
-    async with open_fake_engine(response=TEXT, speculative_ngram=8, block_count=128, block_size=1, paused=True) as fake:
+@pytest.mark.parametrize("drafts", SOURCES, ids=str)
+async def test_a_client_that_leaves_during_a_step_with_drafts_gives_everything_back(drafts):
+    async with open_fake_engine(response=TEXT, block_count=128, block_size=1, paused=True, **drafts) as fake:
         leaving = trio.CancelScope()
 
         async def read_until_leaving() -> None:
