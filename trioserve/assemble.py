@@ -57,6 +57,7 @@ from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.trio_tools.own_run import check_is_in_trio
 from trioserve.trio_tools.worker_thread import WorkerThread
 from trioserve.vision.image_file import why_no_images
@@ -144,6 +145,7 @@ async def open_engine(
     generation_config: str = "auto",
     override_generation_config: str | dict[str, Any] | None = None,
     limit_mm_per_prompt: str | dict[str, int] | None = None,
+    allowed_media_domains: tuple[str, ...] = (),
     tokenizer: str | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
@@ -212,6 +214,7 @@ async def open_engine(
         chat_template: a file with the chat template, or the template itself, instead of the model's.
         seed: from which the seeds of requests come that name none. Default: random.
         limit_mm_per_prompt: images that one prompt may have, as a dict or as JSON, such as {"image": 4}. Default: 8.
+        allowed_media_domains: hosts from which images are fetched, with all below them. Default: nothing is fetched.
         override_generation_config: fields of it to set, as a dict or as JSON, such as {"temperature": 0.5}.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
@@ -376,6 +379,7 @@ class _Opening:
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
         assert compiler is not None, "nothing was opened"
+        limits = image_limits(config.limit_mm_per_prompt)
         self._engine = Engine(
             model=ModelDescription(
                 served_names=self._served_names,
@@ -417,7 +421,10 @@ class _Opening:
             when_idle=when_idle,
             guides=GuideFactory(compiler),
             image_encoder=image_encoder,
-            image_limits=image_limits(config.limit_mm_per_prompt),
+            image_limits=limits,
+            media=MediaFetcher(config.allowed_media_domains, limits.image_bytes_max)
+            if config.allowed_media_domains
+            else None,
         )
         return self._engine
 

@@ -325,6 +325,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "request gets", "DIR")] = "auto"
     override_generation_config: Annotated[str | dict[str, Any] | None, _about(
         """JSON with fields of it to set, such as {"temperature": 0.5}; default: none""", "JSON")] = None
+    allowed_media_domains: Annotated[tuple[str, ...], _about(
+        "hosts from which images are fetched that a request names by a URL of http or https, with all hosts below "
+        "them; default: nothing is fetched", "HOST")] = ()
     limit_mm_per_prompt: Annotated[str | dict[str, int] | None, _about(
         """JSON as in vLLM: images that one prompt may have, for models that see them, such as {"image": 4}; """
         "default: 8", "JSON")] = None

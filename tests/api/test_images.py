@@ -128,7 +128,7 @@ async def test_tokens_of_a_chat_with_an_image_are_counted() -> None:
 @pytest.mark.parametrize(
     "url, sentence",
     [
-        ("https://a.example/b.png", "data URLs"),
+        ("https://a.example/b.png", "nothing is fetched here"),
         ("data:text/html;base64,aGk=", "an image is sent as"),
         ("data:image/png,hi", "an image is sent as"),
         ("data:image/png;base64,!!!", "is no base64"),

@@ -397,3 +397,42 @@ async def test_several_choices_have_one_claim() -> None:
             async for delta in stream:
                 assert delta.finish_reason is None or fake.image_outputs.claimed_bytes in (0, IMAGE_BYTES)
         assert fake.image_encoder.tile_count == 5
+
+
+async def test_an_image_that_is_elsewhere_is_fetched_within_the_request() -> None:
+    class Media:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+            self.gate: trio.Event | None = None
+
+        async def fetch(self, url: str, place: str) -> bytes:
+            self.asked.append(url)
+            if self.gate is not None:
+                await self.gate.wait()
+            return png(8)
+
+    media: Any = Media()
+    elsewhere = ChatPrompt(
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}},
+                    {"type": "text", "text": "What?"},
+                ],
+            }
+        ]
+    )
+    async with seeing(media=media) as fake:
+        assert await said(fake, elsewhere) == await said(fake, chat(png(8)))
+        assert media.asked == ["https://a.example/b.png"]
+        media.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(said, fake, elsewhere)
+            while len(media.asked) < 2:
+                await trio.lowlevel.checkpoint()
+            assert fake.load().waiting == 1, "it has its place while it is fetched"
+            nursery.cancel_scope.cancel()
+    async with seeing() as fake:
+        with pytest.raises(InvalidRequest, match="nothing is fetched here"):
+            await said(fake, elsewhere)

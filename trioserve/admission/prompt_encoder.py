@@ -18,6 +18,7 @@ from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.response_families import COMMON_TOOL_FAMILY
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
+from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.vision.chat_images import ImageSource, split_images
 from trioserve.vision.image_prompt import ImageReader, PromptImage
 
@@ -49,7 +50,7 @@ class PromptEncoder:
     before it is tokenized. One that may fit is encoded and counted, and whoever runs it compares: so a text's tokens
     can be counted here up to a length of context_tokens_max times the longest token, and a text that does fit is never
     refused. tool_family: how tools and calls are written where the chat template has no place for them. images: reads
-    those of chats; None: there are none to be."""
+    those of chats; None: there are none to be. media: fetches those that are elsewhere; None: nobody does."""
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class PromptEncoder:
         context_tokens_max: int,
         tool_family: str | None = None,
         images: ImageReader | None = None,
+        media: MediaFetcher | None = None,
     ) -> None:
         self._images = images
+        self._media = media
         self._tokenizer = tokenizer
         self._texts = texts
         self._vocab_size = vocab_size
@@ -82,6 +85,8 @@ class PromptEncoder:
             messages, sources = split_images(prompt.messages)
             if sources:
                 reader = self._readable(sources, cut)
+                if self._media is not None:
+                    sources = [await _fetched(source, self._media) for source in sources]
                 marked = msgspec.structs.replace(prompt, messages=messages)
                 size = _chat_size(marked) + sum(map(_image_size, sources))
                 return await self.run(lambda: self._encode_with_images(marked, sources, reader), size=size)
@@ -249,6 +254,12 @@ def _input_size(one: PooledInput) -> int:
     if isinstance(one, LabelledPrompt):
         return _input_size(one.prompt)
     return _chat_size(one) if isinstance(one, ChatPrompt) else len(one)
+
+
+async def _fetched(source: ImageSource, media: MediaFetcher) -> ImageSource:
+    if not source.is_elsewhere or isinstance(source.sent, bytes):
+        return source
+    return ImageSource(source.place, await media.fetch(source.sent, source.place))
 
 
 def _image_size(source: ImageSource) -> int:

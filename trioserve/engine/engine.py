@@ -93,6 +93,7 @@ from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.trio_tools.own_run import OwnRun
 from trioserve.vision.image_prompt import ImageReader
 
@@ -114,7 +115,8 @@ class Engine:
     nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
     neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
     chat template says. readers_first and when_idle: see EngineLoop. guides: makes those of requests, and the core their
-    masks; None: no request has any. image_encoder: of a model that is described to see images.
+    masks; None: no request has any. image_encoder: of a model that is described to see images. media: fetches those
+    that are elsewhere; None: nobody does.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Engine:
         guides: GuideFactory | None = None,
         image_encoder: ImageEncoder | None = None,
         image_limits: ImageLimits | None = None,
+        media: MediaFetcher | None = None,
     ) -> None:
         self._own_run = OwnRun()
         self.model = model
@@ -160,7 +163,7 @@ class Engine:
             limits = image_limits or ImageLimits()
             self._image_reader = ImageReader(model.images, limits)
             self._images = ImageEncoding(model.images, limits, text_threads, metrics, self._wait_until_open)
-        self._prompts = self._encoder(text_threads)
+        self._prompts = self._encoder(text_threads, media)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self._guides = GuidePreparation(guides, text_threads, metrics)
         self._settings = settings
@@ -874,7 +877,7 @@ class Engine:
         self._core.add(sequence)
         self._delivery.add(choice)
 
-    def _encoder(self, texts: TextRunner) -> PromptEncoder:
+    def _encoder(self, texts: TextRunner, media: MediaFetcher | None = None) -> PromptEncoder:
         model = self.model
         return PromptEncoder(
             self.tokenizer,
@@ -883,6 +886,7 @@ class Engine:
             context_tokens_max=model.context_tokens_max,
             tool_family=self.families.tool_family,
             images=self._image_reader,
+            media=media,
         )
 
     def _forget_hold(self, request: OpenRequest) -> None:

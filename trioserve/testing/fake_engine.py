@@ -37,6 +37,7 @@ from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.media_fetcher import MediaFetcher
 
 __all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "open_fake_engine"]
 
@@ -67,6 +68,7 @@ class FakeEngine(Engine):
         reasoning_parser: str = "auto",
         scores_pairs: bool = False,
         image_limits: ImageLimits | None = None,
+        media: MediaFetcher | None = None,
     ) -> None:
         sees_images = parts.image_encoder is not None
         if tokenizer is None:
@@ -105,6 +107,7 @@ class FakeEngine(Engine):
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
             image_encoder=parts.image_encoder,
             image_limits=image_limits,
+            media=media,
         )
 
     def reopen(self, parts: EngineParts) -> None:
@@ -282,6 +285,7 @@ async def open_fake_engine(
     engine_restarts: int = 0,
     opening_seconds: float = 0.0,
     image_limits: ImageLimits | None = None,
+    media: MediaFetcher | None = None,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -308,7 +312,8 @@ async def open_fake_engine(
     encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
     vectors besides; they follow from the prompt and from what is asked.
 
-    image_limits: its model sees images, as many and as large ones; None: it reads text alone.
+    image_limits: its model sees images, as many and as large ones; None: it reads text alone. media: fetches those that
+    are elsewhere.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -395,6 +400,7 @@ async def open_fake_engine(
             reasoning_parser=reasoning_parser,
             scores_pairs=encoder == "score",
             image_limits=image_limits,
+            media=media,
         )
         opened.append(engine)
         return engine

@@ -17,10 +17,15 @@ _MARK = {"type": "image"}  # what chat templates look for; as chat_messages in t
 
 
 class ImageSource(NamedTuple):
-    """place: such as messages[0].content[1]. sent: a data URL, or the file's bytes."""
+    """place: such as messages[0].content[1]. sent: a URL, or the file's bytes."""
 
     place: str
     sent: str | bytes
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it has to be fetched first."""
+        return isinstance(self.sent, str) and self.sent[:5].lower() != "data:"
 
 
 def image_count(messages: Sequence[object]) -> int:
@@ -58,6 +63,10 @@ def content_of(source: ImageSource, limits: ImageLimits) -> bytes:
     place, sent = source
     if isinstance(sent, bytes):
         return sent
+    if source.is_elsewhere:
+        raise InvalidRequest(
+            f"{place} is at {sent[:100]!r}, and nothing is fetched here: send data:image/png;base64,...", param=place
+        )
     head, comma, body = sent.partition(",")
     kind, *parameters = head.removeprefix("data:").lower().split(";")
     if not comma or not kind.startswith("image/") or "base64" not in parameters:
@@ -87,8 +96,4 @@ def _source(part: dict[str, Any], place: str) -> ImageSource:
         url = url.get("url")
     if not isinstance(url, str):
         raise InvalidRequest(f'{place} has no image_url: send {{"url": "data:image/png;base64,..."}}', param=place)
-    if not url[:5].lower() == "data:":
-        raise InvalidRequest(
-            f"{place}.image_url is {url[:100]!r}; read here are data URLs: send data:image/png;base64,...", param=place
-        )
     return ImageSource(place, url)

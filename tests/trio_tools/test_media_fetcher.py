@@ -1,0 +1,172 @@
+"""A file from the web: from allowed hosts and public addresses alone, within bounds, and gone with whoever asked."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import memory_stream_pair
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.trio_tools.media_fetcher import SECONDS_MAX, MediaFetcher, public_addresses
+
+PUBLIC = "93.184.216.34"
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\n"
+
+
+class World:
+    """One host, what it answers, and what was asked of it."""
+
+    def __init__(self, answer: bytes, *, addresses: tuple[str, ...] = (PUBLIC,), ends: bool = True) -> None:
+        self.answer, self.addresses, self.ends = answer, addresses, ends
+        self.connected: list[tuple[str, int, str | None]] = []
+        self.asked = b""
+        self.far: trio.abc.Stream | None = None
+
+    def fetcher(self, *domains: str, bytes_max: int = 1000) -> MediaFetcher:
+        return MediaFetcher(domains, bytes_max, connect=self._connect, addresses_of=self._resolve)
+
+    async def _resolve(self, host: str, port: int) -> list[str]:
+        return list(self.addresses)
+
+    async def _connect(self, address: str, port: int, host: str | None) -> trio.abc.Stream:
+        self.connected.append((address, port, host))
+        near, far = memory_stream_pair()
+        self.far = far
+        await far.send_all(self.answer)
+        if self.ends:
+            await far.send_eof()
+        return near
+
+
+async def check_refused(world: World, url: str, words: str, **options: Any) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refusal:
+        await world.fetcher("a.example", **options).fetch(url, "here")
+    assert refusal.value.param == "here"
+
+
+async def test_a_file_is_fetched() -> None:
+    world = World(OK + b"content-length: 5\r\n\r\nhello")
+    assert await world.fetcher("example").fetch("https://A.example:8443/b.png?c=d#e", "x") == b"hello"
+    assert world.connected == [(PUBLIC, 8443, "a.example")]
+    assert world.far is not None
+    sent = await world.far.receive_some(10_000)
+    assert sent.startswith(b"GET /b.png?c=d HTTP/1.1\r\n")
+    assert b"a.example:8443" in sent
+    assert await world.far.receive_some(1) == b"", "the connection is closed"
+
+
+async def test_a_body_in_chunks_and_one_that_ends_with_its_connection() -> None:
+    chunked = World(OK + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+    assert await chunked.fetcher("a.example").fetch("http://a.example", "x") == b"abcde"
+    assert chunked.connected == [(PUBLIC, 80, None)]
+    assert await World(OK + b"\r\nabc").fetcher("a.example").fetch("http://a.example/", "x") == b"abc"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://b.example/",
+        "https://xa.example/",
+        "https://a.example.evil/",
+        "https://a.example@evil/",
+        "https://user:word@a.example/",
+        "ftp://a.example/",
+        "file:///etc/passwd",
+        "https:///x",
+        "https://a.example:99999/",
+        "https://a.example/\r\nX: y",
+        "https://a.example/ x",
+        "https://[::1/",
+        "https://127.0.0.1/",
+        "https://a.example/" + "x" * 3000,
+        "https://a.example/ä",
+    ],
+)
+async def test_urls_that_are_not_fetched(url: str) -> None:
+    world = World(OK + b"\r\nabc")
+    await check_refused(world, url, "^here ")
+    assert world.connected == []
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        ("127.0.0.1",),
+        ("10.1.2.3",),
+        ("169.254.169.254",),
+        ("192.168.0.1", PUBLIC),
+        (PUBLIC, "::1"),
+        ("fe80::1%eth0",),
+        ("::ffff:127.0.0.1",),
+        ("0.0.0.0",),
+        ("224.0.0.1",),
+        (),
+    ],
+)
+async def test_names_that_lead_to_machines_of_ours(addresses: tuple[str, ...]) -> None:
+    world = World(OK + b"\r\nabc", addresses=addresses)
+    await check_refused(world, "https://a.example/", "no public address")
+    assert world.connected == []
+
+
+def test_public_addresses() -> None:
+    assert public_addresses([PUBLIC, "2606:2800:220:1::1"]) == [PUBLIC, "2606:2800:220:1::1"]
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1/\r\n\r\n", "redirected"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "answered 404"),
+        (OK + b"content-length: 2000\r\n\r\n", "2000 bytes, at most 1000"),
+        (OK + b"\r\n" + bytes(1500), "more than 1000 bytes"),
+        (OK + b"content-length: 10\r\n\r\nhello", "could not be fetched"),
+        (b"SSH-2.0-x\r\n\r\n", "could not be fetched"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: " + b"y" * 200_000, "could not be fetched"),
+        (b"", "could not be fetched"),
+    ],
+)
+async def test_answers_that_are_refused(answer: bytes, words: str) -> None:
+    await check_refused(World(answer), "https://a.example/", words)
+
+
+async def test_a_host_that_says_nothing_is_given_up(autojump_clock: Any) -> None:
+    world = World(b"", ends=False)
+    before = trio.current_time()
+    await check_refused(world, "https://a.example/", "did not come from a.example within 10 s")
+    assert trio.current_time() - before == SECONDS_MAX
+    assert world.far is not None
+    with pytest.raises(trio.BrokenResourceError):
+        await world.far.send_all(b"x")
+
+
+async def test_who_leaves_closes_the_connection(nursery: trio.Nursery) -> None:
+    world, scope = World(b"", ends=False), trio.CancelScope()
+
+    async def fetch() -> None:
+        with scope:
+            await world.fetcher("a.example").fetch("https://a.example/", "x")
+
+    nursery.start_soon(fetch)
+    await trio.testing.wait_all_tasks_blocked()
+    scope.cancel()
+    await trio.testing.wait_all_tasks_blocked()
+    assert world.far is not None
+    with pytest.raises(trio.BrokenResourceError):
+        await world.far.send_all(b"x")
+
+
+async def test_a_host_that_refuses_connections() -> None:
+    async def connect(address: str, port: int, host: str | None) -> trio.abc.Stream:
+        raise ConnectionRefusedError("nobody listens")
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return [PUBLIC]
+
+    made: Callable[..., Awaitable[Any]] = connect
+    fetcher = MediaFetcher(["a.example"], 10, connect=made, addresses_of=resolve)
+    with pytest.raises(InvalidRequest, match="nobody listens"):
+        await fetcher.fetch("https://a.example/", "x")
