@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from trioserve_kernels.paged import DecodeWork
@@ -61,7 +62,7 @@ class Kernels(Protocol):
 
     def clear_slots_(self, slots_of_layer: Tensor, slots: Tensor) -> None: ...
 
-    def gather_context(self, pages: Tensor, block_table: Tensor) -> Tensor: ...
+    def gather_context(self, pages: Tensor, block_table: Tensor, dtype: torch.dtype) -> Tensor: ...
 
     def linear_by_head(self, values: Tensor, weight: Tensor) -> Tensor: ...
 

@@ -29,6 +29,7 @@ __all__ = [
     "FLAW_NOTHING_LEFT",
     "FLAW_NOT_FINITE",
     "GGML_FORMATS",
+    "KV_FORMATS",
     "NO_FLAW",
     "NORM_KINDS",
     "QK_NORMS",
@@ -58,7 +59,13 @@ NORM_KINDS = {"rms": 0, "layer": 1}
 QK_NORMS = {"none": 0, "head": 1, "heads": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-_ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
+KV_FORMATS = {"plain": 0, "int8": 1, "fp8": 2}
+"""Of keys and values: in the model's dtype, or in 8 bits; see cpu/kv_format.h."""
+_ARRAY_TYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "uint8": np.dtype(np.uint8),
+}
 FINISHED, ABANDONED = 0, 1
 BLOCK_OUTPUTS = 16  # of a block of a packed weight
 CACHE_LINE_BYTES = 64
@@ -194,6 +201,7 @@ class ModelStruct(ctypes.Structure):
         *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
         *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
         *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count", "latent_dim")),
+        ("kv_format", _int),
         *((name, _float) for name in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap")),
         *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
         ("head", MatrixStruct),

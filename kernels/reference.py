@@ -3,7 +3,8 @@
 Shapes: T tokens of a step; H heads, K key/value heads, G = H / K heads to each of them, D numbers a head; a page is one
 KV block of P tokens, and `pages` is one layer's cache, [pages, P, 2, K, D], keys at index 0 and values at index 1. In
 latent attention it is [pages, P, 1, 1, D], a key for all heads, whose first `latent_dim` numbers are its value, too:
-then the H * D of what is attended to are H * latent_dim.
+then the H * D of what is attended to are H * latent_dim. Where keys and values are kept in 8 bits, the last length is
+that of kv_format.py.
 
 What a row's numbers depend on: its own token and its own context, and nothing else up to rounding. A product or a
 softmax may be blocked differently for another number of rows or another padded length, and then sums in another order:
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as _rms_norm
 
+from trioserve_kernels.kv_format import SCALE_BYTES, encode, head_dim_of, is_coded, taken
 from trioserve_kernels.paged import DecodeWork
 
 __all__ = [
@@ -143,9 +145,14 @@ def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> Non
     """Write each token's keys and values into its slot.
 
     slots_of_layer: [pages * P, 2 * K * D], the layer's pages seen as rows. keys_values: [T, 2 * K * D] in the same
-    dtype. slots: int64 [T], page * P + offset; all different.
+    dtype, or any where they are kept in 8 bits. slots: int64 [T], page * P + offset; all different.
     """
-    slots_of_layer.index_copy_(0, slots, keys_values)
+    if not is_coded(slots_of_layer):
+        slots_of_layer.index_copy_(0, slots, keys_values)
+        return
+    heads = (slots_of_layer.shape[1] - keys_values.shape[1]) // SCALE_BYTES
+    coded = encode(keys_values.reshape(keys_values.shape[0], heads, -1), slots_of_layer.dtype)
+    slots_of_layer.view(torch.uint8).index_copy_(0, slots, coded.flatten(1))
 
 
 def rotary_and_store_kv_(
@@ -167,7 +174,8 @@ def clear_slots_(slots_of_layer: Tensor, slots: Tensor) -> None:
     Masked positions are multiplied by an exact 0, and 0 * NaN is NaN: what an earlier user of the page left there must
     not reach this one.
     """
-    slots_of_layer.index_fill_(0, slots, 0)
+    rows = slots_of_layer.view(torch.uint8) if is_coded(slots_of_layer) else slots_of_layer
+    rows.index_fill_(0, slots, 0)
 
 
 def decode_mask(visible_from: Tensor, visible_to: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -197,9 +205,10 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-def gather_context(pages: Tensor, block_table: Tensor) -> Tensor:
-    """Copy the pages of a block table (int64 [n]) behind one another: [n * P, 2, K, D]."""
-    return pages.index_select(0, block_table).flatten(0, 1)
+def gather_context(pages: Tensor, block_table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy the pages of a block table (int64 [n]) behind one another: [n * P, 2, K, D]. dtype: of numbers that are kept
+    in 8 bits."""
+    return taken(pages, block_table, dtype).flatten(0, 1)
 
 
 def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:
@@ -225,10 +234,12 @@ def paged_attention_decode(
     Scores and sums are in float32.
     """
     count, width = block_table.shape
-    _, page_tokens, parts, kv_heads, head_dim = pages.shape
+    _, page_tokens, parts, kv_heads, _ = pages.shape
+    head_dim = head_dim_of(pages)
     # The heads that share keys and values become query rows of one head: nothing has to be repeated.
     grouped = queries.view(count, kv_heads, -1, head_dim)
-    context = pages.index_select(0, block_table.view(-1)).view(count, width * page_tokens, parts, kv_heads, head_dim)
+    found = taken(pages, block_table.view(-1), queries.dtype)
+    context = found.view(count, width * page_tokens, parts, kv_heads, head_dim)
     keys, values = _keys_values(context.permute(2, 0, 3, 1, 4), latent_dim)
     by_row = None if sinks is None else sinks.view(kv_heads, -1, 1)
     return _attention(grouped, keys, values, mask, score_cap, by_row).reshape(count, -1)
@@ -374,7 +385,7 @@ def _attend_one_by_one(
         first_page = 0 if window is None else max(0, offset - window + 1) // page_tokens
         before = first_page * page_tokens
         blocks = table[first_page : -(-context // page_tokens)].to(torch.int64)
-        seen = gather_context(pages, blocks)[: context - before]
+        seen = gather_context(pages, blocks, queries.dtype)[: context - before]
         mask = prompt_mask(offset - before, end - start, context - before, window, queries.dtype, queries.device)
         attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks, latent_dim)
 

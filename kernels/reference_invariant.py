@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trioserve_kernels import reference
+from trioserve_kernels.kv_format import head_dim_of
 from trioserve_kernels.paged import DecodeWork
 from trioserve_kernels.reference import (
     attention_prompt,
@@ -205,12 +206,14 @@ def _attend_(
 ) -> None:
     """The last len(queries) of the context's tokens over its pages."""
     count = queries.shape[0]
-    kv_heads, head_dim = pages.shape[-2:]
+    kv_heads, head_dim = pages.shape[-2], head_dim_of(pages)
     group = queries.shape[1] // head_dim // kv_heads
     start = context - count
     first_seen = 0 if window is None else max(0, start - window + 1)
     first_tile = first_seen // CONTEXT_TILE
-    keys, values = _context_tiles(pages, block_table, first_tile * CONTEXT_TILE, first_seen, context, latent_dim)
+    keys, values = _context_tiles(
+        pages, block_table, first_tile * CONTEXT_TILE, first_seen, context, latent_dim, queries.dtype
+    )
     for first in range(0, count, ROW_TILE):
         rows = min(ROW_TILE, count - first)
         padded = queries.new_zeros(ROW_TILE, queries.shape[1], dtype=torch.float32)
@@ -250,15 +253,23 @@ def _attend_(
 
 
 def _context_tiles(
-    pages: Tensor, block_table: Tensor, begin: int, first_seen: int, end: int, latent_dim: int | None
+    pages: Tensor,
+    block_table: Tensor,
+    begin: int,
+    first_seen: int,
+    end: int,
+    latent_dim: int | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the positions from begin (of a tile) to end: each float32 [tiles, K, CONTEXT_TILE, D], zeros
-    before the first that is seen, whose page may be somebody else's, and behind the end."""
-    _, page_tokens, parts, kv_heads, head_dim = pages.shape
+    before the first that is seen, whose page may be somebody else's, and behind the end. dtype: of what is kept in 8
+    bits."""
+    _, page_tokens, parts, kv_heads, _ = pages.shape
     blocks = block_table[first_seen // page_tokens : -(-end // page_tokens)].to(torch.int64)
-    found = gather_context(pages, blocks)[first_seen % page_tokens :][: end - first_seen]
+    found = gather_context(pages, blocks, dtype)[first_seen % page_tokens :][: end - first_seen]
     tiles = -(-(end - begin) // CONTEXT_TILE)
-    context = pages.new_zeros(tiles * CONTEXT_TILE, parts, kv_heads, head_dim, dtype=torch.float32)
+    head_dim = head_dim_of(pages)
+    context = torch.zeros(tiles * CONTEXT_TILE, parts, kv_heads, head_dim, dtype=torch.float32, device=pages.device)
     context[first_seen - begin : end - begin] = found
     cut = context.view(tiles, CONTEXT_TILE, parts, kv_heads, head_dim).permute(2, 0, 3, 1, 4).contiguous()
     return cut[0], cut[1] if latent_dim is None else cut[0, ..., :latent_dim].contiguous()

@@ -108,6 +108,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     block_count: int
     block_size: int
     kv_cache_bytes: int
+    kv_dtype: str
     load_seconds: float
 
 
@@ -122,6 +123,7 @@ async def open_engine(
     cpu_kernels: Literal["auto", "native", "torch"] = "auto",
     gpu_kernels: Literal["torch", "triton"] = "torch",
     quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
     max_model_len: int | str | None = None,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int | str = 512,
@@ -182,6 +184,7 @@ async def open_engine(
         cpu_kernels: what computes on a CPU; "auto" takes native kernels if they can be had.
         gpu_kernels: what computes on a GPU.
         quantization: how native kernels keep weights; "auto" keeps a quantized file's bits, else dtype.
+        kv_cache_dtype: of keys and values; "auto" takes dtype.
         max_model_len: tokens of prompt and response together, as a number or such as "32k" or "32K". Default, and
             "auto": what the model takes and the KV cache holds.
         max_num_seqs: sequences that are computed at a time.
@@ -611,7 +614,7 @@ class _Opening:
         metrics = self._metrics
         metrics.cache_config_info.clear()
         metrics.cache_config_info.labels(
-            str(runner.block_size), str(runner.block_count), str(runner.dtype), str(finds_prefixes)
+            str(runner.block_size), str(runner.block_count), str(runner.kv_dtype), str(finds_prefixes)
         ).set(1)
         metrics.batch_invariant.set(self._is_batch_invariant)
         metrics.step_weight_bytes.set(runner.step_weight_bytes)
@@ -637,6 +640,7 @@ class _Opening:
                 block_count=runner.block_count,
                 block_size=runner.block_size,
                 kv_cache_bytes=runner.kv_cache_bytes,
+                kv_dtype=runner.kv_dtype,
                 load_seconds=seconds,
             )
         )
@@ -734,6 +738,7 @@ def _model_settings(config: Config) -> ModelSettings:
         cpu_kernels=config.cpu_kernels,
         gpu_kernels=config.gpu_kernels,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         max_num_seqs=config.max_num_seqs,
         context_tokens_max=config.max_model_len,
         enforce_eager=config.enforce_eager,

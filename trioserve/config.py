@@ -265,6 +265,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
         "how native kernels keep weights: file keeps a quantized file's bits, int8 and int4 quantize any checkpoint, "
         "none keeps --dtype; auto takes file where it can, else none")] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], _about(
+        "type of keys and values; int8 and fp8 (e4m3) hold twice the tokens in the same memory, auto takes --dtype",
+        )] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
         "tokens of prompt and response together, such as 8192, 32k or 32K; auto and the default: what the model takes "
         "and the KV cache holds", "TOKENS")] = None

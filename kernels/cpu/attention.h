@@ -1,6 +1,6 @@
 // Attention of a step's rows over the pages of one layer. A page is one KV block, [page tokens][2][K heads][D], keys
-// before values; a sequence's pages are named by its block table. Of latent attention (latent_attention.h) a page is [page
-// tokens][D], a key for all heads, whose first numbers are its value, too.
+// before values; a sequence's pages are named by its block table. Of 8 bits, each head has its scale behind it. Of latent
+// attention (latent_attention.h) a page is [page tokens][D], a key for all heads, whose first numbers are its value, too.
 #pragma once
 
 #include <atomic>
@@ -9,6 +9,7 @@
 
 #include "attention_weights.h"
 #include "buffer.h"
+#include "kv_format.h"
 #include "product.h"
 
 namespace trioserve {
@@ -18,9 +19,14 @@ struct AttentionShape {
     float score_cap = 0;  // see ScoreCap
     const float* sinks = nullptr;  // by head, up to a multiple of LANES; or null
     int latent_dim = 0;            // of a key's numbers, those that are its value; 0: values lie behind the keys
+    int32_t kv_format = KV_PLAIN;  // of latents it is plain
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
-    int64_t token_stride() const { return (latent_dim > 0 ? 1 : int64_t(2) * kv_heads) * head_dim; }
+    bool is_coded() const { return kv_format != KV_PLAIN; }
+    int64_t record_bytes() const { return head_dim + KV_SCALE_BYTES; }  // of a head of 8 bits
+    int64_t plain_stride() const { return (latent_dim > 0 ? 1 : int64_t(2) * kv_heads) * head_dim; }
+    // From a token to the next one in a page: numbers, or bytes.
+    int64_t token_stride() const { return is_coded() ? 2 * kv_heads * record_bytes() : plain_stride(); }
     int64_t value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
     // Where a kv head's value begins in a token's numbers.
     int64_t value_at(int64_t kv_head) const { return latent_dim > 0 ? 0 : (kv_heads + kv_head) * int64_t(head_dim); }
@@ -81,6 +87,27 @@ inline void find_tokens(const T* pages, const AttentionShape& shape, const Chunk
         for (; offset < shape.page_tokens && index < count; offset++, index++)
             tokens[index] = first + offset * shape.token_stride();
     }
+}
+
+// A kv head's keys and values of 8 bits become numbers, [count][2][D].
+template <class T>
+inline void decode_tokens(const AttentionShape& shape, const uint8_t* const* tokens, int64_t count, int64_t kv_head,
+                          T* decoded) {
+    const int64_t key = kv_head * shape.record_bytes(), value = key + shape.kv_heads * shape.record_bytes();
+    for (int64_t index = 0; index < count; index++, decoded += 2 * shape.head_dim) {
+        decode_head(shape.kv_format, tokens[index] + key, shape.head_dim, decoded);
+        decode_head(shape.kv_format, tokens[index] + value, shape.head_dim, decoded + shape.head_dim);
+    }
+}
+
+// Where a kv head's keys and values lie behind the tokens' beginnings.
+struct HeadPlace {
+    int64_t key, value;
+};
+
+inline HeadPlace place_of_head(const AttentionShape& shape, int64_t kv_head) {
+    if (shape.is_coded()) return {0, shape.head_dim};  // in what decode_tokens gives
+    return {kv_head * shape.head_dim, shape.value_at(kv_head)};
 }
 
 // The positions that a row sees.
@@ -400,7 +427,8 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     }
 }
 
-// Of one part of a context. partial: best [H], total [H], sums [H][value dim]. keys: memory for a span's, [SPAN, query stride].
+// Of one part of a context. partial: best [H], total [H], sums [H][value dim]. keys: memory for a span's, [SPAN, query stride],
+// and what is decoded of one, [SPAN][2][D].
 template <class T>
 void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
                    int64_t rows, const T* pages, float* partial, Fetch& fetch, T* keys) {
@@ -417,18 +445,27 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
         const RowSpan span{int(std::max<int64_t>(piece.from - from, 0)), int(std::min<int64_t>(piece.to - from, SPAN))};
         fetch.begin_span(span.end - span.begin,
                          shape.kv_heads * (fetches_of_keys<T>(span, dim) + sets * fetches_of_heads(span, dim)));
-        find_tokens(pages, shape, chunk, from + span.begin, span.end - span.begin, tokens_at + span.begin);
+        const uint8_t* coded[SPAN];
+        T* decoded = keys + SPAN * stride;
+        if (shape.is_coded()) {
+            find_tokens(reinterpret_cast<const uint8_t*>(pages), shape, chunk, from + span.begin, span.end - span.begin, coded);
+            for (int index = span.begin; index < span.end; index++)
+                tokens_at[index] = decoded + (index - span.begin) * 2 * dim;
+        } else {
+            find_tokens(pages, shape, chunk, from + span.begin, span.end - span.begin, tokens_at + span.begin);
+        }
         // What is not seen has a score that is overwritten, and a weight of 0.
         for (int index = 0; index < span.begin; index++) tokens_at[index] = tokens_at[span.begin];
         for (int index = span.end; index < SPAN; index++) tokens_at[index] = tokens_at[span.end - 1];
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
-            const int64_t key = kv_head * dim;
-            pack_keys(tokens_at, span, key, dim, stride, keys, fetch);
+            if (shape.is_coded()) decode_tokens(shape, coded, span.end - span.begin, kv_head, decoded);
+            const HeadPlace place = place_of_head(shape, kv_head);
+            pack_keys(tokens_at, span, place.key, dim, stride, keys, fetch);
             for (int64_t in_group = 0; in_group < group; in_group += HEADS_MAX) {
                 const int64_t head = kv_head * group + in_group;
                 const T* query = queries + ((kv_head * rows + row) * group + in_group) * stride;
                 const auto attend = [&](auto run) {
-                    run(shape, query, tokens_at, shape.value_at(kv_head), span, keys, best + head, totals + head,
+                    run(shape, query, tokens_at, place.value, span, keys, best + head, totals + head,
                         sums + head * value_dim, fetch);
                 };
                 switch (std::min(group - in_group, HEADS_MAX)) {

@@ -39,7 +39,7 @@ struct TileScratch {
     static int64_t float_count(const AttentionShape& shape) {
         const int64_t units = shape.kv_heads * units_of_group(shape), tiles = units * (shape.head_dim / 32);
         return tiles * (NARROW_TILE + FLAT_TILE) + BLOCKS * (2 * NARROW_TILE + FLAT_TILE) +
-               SPAN * shape.token_stride() + units * TILE_HEADS * (LANES + 1);
+               SPAN * shape.plain_stride() + units * TILE_HEADS * (LANES + 1);
     }
     TileScratch(const AttentionShape& shape, float* memory) {
         const int64_t units = shape.kv_heads * units_of_group(shape), tiles = units * (shape.head_dim / 32);
@@ -48,7 +48,7 @@ struct TileScratch {
         weights = scores + 2 * BLOCKS * NARROW_TILE;
         sums = weights + BLOCKS * FLAT_TILE;
         tokens = reinterpret_cast<bf16*>(sums + tiles * FLAT_TILE);
-        totals = reinterpret_cast<float*>(tokens + 2 * SPAN * shape.token_stride());
+        totals = reinterpret_cast<float*>(tokens + 2 * SPAN * shape.plain_stride());
         best = totals + units * TILE_HEADS * LANES;
     }
 };
@@ -84,10 +84,10 @@ struct TileSpan {
 };
 
 // base: a multiple of 16; tokens outside from .. to - 1 are not seen. They may hold anything, a NaN, too, and then even a
-// weight of 0 would not do: so they are zeros, in a copy. copies: [SPAN] tokens.
+// weight of 0 would not do: so they are zeros, in a copy, and what is of 8 bits is numbers in one. copies: [SPAN] tokens.
 inline TileSpan find_span(const AttentionShape& shape, const bf16* pages, const Chunk& chunk, int64_t base, int64_t from,
                           int64_t to, bf16* copies) {
-    const int64_t stride = shape.token_stride();
+    const int64_t stride = shape.plain_stride();
     TileSpan span;
     span.seen = {std::max<int64_t>(from - base, 0), std::min<int64_t>(to - base, SPAN)};
     span.count = int((span.seen.end + LANES - 1) / LANES);
@@ -97,16 +97,25 @@ inline TileSpan find_span(const AttentionShape& shape, const bf16* pages, const 
             continue;
         }
         const int64_t begin = base + block * LANES, end = begin + LANES;
-        if (begin >= from && end <= to && shape.page_tokens % LANES == 0) {
+        if (begin >= from && end <= to && shape.page_tokens % LANES == 0 && !shape.is_coded()) {
             span.blocks[block] = pages + slot_of(shape, chunk, begin);
             continue;
         }
         const bf16* tokens_at[LANES];
         const int64_t first = std::max(begin, from), last = std::min(end, to);
-        find_tokens(pages, shape, chunk, first, last - first, tokens_at);
         bf16* copy = copies + block * LANES * stride;
         span.blocks[block] = copy;
         std::memset(copy, 0, sizeof(bf16) * LANES * stride);
+        if (shape.is_coded()) {
+            const uint8_t* coded[LANES];
+            find_tokens(reinterpret_cast<const uint8_t*>(pages), shape, chunk, first, last - first, coded);
+            for (int64_t token = first; token < last; token++)
+                for (int64_t head = 0; head < 2 * shape.kv_heads; head++)
+                    decode_head(shape.kv_format, coded[token - first] + head * shape.record_bytes(), shape.head_dim,
+                                copy + (token - begin) * stride + head * shape.head_dim);
+            continue;
+        }
+        find_tokens(pages, shape, chunk, first, last - first, tokens_at);
         for (int64_t token = first; token < last; token++)
             std::memcpy(copy + (token - begin) * stride, tokens_at[token - first], sizeof(bf16) * stride);
     }
@@ -224,7 +233,7 @@ inline void add_blocks(const float* weights, const TileSpan& span, int64_t strid
 inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece,
                          const bf16* queries, int64_t rows, const bf16* pages, float* partial, Fetch& fetch,
                          const TileScratch& scratch) {
-    const int64_t dim = shape.head_dim, group = shape.group(), stride = shape.token_stride();
+    const int64_t dim = shape.head_dim, group = shape.group(), stride = shape.plain_stride();
     const int64_t row = chunk.first_row + piece.token, tiles = dim / 32;
     const int64_t in_group = units_of_group(shape), units = shape.kv_heads * in_group;
     const auto first_head = [&](int64_t unit) { return unit / in_group * group + unit % in_group * TILE_HEADS; };
@@ -307,7 +316,9 @@ void attend_part(const AttentionShape& shape, const Chunk& chunk, const Attentio
         }
     }
 #endif
-    attend_direct(shape, chunk, piece, queries, rows, pages, partial, fetch, memory.of<T>(SPAN * shape.query_stride()));
+    const int64_t decoded = shape.is_coded() ? SPAN * 2 * shape.head_dim : 0;
+    attend_direct(shape, chunk, piece, queries, rows, pages, partial, fetch,
+                  memory.of<T>(SPAN * shape.query_stride() + decoded));
 }
 
 }  // namespace trioserve

@@ -46,6 +46,7 @@ struct PackedScratch {
     T *keys, *values;      // [TOKENS, query stride] and, 32 tokens at a time or a span, [value dim, tokens]
     T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, TOKENS]
     T* nothing;            // a token that is absent, a query that is absent
+    T* decoded;            // [TOKENS][2][D], where keys and values are of 8 bits
     float* scores;         // [2][SPAN, STRIP]
     float* sums;           // a strip's [value dim, STRIP], strip by strip; of the part that is met
     float* totals;         // [width], of weights
@@ -59,7 +60,7 @@ struct PackedScratch {
     // In elements of T and of float.
     static int64_t packed_count(const AttentionShape& shape) {
         return (TOKENS + 1) * shape.query_stride() + TOKENS * (shape.value_dim() + STRIP) +
-               width_max(shape) * shape.query_stride();
+               width_max(shape) * shape.query_stride() + (shape.is_coded() ? TOKENS * 2 * shape.head_dim : 0);
     }
     static int64_t float_count(const AttentionShape& shape) {
         return 2 * STRIP * SPAN + width_max(shape) * (2 * shape.value_dim() + 6);
@@ -71,6 +72,7 @@ struct PackedScratch {
         queries = values + TOKENS * shape.value_dim();
         weights = queries + width_max(shape) * shape.query_stride();
         nothing = weights + STRIP * TOKENS;
+        decoded = nothing + shape.query_stride();
         scores = floats;
         sums = scores + 2 * STRIP * SPAN;
         totals = sums + width_max(shape) * shape.value_dim();
@@ -189,10 +191,10 @@ struct PackedScratch {
 // Brings tokens first .. end - 1 to where they are multiplied. Other tokens' keys are anything, their values
 // zeros as far as a product may reach.
 template <class T>
-inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, int64_t kv_head, int64_t first,
+inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, const HeadPlace& place, int64_t first,
                         int64_t end, const PackedScratch<T>& scratch) {
     constexpr int64_t STEP = LANES * Unit<T>::DEPTH;
-    const int64_t dim = shape.head_dim, key = kv_head * dim, value = shape.value_at(kv_head);
+    const int64_t dim = shape.head_dim, key = place.key, value = place.value;
     for (int64_t index = first; index < end; index++)
         for (int64_t d = 0; d < dim; d += LANES)
             std::memcpy(scratch.key_at(shape, index, d), tokens_at[index] + key + d, sizeof(T) * LANES);
@@ -505,8 +507,16 @@ inline void meet_parts(const AttentionShape& shape, const Chunk& chunk, int64_t 
             // Behind a window lie pages that may be somebody else's by now.
             const int64_t hidden = std::max<int64_t>(from - at, 0);
             const T* tokens_at[PackedScratch<T>::TOKENS];
-            find_tokens(pages, shape, chunk, at + hidden, present - hidden, tokens_at + hidden);
-            pack_tokens(shape, tokens_at, kv_head, hidden, present, of_part);
+            if (shape.is_coded()) {
+                const uint8_t* coded[PackedScratch<T>::TOKENS];
+                find_tokens(reinterpret_cast<const uint8_t*>(pages), shape, chunk, at + hidden, present - hidden, coded);
+                decode_tokens(shape, coded, present - hidden, kv_head, scratch.decoded);
+                for (int64_t index = hidden; index < present; index++)
+                    tokens_at[index] = scratch.decoded + (index - hidden) * 2 * shape.head_dim;
+            } else {
+                find_tokens(pages, shape, chunk, at + hidden, present - hidden, tokens_at + hidden);
+            }
+            pack_tokens(shape, tokens_at, place_of_head(shape, kv_head), hidden, present, of_part);
             meet_tokens(shape, count, at, present, of_part);
         }
         end_part(part, of_part, is_first);

@@ -106,6 +106,7 @@ bool has_output_norms(const Model& model) {
 AttentionShape shape_of(const Model& model) {
     AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
     shape.latent_dim = model.latent_dim;
+    shape.kv_format = model.kv_format;
     return shape;
 }
 
@@ -701,6 +702,13 @@ T* Engine::query_at(const AttentionShape& shape, int64_t row, int64_t head, T* q
     return queries + ((head / group * rows_ + row) * group + head % group) * shape.query_stride();
 }
 
+// Where numbers n .. n + 15 of a product belong that is turned only when it is whole.
+static int64_t place_in_qkv(const AttentionShape& shape, const Layer& layer, int64_t n) {
+    const int64_t dim = shape.head_dim, d = n % dim;
+    if (!layer.pairs_together || n >= (shape.heads + shape.kv_heads) * dim) return n;
+    return n - d + d / LANES % 2 * (dim / 2) + d / (2 * LANES) * LANES;
+}
+
 template <class T>
 void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, int64_t row, T* queries,
                             T* pages) {
@@ -710,6 +718,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
     const float* sines = cosines + half;
     const Norm kind{model.norm_kind, model.norm_eps};
     T* slot = pages + slot_of_row_[row];
+    uint8_t* coded = reinterpret_cast<uint8_t*>(pages) + slot_of_row_[row];
     float* from = qkv + row * (shape.heads + 2 * shape.kv_heads) * dim;
     constexpr int64_t DIM_MAX = 512;
     alignas(64) float normed[DIM_MAX];
@@ -735,8 +744,17 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
             turned[pair] = values[pair] * cosine - values[half + pair] * sine;
             turned[half + pair] = values[half + pair] * cosine + values[pair] * sine;
         }
+        if (!is_query && shape.is_coded()) {
+            encode_head(shape.kv_format, turned, dim, coded + (head - shape.heads) * shape.record_bytes());
+            continue;
+        }
         T* to = is_query ? query_at(shape, row, head, queries) : slot + (head - shape.heads) * dim;
         for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(turned + d));
+    }
+    if (shape.is_coded()) {
+        for (int head = 0; head < shape.kv_heads; head++)
+            encode_head(shape.kv_format, from + head * dim, dim, coded + (shape.kv_heads + head) * shape.record_bytes());
+        return;
     }
     T* values = slot + shape.kv_heads * dim;
     for (int64_t d = 0; d < shape.kv_heads * dim; d += LANES) store(values + d, load(from + d));
@@ -947,7 +965,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     }
     if (index >= count) return;
     configure_row_tiles();
-    Fetch fetch(shape, pages, shape.token_stride() * int64_t(sizeof(T)), after);
+    Fetch fetch(shape, pages, shape.token_stride() * (shape.is_coded() ? 1 : int64_t(sizeof(T))), after);
     for (int64_t next; index < count; index = next) {
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = chunks_[piece.chunk];
@@ -1181,7 +1199,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 const auto mixed = rows_for<T>(recurrent, rows, inner_size(*layer.recurrent));
                 recur<T>(thread, step, *layer.recurrent, model.norm_eps, step.states[index], mixed);
                 found = mixed;
-            } else if (layer.pairs_together) {
+            } else if (layer.pairs_together && !shape.is_coded()) {
                 product(thread, x, rows, layer.qkv, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                             turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
@@ -1195,7 +1213,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                                     const int64_t n = (first_block + block) * LANES;
                                     Lanes value = load(sums + row * PANEL + block * LANES);
                                     if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
-                                    store(qkv + (first_row + row) * size + n, value);
+                                    store(qkv + (first_row + row) * size + place_in_qkv(shape, layer, n), value);
                                 }
                             }
                         });

@@ -95,6 +95,7 @@ struct Layer {
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
+    int32_t kv_format;  // a KvFormat
     float norm_eps, embedding_scale, logit_scale, logit_cap;  // a cap of 0 is none
     const float* frequencies;  // [rotaries][D / 2], radians a token; D: of what is turned
     const float* magnitudes;   // the same, of cosine and sine

@@ -55,6 +55,15 @@ def test_the_same_model_is_taken_whatever_its_blocks_and_numbers_are():
         assert objection_to(msgspec.structs.replace(LAYOUT, **change), LAYOUT) is None
 
 
+def test_what_is_kept_in_eight_bits_goes_to_its_like_with_its_scales():
+    layout = msgspec.structs.replace(LAYOUT, dtype="int8")
+    assert layout.token_bytes == 2 * 3 * (64 + 2)
+    assert objection_to(msgspec.structs.replace(layout, block_size=5), layout) is None
+    assert objection_to(LAYOUT, layout) is not None
+    content = bytes(range(256)) * 3
+    assert bytes(convert(content, "int8", "int8")) == content
+
+
 @pytest.mark.parametrize(
     ("change", "expect"),
     [
@@ -62,7 +71,9 @@ def test_the_same_model_is_taken_whatever_its_blocks_and_numbers_are():
         ({"layer_count": 3}, "has 3 layers, and this engine's 2"),
         ({"kv_head_count": -1}, "-1 KV heads"),
         ({"head_dim": 2**60}, "numbers in a head"),
-        ({"dtype": "fp8"}, 'are "fp8"'),
+        ({"dtype": "fp4"}, 'are "fp4"'),
+        ({"dtype": "fp8"}, "is kept as fp8, and this engine's as bfloat16"),
+        ({"dtype": "int8"}, "the same --kv-cache-dtype alone"),
         ({"block_size": 0}, "have 0 tokens"),
     ],
 )

@@ -284,12 +284,14 @@ class Engine:
         raise AssertionError("no end is in sight")
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
     path = find_default_model("smollm2")
     if path is None:
         pytest.skip("the default model is not installed")
-    settings = ModelSettings(dtype="float32", device="cpu", threads=1, kv_cache_bytes=2**26)
+    settings = ModelSettings(
+        dtype="float32", device="cpu", threads=1, kv_cache_bytes=2**26, kv_cache_dtype=request.param
+    )
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(6)
     return runner

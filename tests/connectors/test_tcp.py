@@ -30,6 +30,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
+EIGHT_BITS = msgspec.structs.replace(SMALL_LAYOUT, kv_head_count=3, head_dim=48, dtype="int8")
 WIDE = msgspec.structs.replace(SMALL_LAYOUT, layer_count=3, block_size=16, kv_head_count=8, head_dim=64)
 KEY = "a key that nobody knows"
 
@@ -123,7 +124,7 @@ def certificates(tmp_path):
     return paths
 
 
-@pytest.mark.parametrize("layout", [SMALL_LAYOUT, WIDE])
+@pytest.mark.parametrize("layout", [SMALL_LAYOUT, WIDE, EIGHT_BITS])
 @pytest.mark.parametrize("kind", ["plain", "key", "tls"])
 async def test_a_transfer_over_sockets(certificates, kind, layout):
     options = {

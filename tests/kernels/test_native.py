@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from trioserve_kernels.kv_format import CODED_DTYPES, decode, encode, head_dim_of
 from trioserve_kernels.native import (
     DTYPES,
+    KV_FORMATS,
     Engine,
     LayerStruct,
     Library,
@@ -155,7 +157,9 @@ def attention_of(
     sinks: Tensor | None = None,
     latent_dim: int = 0,
 ) -> Tensor:
-    page_tokens, _, kv_heads, head_dim = pages.shape[1:]
+    page_tokens, _, kv_heads, _ = pages.shape[1:]
+    head_dim = head_dim_of(pages)
+    kv_format = next((name for name, dtype in CODED_DTYPES.items() if pages.dtype == dtype), "plain")
 
     def array(values: list[int]) -> npt.NDArray[np.int32]:
         return np.array(values, dtype=np.int32)
@@ -177,9 +181,10 @@ def attention_of(
         head_dim=head_dim,
         latent_dim=latent_dim,
         page_tokens=page_tokens,
+        kv_format=KV_FORMATS[kv_format],
         layers=ctypes.addressof(layer),
     )
-    page_addresses = (ctypes.c_void_p * 1)(address(as_array(pages)))
+    page_addresses = (ctypes.c_void_p * 1)(pages.data_ptr())
     step = StepStruct(
         row_count=len(queries),
         chunk_count=len(chunks),
@@ -327,6 +332,43 @@ def test_attention_of_prompts_longer_than_what_is_packed_at_once(
     chunks = [(0, 650), (1000, 40), (490, 70)]
     check_attention(engine, dtype, chunks=chunks, heads=4, kv_heads=2, head_dim=head_dim, window=window)
     check_attention(engine, dtype, chunks=chunks, heads=1, kv_heads=1, head_dim=head_dim, window=window, spread=8)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("kv_format", ("int8", "fp8"))
+@pytest.mark.parametrize("head_dim, heads, kv_heads", ((64, 9, 3), (48, 4, 2), (128, 5, 1)))
+@pytest.mark.parametrize("page_tokens", (16, 5))
+@pytest.mark.parametrize("window", (None, 70))
+def test_attention_over_eight_bits_is_that_over_their_numbers(
+    engine: Engine,
+    kv_format: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    page_tokens: int,
+    window: int | None,
+) -> None:
+    """To the last bit. Prompts, chunks of prompts, decodes alone, and decodes of which three share their first 100
+    tokens; what no row sees is no number."""
+    chunks = [(0, 130), (77, 50), (30, 3), (0, 1), (300, 1), (100, 1), (120, 1), (131, 1)]
+    widths = [-(-(start + count) // page_tokens) for start, count in chunks]
+    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
+    tables = [[order.pop() for _ in range(width)] for width in widths]
+    for index in (6, 7):
+        tables[index][: 100 // page_tokens] = tables[5][: 100 // page_tokens]
+    kind = CODED_DTYPES[kv_format]
+    pages = encode(random(sum(widths), page_tokens, 2, kv_heads, head_dim, seed=7), kind).view(kind)
+    seen = torch.zeros(len(pages), page_tokens, dtype=torch.bool)
+    for (start, count), table in zip(chunks, tables, strict=True):
+        for position in range(0 if window is None else max(0, start - window + 1), start + count):
+            seen[table[position // page_tokens], position % page_tokens] = True
+    pages.view(torch.uint8)[~seen] = 0xFF
+    queries = random(sum(count for _, count in chunks), heads * head_dim, dtype=dtype, seed=8)
+    attended = attention_of(engine, queries, pages, tables, chunks, window=window)
+    expected = attention_of(engine, queries, decode(pages, dtype), tables, chunks, window=window)
+    assert attended.isfinite().all()
+    assert torch.equal(attended, expected)
 
 
 @DTYPE_IDS

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.pooling import Pooling
@@ -37,6 +38,7 @@ def load_runner(
     enforce_eager: bool = False,
     batch_invariant: bool = False,
     context_tokens_max: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
     settings = ModelSettings(
@@ -44,6 +46,7 @@ def load_runner(
         device=device,
         block_size=block_size,
         kv_cache_bytes=2**24,
+        kv_cache_dtype=kv_cache_dtype,
         cpu_kernels=cpu_kernels,
         threads=threads,
         quantization=quantization,
@@ -60,6 +63,8 @@ def load_runner(
     for pages in (*runner.storage.pages, *memories):
         if isinstance(pages, np.ndarray) and pages.dtype == np.uint16:
             pages[:] = BFLOAT16_NAN_BITS
+        elif kv_cache_dtype != "auto":
+            (pages if isinstance(pages, np.ndarray) else pages.view(torch.uint8))[:] = 0xFF
         else:
             pages[:] = float("nan")
     return runner

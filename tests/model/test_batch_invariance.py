@@ -35,7 +35,7 @@ BLOCK_SIZE = 5  # a divisor of no tile
 BLOCK_COUNT = 200
 VOCAB = range(5, 320)
 TEXT = [random.Random(1).choice(VOCAB) for _ in range(150)]  # what prompts may have in common
-# kind, dtype, quantization
+# kind, dtype, quantization, or in what KV is kept
 TORCH = (
     ("llama-biased-64", "float32", "none"),
     ("qwen2-sliding", "bfloat16", "none"),
@@ -45,6 +45,7 @@ TORCH = (
     ("qwen2-moe", "bfloat16", "none"),
     ("gpt-oss", "bfloat16", "none"),
     ("deepseek-v3", "bfloat16", "none"),
+    ("llama", "bfloat16", "KV int8"),
 )
 NATIVE = (
     ("llama", "float32", "none"),
@@ -80,6 +81,8 @@ NATIVE = (
     ("deepseek-v3", "bfloat16", "none"),
     ("minicpm3", "float32", "none"),
     ("deepseek-v2-lite", "bfloat16", "int8"),
+    ("llama", "bfloat16", "KV int8"),
+    ("qwen2-sliding", "float32", "KV fp8"),
 )
 
 
@@ -96,6 +99,8 @@ def load(
     ) -> ModelRunner:
         key = (kind, dtype, quantization, level, threads, batch_invariant)
         if key not in made:
+            kv_cache_dtype = quantization.partition("KV ")[2] or "auto"
+            quantization = "none" if kv_cache_dtype != "auto" else quantization
             own = ("none", "int8", "int4")
             path = tiny_checkpoint(kind) if quantization in own else tiny_gguf(kind, quantization)
             with pytest.MonkeyPatch.context() as patch:
@@ -110,6 +115,7 @@ def load(
                     threads=threads,
                     quantization=quantization if quantization in own else "file",
                     batch_invariant=batch_invariant,
+                    kv_cache_dtype=kv_cache_dtype,
                 )
             made[key].warm_up()
         return made[key]

@@ -109,7 +109,8 @@ def _memory() -> Finding:
     what = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
     if total >= MEMORY_BYTES_MIN:
         return Finding("memory", "ok", what)
-    return Finding("memory", "absent", what, "set --kv-cache-memory to what may be used")
+    advice = "set --kv-cache-memory to what may be used; --kv-cache-dtype int8 holds twice the tokens in it"
+    return Finding("memory", "absent", what, advice)
 
 
 def _gpu() -> Finding:

@@ -20,7 +20,7 @@ GROUPS = {
         "speculative_ngram speculative_model speculative_tokens speculative_quantization speculative_config"
     ),
     "memory and batches": _words(
-        "kv_cache_memory gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
+        "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
         "wide_prompt_stretch enable_prefix_caching"
     ),
     "server": _words(

@@ -65,7 +65,7 @@ class LoadingBar:
         tokens = loaded.block_count * loaded.block_size
         kept = (
             f"KV cache: {loaded.block_count} blocks of {loaded.block_size} tokens fit, {tokens} tokens in all "
-            f"({loaded.kv_cache_bytes / 2**30:.2f} GiB)"
+            f"({loaded.kv_cache_bytes / 2**30:.2f} GiB in {loaded.kv_dtype})"
         )
         if not loaded.block_count:
             kept = "an encoder: it makes vectors or scores, and keeps no KV"

@@ -27,7 +27,6 @@ TAKEN_AT = {
     "--data-parallel-size": ("1", ONE_DEVICE),
     "--load-format": ("auto", "a checkpoint's format is found out: leave it out"),
     "--tokenizer-mode": ("auto", "a tokenizer's kind is found out: leave it out"),
-    "--kv-cache-dtype": ("auto", "the KV cache has the type of --dtype: leave it out"),
 }
 """With this one value, which changes nothing; what another would need is not there."""
 

@@ -2,7 +2,8 @@
 
 Block sizes may differ, since whoever carries KV counts in tokens. Formats of numbers may, too: bfloat16, float16 and
 float32 are rounded to the nearest number, to the even one of two that are equally near, as the model room does it when
-it reads a checkpoint. Everything else has to be equal: another model's KV means nothing here.
+it reads a checkpoint. KV in 8 bits stays as it is, since rounding it once more would change responses. Everything else
+has to be equal: another model's KV means nothing here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from trioserve.contracts.kv_transfer import KVLayout
 
 __all__ = ["convert", "objection_to"]
 
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CONVERTED = ("float32", "bfloat16", "float16")
+KEPT = ("int8", "fp8")
 _NAN_BITS = 0x7FC0
 
 
@@ -34,8 +36,13 @@ def objection_to(theirs: KVLayout, ours: KVLayout) -> str | None:
         if there != here:
             return f"its KV has {there} {what}, and this engine's {here}"
     for side, layout in (("its KV", theirs), ("this engine's", ours)):
-        if layout.dtype not in NUMBER_BYTES:
-            return f'the numbers of {side} are "{layout.dtype[:50]}", and known are {", ".join(NUMBER_BYTES)}'
+        if layout.dtype not in (*CONVERTED, *KEPT):
+            return f'the numbers of {side} are "{layout.dtype[:50]}", and known are {", ".join((*CONVERTED, *KEPT))}'
+    if theirs.dtype != ours.dtype and (theirs.dtype in KEPT or ours.dtype in KEPT):
+        return (
+            f"its KV is kept as {theirs.dtype}, and this engine's as {ours.dtype}: KV in 8 bits is for engines with "
+            "the same --kv-cache-dtype alone"
+        )
     if theirs.block_size < 1:
         return f"its blocks have {theirs.block_size} tokens"
     return None

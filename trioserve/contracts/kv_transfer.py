@@ -205,7 +205,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     part_count: 2, keys at index 0 and values at index 1; 1, latents from which both are computed.
     model: tells models apart whose shapes are equal; engines exchange KV only if they agree on it.
-    dtype: float32, bfloat16 or float16."""
+    dtype: float32, bfloat16 or float16; or int8 or fp8, where a head's numbers have their scale behind them, a
+    bfloat16.
+    """
 
     model: str
     layer_count: int
@@ -218,6 +220,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def token_bytes(self) -> int:
         """Of one token in one layer."""
+        if self.dtype in ("int8", "fp8"):
+            return self.part_count * self.kv_head_count * (self.head_dim + 2)
         return self.part_count * self.kv_head_count * self.head_dim * (4 if self.dtype == "float32" else 2)
 
 

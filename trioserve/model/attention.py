@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trioserve.model.step_tensors import AttentionTensors, TableWalk
 from trioserve_kernels import Kernels
+from trioserve_kernels.kv_format import decode, encode, head_dim_of, is_coded
 from trioserve_kernels.paged import split_count
 
 __all__ = ["attend"]
@@ -25,9 +26,9 @@ def attend(
     """Every row attends to its own sequence, up to itself.
 
     queries: [T, H * D], keys_values: [T, 2 * K * D] (keys, then values) of this step's tokens, rotated; they are in
-    `pages` ([blocks, block_size, 2, K, D]) already. sinks: float32 [H], of heads that have them. latent_dim: pages have
-    latents, and keys_values is [T, D]. Returns [T, H * D], or of latents [T, H * latent_dim], which the caller may
-    change.
+    `pages` ([blocks, block_size, 2, K, D], of 8 bits see kv_format.py) already. sinks: float32 [H], of heads that have
+    them. latent_dim: pages have latents, and keys_values is [T, D]. Returns [T, H * D], or of latents [T, H *
+    latent_dim], which the caller may change.
 
     Decodes go through their block tables, several at a time. A part of a prompt goes alone: over its own rows where
     these are its whole context, else over its gathered blocks. Fused kernels walk all of these tables themselves.
@@ -48,9 +49,11 @@ def attend(
         )
     for part in parts:
         if part.block_table is None:
-            context = keys_values[part.first : part.end].view(-1, *pages.shape[2:])
+            context = keys_values[part.first : part.end].view(-1, *pages.shape[2:-1], head_dim_of(pages))
+            if is_coded(pages):  # as a later part of the prompt will find them
+                context = decode(encode(context, pages.dtype).view(pages.dtype), queries.dtype)
         else:
-            context = kernels.gather_context(pages, part.block_table)[: part.context]
+            context = kernels.gather_context(pages, part.block_table, queries.dtype)[: part.context]
         attended[part.first : part.end] = kernels.attention_prompt(
             queries[part.first : part.end], context, part.mask, score_cap, sinks, latent_dim
         )

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
+from trioserve.model.kv_format import KvFormat, head_bytes, kv_format_of
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
@@ -119,9 +120,12 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
     return "bfloat16" if is_replaced else config.dtype_name
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype, kv_format: KvFormat = "plain") -> int:
     """What one block takes: what is kept of block_size tokens in all layers."""
-    return sum(entry.size for entry in config.kv_entries if entry is not None) * block_size * VALUE_BYTES[dtype]
+    entries = (entry for entry in config.kv_entries if entry is not None)
+    return block_size * sum(
+        entry.part_count * entry.head_count * head_bytes(entry.head_dim, dtype, kv_format) for entry in entries
+    )
 
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
@@ -220,7 +224,7 @@ def cache_size(
             )
         snapshots = min(SNAPSHOTS_MAX, budget // 4 // config.state_bytes)
         budget -= (states + snapshots) * config.state_bytes
-    block_bytes = kv_block_bytes(config, settings.block_size, dtype) + draft_block_bytes
+    block_bytes = kv_block_bytes(config, settings.block_size, dtype, kv_format_of(settings)) + draft_block_bytes
     if budget < block_bytes:
         raise StartupError(
             f"the KV cache may take {max(budget, 0)} bytes, but one block of {settings.block_size} tokens needs "

@@ -44,6 +44,7 @@ class EncoderRunner:
         self.config: EncoderConfig = encoder.config
         self.device = device
         self.dtype: Dtype = dtype
+        self.kv_dtype: str = dtype
         self.block_size = settings.block_size
         self.takes_every_cpu = takes_every_cpu(settings, pick_device(settings))
 

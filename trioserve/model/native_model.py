@@ -21,6 +21,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.given_rows import given_rows
+from trioserve.model.kv_format import KvFormat
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import (
     AttentionConfig,
@@ -47,6 +48,7 @@ from trioserve_kernels.native import (
     BLOCK_OUTPUTS,
     DTYPES,
     HEAD_DIM_MAX,
+    KV_FORMATS,
     NORM_KINDS,
     QK_NORMS,
     SCORINGS,
@@ -126,6 +128,7 @@ class NativeModel:
         quantization: Quantization,
         block_types: Mapping[str, str],
         batch_invariant: bool = False,
+        kv_format: KvFormat = "plain",
     ) -> None:
         """block_types: of the checkpoint's quantized matrices, by name. batch_invariant: the bits of a row's logits
         depend on its tokens and the weights alone, not on what is computed beside it. Without AMX they always do."""
@@ -133,6 +136,7 @@ class NativeModel:
         self.dtype = dtype
         self.device: DeviceType = "cpu"
         kept = "" if quantization == "none" else f", weights kept as {quantization}"
+        kept += "" if kv_format == "plain" else f", KV kept as {kv_format}"
         self.is_batch_invariant = batch_invariant or library.level != "amx" or dtype == "float32"
         invariant = ", batch-invariant" if self.is_batch_invariant else ""
         self.arithmetic = f"native kernels, {library.level}, {dtype}{kept}"
@@ -140,6 +144,7 @@ class NativeModel:
         self._library = library
         self._block_size = block_size
         self.tapped_layers: tuple[int, ...] = ()
+        self._kv_format: KvFormat = kv_format
         self._storage: KVStorage[Values] | None = None
         self._unclaimed: Iterator[tuple[int, int]] = iter(())  # address and bytes of pieces of the KV cache's memory
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
@@ -172,6 +177,7 @@ class NativeModel:
             batch_invariant=batch_invariant,
             norm_kind=NORM_KINDS[config.norm],
             rotary_count=len(rotaries),
+            kv_format=KV_FORMATS[kv_format],
             norm_eps=config.norm_eps,
             embedding_scale=_rounded(config.embedding_scale, dtype),
             logit_scale=config.logit_scale,
@@ -208,18 +214,24 @@ class NativeModel:
         return self._states
 
     def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
-        def make(shape: tuple[int, ...], dtype: Dtype = self.dtype) -> Values:
-            pages: Values = empty_array(shape, dtype)
-            self._library.use_large_pages(pages)
-            return pages
+        def made(shape: tuple[int, ...], dtype: str) -> Values:
+            memory: Values = empty_array(shape, dtype)
+            self._library.use_large_pages(memory)
+            return memory
 
         self._storage, self._states, self._unclaimed = None, None, iter(())  # before the new one: two might not fit
         if state_slot_count:
-            make_states = functools.partial(make, dtype="float32")
+            make_states = functools.partial(made, dtype="float32")
             self._states = StateStorage(self.config, slot_count=state_slot_count, make=make_states)
             for index, memory in enumerate(self._states.buffers):
                 self._state_addresses[index] = None if memory is None else address(memory)
-        self._storage = KVStorage(self.config, block_count=block_count, block_size=self._block_size, make=make)
+        self._storage = KVStorage(
+            self.config,
+            block_count=block_count,
+            block_size=self._block_size,
+            make=functools.partial(made, dtype=self.dtype if self._kv_format == "plain" else "uint8"),
+            kv_format=self._kv_format,
+        )
         for index, pages in enumerate(self._storage.pages):
             self._page_addresses[index] = address(pages)
         self._unclaimed = _pieces([pages for pages in self._storage.pages if pages.nbytes])

@@ -34,6 +34,7 @@ from trioserve.model.device import (
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
 from trioserve.model.drafts.vocabulary import check_draft
+from trioserve.model.kv_format import kv_format_of
 from trioserve.model.kv_pages import make_kv_pages
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
@@ -118,6 +119,7 @@ class ModelRunner:
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
         """A step leaves no CPU to anybody else."""
         self._batch_invariant = settings.batch_invariant
+        self._kv_format = kv_format_of(settings)
         self._before: BegunStep | None = None  # the step that was begun last
         self._tapped: dict[RequestId, Any] = {}  # what went into the tapped layers in the last step
 
@@ -180,11 +182,16 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         """What block_count blocks take, in a draft model, too."""
-        block_bytes = kv_block_bytes(self.config, self.block_size, self.dtype)
+        block_bytes = kv_block_bytes(self.config, self.block_size, self.dtype, self._kv_format)
         if self._draft is None:
             return self.block_count * block_bytes
         spare = self._draft.spare_block_count
         return self.block_count * block_bytes + (self.block_count + spare) * self._draft.block_bytes
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of keys and values in the KV cache: the dtype, int8 or fp8."""
+        return self.dtype if self._kv_format == "plain" else self._kv_format
 
     @property
     def step_weight_bytes(self) -> int:
@@ -226,7 +233,7 @@ class ModelRunner:
             part_count=entry.part_count,
             kv_head_count=entry.head_count,
             head_dim=entry.head_dim,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
         )
         return make_kv_pages(layout, self.storage, self.device)
 
@@ -376,7 +383,7 @@ def _loaded_draft(
     on_compile: Callable[[str, float], None],
 ) -> DraftModel:
     model = _loaded_model(checkpoint, draft.settings, progress, on_compile)
-    block_bytes = kv_block_bytes(model.config, block_size, model.dtype)
+    block_bytes = kv_block_bytes(model.config, block_size, model.dtype, kv_format_of(draft.settings))
     return DraftModel(model, block_size=block_size, block_bytes=block_bytes, token_count_max=draft.token_count)
 
 
@@ -505,6 +512,11 @@ def _make_model(
     """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
     demanded, for themselves or for quantized weights, and cannot be had."""
     config = checkpoint.config
+    if kv_format_of(settings) != "plain" and any(entry and entry.part_count == 1 for entry in config.kv_entries):
+        raise StartupError(
+            f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which are not kept in 8 bits: "
+            "take kv_cache_dtype auto"
+        )
     reason: str | None = f"the device is {device}"
     if device == "cpu" and settings.cpu_kernels != "torch":
         reason = why_not_native(config, dtype)
@@ -522,6 +534,7 @@ def _make_model(
                     quantization=quantization,
                     block_types=block_types,
                     batch_invariant=settings.batch_invariant,
+                    kv_format=kv_format_of(settings),
                 )
             except NoNativeKernels as error:
                 reason = str(error)

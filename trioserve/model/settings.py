@@ -9,13 +9,14 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "ModelSettings", "QuantizationName"]
+__all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "KvCacheDtypeName", "ModelSettings", "QuantizationName"]
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CpuKernelsName = Literal["auto", "native", "torch"]
 GpuKernelsName = Literal["torch", "triton"]
 QuantizationName = Literal["auto", "none", "file", "int8", "int4"]
+KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 
 BLOCK_SIZE_MAX = 256  # tokens; a block is the unit of sharing, and of waste at the end of each sequence
 THREADS_MAX = 1_024
@@ -26,6 +27,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: tokens in one KV block. kv_cache_bytes: size of the whole KV cache; None sizes it by the machine's
     memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
+    kv_cache_dtype: of keys and values; auto is the dtype, fp8 is e4m3.
     threads: of computing on the CPU; None takes torch's default, one per core.
     cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
     gpu_kernels: what computes on a GPU.
@@ -41,6 +43,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceName = "auto"
     block_size: int = 16
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: KvCacheDtypeName = "auto"
     memory_share: float = 0.9
     threads: int | None = None
     cpu_kernels: CpuKernelsName = "auto"
@@ -57,6 +60,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         _one_of("cpu_kernels", self.cpu_kernels, get_args(CpuKernelsName))
         _one_of("gpu_kernels", self.gpu_kernels, get_args(GpuKernelsName))
         _one_of("quantization", self.quantization, get_args(QuantizationName))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KvCacheDtypeName))
         if self.demands_quantized:
             self._check_quantization()
         if not 1 <= self.block_size <= BLOCK_SIZE_MAX:

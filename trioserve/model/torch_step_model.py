@@ -17,6 +17,7 @@ from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, step_weight_bytes
 from trioserve.model.host_to_device import Sending
+from trioserve.model.kv_format import kv_format_of
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
 from trioserve.model.model_config import LatentAttentionConfig, ModelConfig
@@ -40,6 +41,7 @@ from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensor
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
+from trioserve_kernels.kv_format import CODED_DTYPES
 from trioserve_kernels.reference import linear_by_head
 from trioserve_kernels.reference_invariant import ROW_TILE, differing_attended_rows, differing_rows
 
@@ -71,6 +73,11 @@ class TorchStepModel:
             raise StartupError(
                 "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a prompt "
                 "is cut into chunks: take the native kernels, on a CPU"
+            )
+        if kv_format_of(settings) != "plain" and kernels.NAME.startswith("triton"):
+            raise StartupError(
+                f"kv_cache_dtype is {settings.kv_cache_dtype} and gpu_kernels is triton, which reads no KV in 8 bits: "
+                "take gpu_kernels torch, or kv_cache_dtype auto"
             )
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -108,7 +115,7 @@ class TorchStepModel:
 
     @property
     def arithmetic(self) -> str:
-        place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}"
+        place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}{self._kept}"
         return f"Triton kernels, {place}" if self._kernel_name.startswith("triton") else place
 
     @property
@@ -119,12 +126,17 @@ class TorchStepModel:
     def computed_by(self) -> str:
         invariant = ", batch-invariant" if self._settings.batch_invariant else ""
         if not self._kernel_name.startswith("triton"):
-            return f"plain torch{invariant}"
+            return f"plain torch{self._kept}{invariant}"
         return (
             f"Triton kernels, decodes in CUDA graphs{invariant}"
             if self._has_static_steps
             else f"Triton kernels{invariant}"
         )
+
+    @property
+    def _kept(self) -> str:
+        kv_format = kv_format_of(self._settings)
+        return "" if kv_format == "plain" else f", KV kept as {kv_format}"
 
     @property
     def launches(self) -> bool:
@@ -156,7 +168,8 @@ class TorchStepModel:
 
     def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
-            return torch.empty(shape, dtype=self._shape.dtype, device=self._shape.device)
+            dtype = CODED_DTYPES.get(kv_format_of(self._settings), self._shape.dtype)
+            return torch.empty(shape, dtype=dtype, device=self._shape.device)
 
         model = self._model
         assert model is not None, "allocate_kv after close"
@@ -164,7 +177,12 @@ class TorchStepModel:
         # Before the new ones are made: two might not fit.
         self._storage = self._states = self._static = self._kept_ids = None
         self._storage = KVStorage(
-            self.config, block_count=block_count, block_size=self._shape.block_size, make=make, has_spare=is_static
+            self.config,
+            block_count=block_count,
+            block_size=self._shape.block_size,
+            make=make,
+            has_spare=is_static,
+            kv_format=kv_format_of(self._settings),
         )
         if state_slot_count:
             self._states = StateStorage(

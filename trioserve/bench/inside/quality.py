@@ -1,5 +1,5 @@
-"""What rounding costs a model's responses: each way to keep its weights, batch-invariant and not, beside float32 from
-the same file.
+"""What rounding costs a model's responses: each way to keep its weights, batch-invariant and not, and each way to keep
+its KV, beside float32 from the same file.
 
     python -m trioserve.bench.inside.quality [--model smollm2] [--tokens 4096]
 
@@ -15,7 +15,7 @@ import argparse
 import math
 import platform
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.model.runner import ModelRunner
-from trioserve.model.settings import ModelSettings
+from trioserve.model.settings import KvCacheDtypeName, ModelSettings
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["main"]
@@ -67,6 +67,12 @@ def main() -> int:
         for name in names
         for batch_invariant in (False, True)
     ]
+    for kept in get_args(KvCacheDtypeName)[1:]:
+        wishes.append(
+            ModelSettings(
+                device="cpu", dtype="bfloat16", cpu_kernels="native", quantization="none", kv_cache_dtype=kept
+            )
+        )
     exact: _Judged | None = None
     for settings in wishes:
         given = _judged(checkpoint, settings, pieces)
@@ -74,6 +80,7 @@ def main() -> int:
         agreeing = sum(one == other for one, other in zip(given.best, exact.best, strict=True)) / len(exact.best)
         print(
             f"{settings.cpu_kernels:6} {settings.dtype:8} {settings.quantization:4}  "
+            f"{'' if settings.kv_cache_dtype == 'auto' else 'KV ' + settings.kv_cache_dtype:7}  "
             f"{'batch-invariant' if settings.batch_invariant else '':15}  "
             f"perplexity {math.exp(-given.logprobs.mean()):.3f}  same first choice {100 * agreeing:.2f} %  "
             f"logprobs off by {math.sqrt(np.square(given.logprobs - exact.logprobs).mean()):.4f}",

@@ -2,6 +2,7 @@
 
     python -m trioserve bench inside step [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
     python -m trioserve bench inside step --quantization none int8 int4 file
+    python -m trioserve bench inside step --kv-cache-dtype auto int8 fp8 --steps context
     python -m trioserve bench inside step --batch-invariant
     python -m trioserve bench inside step --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
@@ -10,6 +11,7 @@ median of the rounds. A decode step cannot be faster than its weights and KV can
 speed at which as many threads read memory, measured in the same rounds.
 
 With --quantization, the native kernels compute once with each of these, in the place of plain torch.
+With --kv-cache-dtype, they compute once with each of these, too, with the first of --quantization.
 With --batch-invariant, they compute with the mode and without it, in the place of plain torch.
 With --against, the native kernels of another checkout of this project take the place of plain torch; they compute in a
 process of their own, with the first of --quantization.
@@ -38,7 +40,6 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
-from trioserve.model.device import kv_block_bytes
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.model.runner import ModelRunner
@@ -46,10 +47,11 @@ from trioserve.model.settings import ModelSettings
 from trioserve.trio_tools.progress import with_progress
 
 if TYPE_CHECKING:  # this file also runs in older checkouts, which lack it
-    from trioserve.model.settings import QuantizationName
+    from trioserve.model.settings import KvCacheDtypeName, QuantizationName
 
 __all__ = ["add_arguments", "run"]
 
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
 
 READ_BYTES = 2**28  # of each thread; beyond any cache
@@ -79,6 +81,7 @@ CASES = {
     "shared": [Case(batch, 1020, shared=1000) for batch in (16, 64)],
     "prompt": [Case(1, tokens, count=tokens) for tokens in (128, 512)],
     "long": [Case(1, 1500, count=1500)],
+    "context": [Case(1, 8000), Case(8, 4000)],
 }
 
 
@@ -93,6 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization", nargs="+", default=["auto"], choices=QUANTIZATIONS, help="how weights are kept"
     )
+    parser.add_argument(
+        "--kv-cache-dtype", nargs="+", default=["auto"], choices=KV_CACHE_DTYPES, help="how keys and values are kept"
+    )
     parser.add_argument("--batch-invariant", action="store_true", help="with the mode and without it")
     parser.add_argument("--answering", action="store_true", help=argparse.SUPPRESS)
 
@@ -100,17 +106,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     wishes: list[QuantizationName] = arguments.quantization
     natives = [_Local("native", arguments.model, arguments.threads, wish) for wish in wishes]
+    kept: list[KvCacheDtypeName] = [name for name in arguments.kv_cache_dtype if name != "auto"]
+    natives += [_Local("native", arguments.model, arguments.threads, wishes[0], kv_cache_dtype=name) for name in kept]
+    names = ["native" if wish == "auto" else f"native {wish}" for wish in wishes]
+    names += [f"{names[0]} KV {name}" for name in kept]
     if arguments.answering:
         return _respond(natives[0])
     runner = natives[0].runner
-    contestants: dict[str, _Contestant] = {}
-    for wish, native in zip(wishes, natives, strict=True):
-        contestants["native" if wish == "auto" else f"native {wish}"] = native
+    contestants: dict[str, _Contestant] = dict(zip(names, natives, strict=True))
     if arguments.batch_invariant:
         contestants["native batch-invariant"] = _Local("native", arguments.model, arguments.threads, wishes[0], True)
     if arguments.against:
         contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads, wishes[0])
-    elif len(wishes) == 1 and not arguments.batch_invariant:
+    elif len(natives) == 1 and not arguments.batch_invariant:
         contestants["torch"] = _Local("torch", arguments.model, arguments.threads)
     try:
         from trioserve.model.device import default_thread_count  # late: this file also runs in older checkouts
@@ -132,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
                     times[name] += contestant.times(case)
             shown = ", ".join(f"{name} {_shown(seconds)}" for name, seconds in times.items())
             if case.count == 1:
-                bounds = (_bytes_read(native.runner, case) / reading.best_bytes_per_second for native in natives)
+                bounds = (_bytes_read(native, case) / reading.best_bytes_per_second for native in natives)
                 shown_bounds = ", ".join(f"{1e3 * bound:.1f}" for bound in bounds)
                 print(f"{case}: {shown}  bound {shown_bounds} (read {reading})", flush=True)
             else:
@@ -167,13 +175,17 @@ class _Local:
         threads: int | None,
         quantization: QuantizationName = "auto",
         batch_invariant: bool = False,
+        kv_cache_dtype: KvCacheDtypeName = "auto",
     ) -> None:
         settings = ModelSettings(device="cpu", threads=threads, cpu_kernels=cpu_kernels)
         if batch_invariant:  # older checkouts know neither this
             settings = msgspec.structs.replace(settings, batch_invariant=True)
+        if kv_cache_dtype != "auto":  # nor this
+            settings = msgspec.structs.replace(settings, kv_cache_dtype=kv_cache_dtype)
         if quantization != "auto":  # nor this
             settings = msgspec.structs.replace(settings, quantization=quantization)
         self.runner = ModelRunner.load(open_checkpoint(resolve_model(model)), settings)
+        self.block_bytes = self.runner.kv_cache_bytes // self.runner.block_count
         self.runner.allocate_kv(
             max(_block_count(case, self.runner.block_size) for some in CASES.values() for case in some)
         )
@@ -286,9 +298,9 @@ def _block_count(case: Case, block_size: int) -> int:
     return shared + case.batch * (-(-case.context // block_size) - shared)
 
 
-def _bytes_read(runner: ModelRunner, case: Case) -> int:
-    kv_bytes = _block_count(case, runner.block_size) * kv_block_bytes(runner.config, runner.block_size, runner.dtype)
-    return runner.step_weight_bytes + kv_bytes
+def _bytes_read(local: _Local, case: Case) -> int:
+    runner = local.runner
+    return runner.step_weight_bytes + _block_count(case, runner.block_size) * local.block_bytes
 
 
 def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int) -> StepPlan:

@@ -50,6 +50,7 @@ class PairConformance(LoadConformance, SenderConformance):
             {"part_count": 1, "head_dim": 4},
             {"kv_head_count": 2},
             {"head_dim": 4},
+            {"dtype": "int8"},  # what is kept in 8 bits is for its like alone
         )
     )
 

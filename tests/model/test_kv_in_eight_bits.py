@@ -1,0 +1,183 @@
+"""--kv-cache-dtype int8 and fp8: what becomes of logprobs, blocks and capacity, natively and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model import torch_step_model
+from trioserve.model.device import kv_block_bytes
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+from trioserve_kernels import Kernels, reference
+from trioserve_kernels.native import NoNativeKernels, load_library
+
+LARGEST_ERROR = {"int8": 0.04, "fp8": 0.12}  # root of the mean square: steps of 1 / 254 of the largest, and of 1 / 16
+PROMPT = [(7 * index + 11) % 300 + 5 for index in range(70)]
+SHOWN = SamplingParams(temperature=0.0, prompt_logprobs=1)
+BOTH = pytest.mark.parametrize("cpu_kernels", ("native", "torch"))
+FORMATS = pytest.mark.parametrize("kv_cache_dtype", ("int8", "fp8"))
+
+Load = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    try:
+        load_library()
+    except NoNativeKernels as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
+@pytest.fixture
+def load(step_driver: ModuleType, tiny_checkpoint: Callable[..., Path]) -> Any:
+    """load(kind, kv_cache_dtype, cpu_kernels=..., ...): closed at the end."""
+    made: list[ModelRunner] = []
+
+    def runner(kind: str, kv_cache_dtype: str, **settings: Any) -> ModelRunner:
+        made.append(step_driver.load_runner(tiny_checkpoint(kind), kv_cache_dtype=kv_cache_dtype, **settings))
+        return made[-1]
+
+    yield runner
+    for one in made:
+        one.close()
+
+
+def played(step_driver: ModuleType, runner: ModelRunner, counts: list[int]) -> tuple[Any, list[float]]:
+    """A prompt in chunks of these lengths, and a few tokens more: the driver, and the prompt's logprobs."""
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", PROMPT, SHOWN)
+    entries: list[float] = []
+    for count in counts:
+        result = driver.step({"a": count})
+        assert not result.errors
+        entries.extend(entry.logprob for entry in result.prompt_logprobs["a"])
+    driver.generate(["a"], 5)
+    return driver, entries
+
+
+def kept(driver: Any, runner: ModelRunner) -> list[bytes]:
+    """What the prompt's whole blocks hold, layer by layer."""
+    pages = runner.kv_pages("m")
+    table = driver._tables["a"][: len(PROMPT) // runner.block_size]
+    return [bytes(pages.read(layer, BlockIndex(block))) for layer in range(2) for block in table]
+
+
+@BOTH
+@FORMATS
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "mistral", "gemma2", "llama-biased-64"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_logprobs_stay_near_those_of_numbers_that_are_not_rounded(
+    load: Load, step_driver: ModuleType, kind: str, dtype: str, kv_cache_dtype: str, cpu_kernels: str
+) -> None:
+    _, exact = played(step_driver, load(kind, "auto", dtype="float32", cpu_kernels="torch"), [70])
+    _, found = played(step_driver, load(kind, kv_cache_dtype, dtype=dtype, cpu_kernels=cpu_kernels), [70])
+    error = np.sqrt(np.square(np.array(found) - np.array(exact)).mean())
+    assert 0 < error < LARGEST_ERROR[kv_cache_dtype]
+
+
+@FORMATS
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2"))
+def test_all_round_alike(load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str) -> None:
+    """In float32: but for the few numbers that lie in the middle between two."""
+    found = [
+        np.array(played(step_driver, load(kind, kv_cache_dtype, cpu_kernels=kernels), [70])[1])
+        for kernels in ("native", "torch")
+    ]
+    assert np.abs(found[0] - found[1]).max() < 0.02
+
+
+@BOTH
+@FORMATS
+@pytest.mark.parametrize("kind", ("llama", "qwen2-sliding"))
+def test_blocks_have_the_same_bits_however_a_prompt_is_cut(
+    load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str, cpu_kernels: str
+) -> None:
+    """And beside others: in 8 bits one that was off by a bit before might be off by a whole step."""
+    runner = load(kind, kv_cache_dtype, cpu_kernels=cpu_kernels, batch_invariant=True)
+    whole, logprobs = played(step_driver, runner, [70])
+    blocks = kept(whole, runner)
+    driver = step_driver.StepDriver(runner, seed=3)
+    driver.add("a", PROMPT, SHOWN)
+    driver.add("b", PROMPT[::-1])
+    entries: list[float] = []
+    for count in (1, 2, 30, 7, 30):
+        result = driver.step({"b": 3, "a": count})
+        entries.extend(entry.logprob for entry in result.prompt_logprobs["a"])
+    assert kept(driver, runner) == blocks
+    assert entries == logprobs
+
+
+@BOTH
+@FORMATS
+def test_a_block_goes_on_elsewhere(load: Load, step_driver: ModuleType, kv_cache_dtype: str, cpu_kernels: str) -> None:
+    """Copied by its bytes into another engine's cache, as connectors do, with its scales."""
+    first, second = (load("llama", kv_cache_dtype, cpu_kernels=cpu_kernels, batch_invariant=True) for _ in range(2))
+    here, _ = played(step_driver, first, [70])
+    there = step_driver.StepDriver(second, seed=9)
+    there.add("a", PROMPT)
+    there.skip("a", 68)
+    source, target = first.kv_pages("m"), second.kv_pages("m")
+    assert source.layout == target.layout
+    assert source.layout.dtype == kv_cache_dtype
+    for layer in range(source.layout.layer_count):
+        for one, other in zip(here._tables["a"], there._tables["a"], strict=False):
+            target.write(layer, BlockIndex(other), 0, source.read(layer, BlockIndex(one)))
+    there.generate(["a"], 6)
+    assert there.tokens["a"][:76] == here.tokens["a"][:76]
+
+
+@FORMATS
+def test_nearly_twice_the_blocks_fit(tiny_checkpoint: Callable[..., Path], kv_cache_dtype: Any) -> None:
+    config = open_checkpoint(tiny_checkpoint("llama")).config
+    wide, narrow = (kv_block_bytes(config, 16, "bfloat16", kind) for kind in ("plain", kv_cache_dtype))
+    head_dim = config.heads.head_dim
+    assert narrow / wide == (head_dim + 2) / (2 * head_dim)
+
+
+@BOTH
+@FORMATS
+def test_what_is_kept_is_said(load: Load, kv_cache_dtype: str, cpu_kernels: str) -> None:
+    runner, plain = (load("llama", kind, cpu_kernels=cpu_kernels) for kind in (kv_cache_dtype, "auto"))
+    assert f"KV kept as {kv_cache_dtype}" in runner.computed_by
+    assert runner.arithmetic != plain.arithmetic  # so that streams do not go on with another format
+    assert (runner.kv_dtype, plain.kv_dtype) == (kv_cache_dtype, "float32")
+    assert runner.kv_cache_bytes < plain.kv_cache_bytes / 2
+    storage = runner.storage
+    assert storage is not None
+    assert sum(pages.nbytes for pages in storage.pages) == runner.kv_cache_bytes
+
+
+def test_a_number_that_is_none_is_the_error_of_its_request(load: Load, step_driver: ModuleType) -> None:
+    runner = load("llama", "int8", cpu_kernels="native")
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", PROMPT)
+    driver.add("b", PROMPT[5:])
+    driver.step({"a": 60, "b": 40})
+    pages = runner.kv_pages("m")
+    pages.write(0, BlockIndex(driver._tables["a"][3]), 0, memoryview(b"\xff" * pages.layout.token_bytes))
+    result = driver.step({"a": 10, "b": 25})
+    assert list(result.errors) == ["a"]
+
+
+def test_triton_refuses_it(tiny_checkpoint: Callable[..., Path]) -> None:
+    config = open_checkpoint(tiny_checkpoint("llama")).config
+    names = {name: getattr(reference, name) for name in reference.__all__}
+    kernels = cast(Kernels, SimpleNamespace(**{**names, "NAME": "triton"}))
+    settings = ModelSettings(kv_cache_dtype="int8")
+    with pytest.raises(StartupError, match="take gpu_kernels torch, or kv_cache_dtype auto"):
+        torch_step_model.TorchStepModel(config, settings, dtype="float32", device="cpu", kernels=kernels)
+
+
+def test_another_name_is_refused() -> None:
+    with pytest.raises(StartupError, match="kv_cache_dtype is 'int4', allowed is one of auto, int8, fp8"):
+        ModelSettings(kv_cache_dtype=cast(Any, "int4"))
