@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from trioserve_kernels.four_bits import FourBitWeight
     from trioserve_kernels.paged import DecodeWork
     from trioserve_kernels.reference import Activation
 
@@ -45,6 +46,13 @@ class Kernels(Protocol):
         bias: Tensor | None,
         product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     ) -> Tensor: ...
+
+    @property
+    def KEEPS_FOUR_BITS(self) -> bool:
+        """Whether weights of 4 bits stay what they are, and four_bit_linear multiplies with them."""
+        ...
+
+    def four_bit_linear(self, values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor: ...
 
     def rms_norm(self, values: Tensor, weight: Tensor | None, eps: float) -> Tensor: ...
 

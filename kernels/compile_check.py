@@ -78,6 +78,22 @@ def _products(kernels: Any, dtype: torch.dtype) -> None:
     product(values[:, :576].contiguous(), weight[:49152, :576].contiguous(), None)
 
 
+def _four_bits(kernels: Any, dtype: torch.dtype) -> None:
+    from trioserve_kernels.four_bits import FourBitWeight
+    from trioserve_kernels.triton.four_bit_product import four_bit_product
+
+    codes = torch.zeros(6144, 2048, dtype=torch.uint8)
+    for group, scale_dtype, has_min in (
+        (128, torch.float32, True),
+        (32, torch.float16, False),
+        (64, torch.float32, True),
+    ):
+        scales = torch.zeros(6144, 4096 // group, dtype=scale_dtype)
+        weight = FourBitWeight(codes, scales, scales if has_min else None)
+        for rows in (5, 500):
+            four_bit_product(torch.zeros(rows, 4096, dtype=dtype), weight, torch.zeros(6144, dtype=dtype))
+
+
 def _rows(kernels: Any, dtype: torch.dtype) -> None:
     hidden = torch.zeros(5, 4096, dtype=dtype)
     kernels.add_rms_norm_(hidden, hidden.clone(), hidden[0], 1e-5)
@@ -126,6 +142,7 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check(str(dtype), _rows, dtype)
         check(str(dtype), _products, dtype)
+        check(f"4 bits, {dtype}", _four_bits, dtype)
     for vocab_size in VOCAB_SIZES:
         for dtype in (torch.bfloat16, torch.float32):
             check(f"{vocab_size} tokens, {dtype}", _sampling, dtype, vocab_size)

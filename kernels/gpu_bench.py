@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trioserve_kernels import reference
+from trioserve_kernels.four_bits import FourBitWeight
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 
 __all__ = ["main"]
@@ -123,6 +124,15 @@ def checks() -> Iterator[tuple[str, float]]:
             kernels.paged_chunks_(got, queries, case.pages, *tables)
             reference.paged_chunks_(wanted, queries.double(), exact, *tables)
             yield f"paged_chunks_, {shape}, window {window}", error(got, wanted)
+    for group, has_min in ((128, True), (32, False)):
+        packed = four_bits(1_000, 2_048, group, has_min)
+        for rows in (1, 16, 17, 300):
+            values, bias = numbers(rows, 2_048), numbers(1_000)
+            wanted = values.double() @ packed.numbers(torch.bfloat16).double().T + bias.double()
+            yield (
+                f"four_bit_linear, groups of {group}, {rows} rows",
+                error(kernels.four_bit_linear(values, packed, bias), wanted),
+            )
     settings = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 50, 1.0, 0.0), (1.2, 0, 0.9, 0.0), (1.0, 100, 0.95, 0.05)]
     parameters = torch.tensor(settings * 8, dtype=torch.float64, device="cuda")
     words = torch.randint(-(2**63), 2**63 - 1, (40,), device="cuda")
@@ -146,6 +156,13 @@ def timed(model: str) -> Iterator[Timed]:
             f"rotary_and_store_kv_, {rows} rows",
             partial(rotary_launch, rows, heads, kv_heads, head_dim),
             2 * rows * (2 * qkv_size + kv_size // 2 + 2 * head_dim),
+        )
+    for rows in (1, 16, 64, 2_048):
+        yield Timed(
+            f"four_bit_linear, gate and up, groups of 128, {rows} rows",
+            partial(four_bit_launch, rows, 2 * middle, hidden_size),
+            2 * middle * (hidden_size // 2 + hidden_size // 128 * 8) + 2 * rows * (hidden_size + 2 * middle),
+            4 * rows * middle * hidden_size,
         )
     for rows, context in ((1, 512), (1, 8_192), (16, 2_048), (64, 512), (64, 4_096)):
         yield Timed(
@@ -186,6 +203,20 @@ def activation_launch(rows: int, middle: int) -> Callable[[], object]:
     from trioserve_kernels import triton as kernels
 
     return partial(kernels.activate_and_mul, numbers(rows, 2 * middle))
+
+
+def four_bits(outputs: int, inputs: int, group: int, has_min: bool) -> FourBitWeight:
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randn(outputs, inputs // group, device="cuda") * 0.02
+    return FourBitWeight(codes, scales if has_min else scales.half(), -7.0 * scales if has_min else None)
+
+
+def four_bit_launch(rows: int, outputs: int, inputs: int) -> Callable[[], object]:
+    from trioserve_kernels import triton as kernels
+
+    # A depth of whole groups, which the smallest model's is not.
+    weight = four_bits(outputs, -(-inputs // 128) * 128, 128, True)
+    return partial(kernels.four_bit_linear, numbers(rows, weight.inputs), weight, None)
 
 
 def rotary_launch(rows: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[], object]:

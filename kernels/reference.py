@@ -22,9 +22,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as _rms_norm
 
+from trioserve_kernels.four_bits import FourBitWeight
 from trioserve_kernels.kv_format import SCALE_BYTES, encode, head_dim_of, is_coded, taken
 from trioserve_kernels.paged import DecodeWork
 
@@ -35,6 +37,7 @@ __all__ = [
     "CLAMPED_SLOPE",
     "DRAW_TILES",
     "FUSED",
+    "KEEPS_FOUR_BITS",
     "NAME",
     "Flaw",
     "Product",
@@ -44,6 +47,7 @@ __all__ = [
     "choose_tokens",
     "clear_slots_",
     "decode_mask",
+    "four_bit_linear",
     "gather_context",
     "linear",
     "linear_by_head",
@@ -63,6 +67,7 @@ __all__ = [
 NAME = "torch"
 FUSED = False
 WALKS = False
+KEEPS_FOUR_BITS = False
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
@@ -96,6 +101,11 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product
     """[n, in] to [n, out]: values times the transposed weight ([out, in], in whichever order product wants it), plus
     bias. product: multiplies where the kernels have nothing better."""
     return product(values, weight, bias)
+
+
+def four_bit_linear(values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
+    """As linear, of a weight of 4 bits, whose numbers are rounded to the dtype of values."""
+    return functional.linear(values, weight.numbers(values.dtype), bias)
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:

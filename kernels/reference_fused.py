@@ -9,6 +9,7 @@ from trioserve_kernels.reference import (
     attention_prompt,
     choose_tokens,
     clear_slots_,
+    four_bit_linear,
     gather_context,
     linear,
     linear_by_head,
@@ -24,12 +25,14 @@ from trioserve_kernels.reference import (
 
 __all__ = [
     "FUSED",
+    "KEEPS_FOUR_BITS",
     "NAME",
     "WALKS",
     "add_rms_norm_",
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
+    "four_bit_linear",
     "gather_context",
     "linear",
     "linear_by_head",
@@ -47,3 +50,4 @@ __all__ = [
 NAME = "torch, fused"
 FUSED = True
 WALKS = True
+KEEPS_FOUR_BITS = True

@@ -28,6 +28,7 @@ from trioserve_kernels.reference import (
     attention_prompt,
     choose_tokens,
     clear_slots_,
+    four_bit_linear,
     gather_context,
     paged_attention_decode,
     store_kv_,
@@ -36,6 +37,7 @@ from trioserve_kernels.reference import (
 __all__ = [
     "CONTEXT_TILE",
     "FUSED",
+    "KEEPS_FOUR_BITS",
     "NAME",
     "ROW_TILE",
     "WALKS",
@@ -45,6 +47,7 @@ __all__ = [
     "clear_slots_",
     "differing_attended_rows",
     "differing_rows",
+    "four_bit_linear",
     "gather_context",
     "linear",
     "linear_by_head",
@@ -62,6 +65,7 @@ __all__ = [
 NAME = "torch, batch-invariant"
 FUSED = False
 WALKS = True
+KEEPS_FOUR_BITS = False
 
 ROW_TILE = 16
 CONTEXT_TILE = 64

@@ -152,9 +152,10 @@ TORCH_FILES = {
         "static_inputs.py step_tensors.py torch_formats.py torch_step_model.py vision_tower.py"
     ),
     "kernels": words(
-        "compile_check.py gpu_bench.py paged.py reference.py reference_invariant.py triton/activation.py "
-        "triton/attention.py triton/attention_chunks.py triton/attention_decode.py triton/invariant.py triton/norm.py "
-        "triton/product.py triton/rotary.py triton/sampling.py"
+        "compile_check.py four_bits.py gpu_bench.py kv_format.py paged.py reference.py reference_invariant.py "
+        "triton/activation.py triton/attention.py triton/attention_chunks.py triton/attention_decode.py "
+        "triton/four_bit_product.py triton/invariant.py triton/norm.py triton/product.py triton/rotary.py "
+        "triton/sampling.py"
     ),
 }
 

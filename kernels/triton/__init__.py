@@ -21,18 +21,21 @@ from trioserve_kernels.reference import (
 from trioserve_kernels.triton.activation import activate_and_mul
 from trioserve_kernels.triton.attention_chunks import paged_chunks_
 from trioserve_kernels.triton.attention_decode import paged_decode_
+from trioserve_kernels.triton.four_bit_product import four_bit_product as four_bit_linear
 from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
 from trioserve_kernels.triton.rotary import rotary_and_store_kv_
 from trioserve_kernels.triton.sampling import choose_tokens
 
 __all__ = [
     "FUSED",
+    "KEEPS_FOUR_BITS",
     "NAME",
     "WALKS",
     "add_rms_norm_",
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
+    "four_bit_linear",
     "gather_context",
     "linear",
     "linear_by_head",
@@ -50,3 +53,4 @@ __all__ = [
 NAME = "triton"
 FUSED = True
 WALKS = True
+KEEPS_FOUR_BITS = True

@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trioserve_kernels.four_bits import FourBitWeight
 from trioserve_kernels.paged import DecodeWork
 from trioserve_kernels.reference import Product
 from trioserve_kernels.triton import (
     FUSED,
+    KEEPS_FOUR_BITS,
     WALKS,
     activate_and_mul,
     add_rms_norm_,
@@ -31,16 +33,19 @@ from trioserve_kernels.triton import (
     rotary_and_store_kv_,
     store_kv_,
 )
+from trioserve_kernels.triton.four_bit_product import four_bit_product
 from trioserve_kernels.triton.product import product as _product
 
 __all__ = [
     "FUSED",
+    "KEEPS_FOUR_BITS",
     "NAME",
     "WALKS",
     "add_rms_norm_",
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
+    "four_bit_linear",
     "gather_context",
     "linear",
     "linear_by_head",
@@ -60,6 +65,10 @@ NAME = "triton, batch-invariant"
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     return _product(values, weight, bias)
+
+
+def four_bit_linear(values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
+    return four_bit_product(values, weight, bias, batch_invariant=True)
 
 
 def paged_decode_(

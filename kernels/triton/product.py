@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["product", "product_kernel"]
+__all__ = ["product", "product_kernel", "program_count"]
 
 ROW_BLOCK = 64
 OUTPUT_BLOCK = 128
@@ -81,7 +81,7 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     result = values.new_empty(rows, outputs)
     if rows:
         tiles = triton.cdiv(rows, ROW_BLOCK) * triton.cdiv(outputs, OUTPUT_BLOCK)
-        product_kernel[(min(tiles, _program_count(values.device)),)](
+        product_kernel[(min(tiles, program_count(values.device)),)](
             result,
             values,
             weight,
@@ -103,7 +103,7 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _program_count(device: torch.device) -> int:
+def program_count(device: torch.device) -> int:
     """Two for each multiprocessor, so that one loads while the other multiplies."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS

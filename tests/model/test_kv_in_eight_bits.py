@@ -181,3 +181,8 @@ def test_triton_refuses_it(tiny_checkpoint: Callable[..., Path]) -> None:
 def test_another_name_is_refused() -> None:
     with pytest.raises(StartupError, match="kv_cache_dtype is 'int4', allowed is one of auto, int8, fp8"):
         ModelSettings(kv_cache_dtype=cast(Any, "int4"))
+
+
+def test_latents_are_not_kept_in_eight_bits(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match="keeps latents, which are not kept in 8 bits: take kv_cache_dtype auto"):
+        ModelRunner.load(open_checkpoint(tiny_checkpoint("deepseek-v3")), ModelSettings(kv_cache_dtype="int8"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ class _Mlp:
         self._down = linear(middle, has_bias, **{f"{prefix}down_proj": hidden})
         self.linears = (self._gate_up, self._down)
 
+    @property
+    def saved_bytes(self) -> int:
+        return sum(linear.saved_bytes for linear in self.linears)
+
     def __call__(self, values: Tensor) -> Tensor:
         return self._down(self._kernels.activate_and_mul(self._gate_up(values), self._activation))
 
@@ -83,6 +87,12 @@ class _Experts:
         shared = () if self._shared is None else self._shared.linears
         gate = () if self._shared_gate is None else (self._shared_gate,)
         self.linears = (self._router, *parts, *shared, *gate)
+
+    @property
+    def saved_bytes(self) -> int:
+        experts = sum(expert.saved_bytes for expert in self._experts)
+        shared = 0 if self._shared is None else self._shared.saved_bytes
+        return experts * self._mlp.experts_per_token // self._mlp.expert_count + shared
 
     def slots(self) -> Iterator[TensorSlot]:
         """Of what is no product."""
@@ -185,6 +195,7 @@ class _Layer:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        block_types: Mapping[str, str],
     ) -> None:
         self._kernels = kernels
         self._layer = layer
@@ -200,7 +211,11 @@ class _Layer:
 
         def linear(inputs: int, has_bias: bool, **outputs: int) -> Linear:
             named = {f"{name}.{module}": size for module, size in outputs.items()}
-            return Linear(inputs, named, bias=has_bias, dtype=dtype, device=device, kernels=kernels)
+            kept = {block_types.get(f"{each}.weight") for each in named}
+            block_type = kept.pop() if len(kept) == 1 else None
+            return Linear(
+                inputs, named, bias=has_bias, dtype=dtype, device=device, kernels=kernels, block_type=block_type
+            )
 
         self._attention_norm = norm("attention_norm", layer.has_input_norms)
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
@@ -225,6 +240,11 @@ class _Layer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         return *self._attention.linears, *self._mlp.linears
+
+    @property
+    def saved_bytes(self) -> int:
+        own: tuple[Linear, ...] = self._attention.linears
+        return sum(linear.saved_bytes for linear in own) + self._mlp.saved_bytes
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (
@@ -289,7 +309,16 @@ def _normed(product: Tensor, norm: Norm | None) -> Tensor:
 class Decoder:
     """Embedding, layers, last norm and output projection. Knows tensors, not the lives of requests."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_types: Mapping[str, str] | None = None,
+    ) -> None:
+        """block_types: of the checkpoint's matrices that stay in 4 bits, by name; the kernels multiply with them."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -298,7 +327,7 @@ class Decoder:
         # Rounded, as the makers of such models do; a number, since a step must not send anything to its device.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [
-            _Layer(config, index, layer, kernels, dtype=dtype, device=device)
+            _Layer(config, index, layer, kernels, dtype=dtype, device=device, block_types=block_types or {})
             for index, layer in enumerate(config.layers)
         ]
         self._norm = Norm("norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
@@ -319,6 +348,11 @@ class Decoder:
         """A product of each shape."""
         linears = [*(linear for layer in self._layers for linear in layer.linears), self._head]
         return tuple({(linear.inputs, linear.outputs): linear for linear in linears}.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of what a step reads, by how much weights in 4 bits are smaller than in the dtype."""
+        return sum(layer.saved_bytes for layer in self._layers)
 
     def slots(self) -> Iterator[TensorSlot]:
         """A place for every tensor of the checkpoint."""

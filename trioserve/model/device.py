@@ -116,7 +116,7 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
     """
     if settings.dtype != "auto":
         return settings.dtype
-    is_replaced = settings.demands_quantized or (device == "cpu" and config.dtype_name == "float16")
+    is_replaced = device == "cpu" and (settings.demands_quantized or config.dtype_name == "float16")
     return "bfloat16" if is_replaced else config.dtype_name
 
 

@@ -16,6 +16,7 @@ from trioserve.model.model_config import AttentionConfig, ModelConfig, RotaryCon
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
+from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
 
 __all__ = ["Angles", "Embedding", "HeadNorms", "Linear", "MakeLinear", "Norm", "RotaryAngles", "Sinks"]
 
@@ -25,7 +26,8 @@ ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads 
 class Linear:
     """y = x W^T + b. Several projections of one input are one product, their outputs side by side.
 
-    outputs: the number of output features by the projection's name, in the order of the outputs.
+    outputs: the number of output features by the projection's name, in the order of the outputs. block_type: what all
+    of them are stored as, if W stays in 4 bits; see four_bits.py.
 
     On an x86 CPU whose oneDNN takes the dtype, W is kept in oneDNN's own packed order, not the plain one: a decode
     step is bound by reading W once, and packed a step takes a sixth less time. The operators are those torch.compile
@@ -41,8 +43,13 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
+        block_type: str | None = None,
     ) -> None:
         """kernels: None multiplies in plain torch."""
+        self._block_type = block_type
+        self._four_bit_linear = reference.four_bit_linear if kernels is None else kernels.four_bit_linear
+        self._four_bit_parts: dict[str, FourBitWeight] = {}
+        self._four_bits: FourBitWeight | None = None
         self._linear = reference.linear if kernels is None else kernels.linear
         self.inputs = inputs
         self._outputs = dict(outputs)
@@ -57,11 +64,22 @@ class Linear:
     def outputs(self) -> int:
         return sum(self._outputs.values())
 
+    @property
+    def saved_bytes(self) -> int:
+        """By which W in 4 bits is smaller than in the dtype."""
+        if self._four_bits is None:
+            return 0
+        return self.outputs * self.inputs * self._dtype.itemsize - self._four_bits.byte_count
+
     def slots(self) -> Iterator[TensorSlot]:
         first = 0
         for name, size in self._outputs.items():
             fill = functools.partial(self._fill, name, first)
-            yield TensorSlot(f"{name}.weight", (size, self.inputs), self._dtype, fill)
+            slot = TensorSlot(f"{name}.weight", (size, self.inputs), self._dtype, fill)
+            if self._block_type is not None:
+                fill_blocks = functools.partial(self._fill_blocks, self._block_type, name)
+                slot = slot._replace(block_type=self._block_type, fill_blocks=fill_blocks)
+            yield slot
             if self._bias is not None:
                 yield TensorSlot(f"{name}.bias", (size,), self._dtype, self._bias[first : first + size].copy_)
             first += size
@@ -73,9 +91,18 @@ class Linear:
 
     def __call__(self, values: Tensor) -> Tensor:
         """[n, in] to [n, out]."""
+        if self._four_bits is not None:
+            return self._four_bit_linear(values, self._four_bits, self._bias)
         assert self._weight is not None, "a linear layer computes before its weight was loaded"
         product = _packed_product if self._packed else functional.linear
         return self._linear(values, self._weight, self._bias, product)
+
+    def _fill_blocks(self, block_type: str, name: str, blocks: Tensor) -> None:
+        """Take one projection's blocks; with the last one the weight is complete."""
+        self._four_bit_parts[name] = weight_of_blocks(block_type, blocks.to(self._device))
+        self._missing.discard(name)
+        if not self._missing:
+            self._four_bits = join([self._four_bit_parts.pop(each) for each in self._outputs])
 
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
         """Copy one projection's rows in; with the last one the weight is complete."""

@@ -518,10 +518,10 @@ def _make_model(
             "take kv_cache_dtype auto"
         )
     reason: str | None = f"the device is {device}"
+    block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
     if device == "cpu" and settings.cpu_kernels != "torch":
         reason = why_not_native(config, dtype)
         if reason is None:
-            block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
             quantization = settle_quantization(settings.quantization, block_types, dtype=dtype)
             try:
                 library = load_library(on_compile=on_compile)
@@ -542,7 +542,8 @@ def _make_model(
             raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
         if not settings.demands_quantized and has_torch():
             logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
-    if settings.demands_quantized:
+    keeps_on_gpu = device == "cuda" and settings.quantization == "file" and settings.gpu_kernels == "triton"
+    if settings.demands_quantized and not keeps_on_gpu:
         raise StartupError(
             f"quantization is {settings.quantization}, but the native kernels, which alone compute with quantized "
             f"weights, cannot be used: {reason}; take quantization none"
@@ -555,7 +556,7 @@ def _make_model(
     torch_now()
     from trioserve.model.torch_step_model import TorchStepModel
 
-    return TorchStepModel(config, settings, dtype=dtype, device=device)
+    return TorchStepModel(config, settings, dtype=dtype, device=device, block_types=block_types)
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:

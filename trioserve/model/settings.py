@@ -84,6 +84,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.quantization not in ("auto", "none")
 
     def _check_quantization(self) -> None:
+        if self.quantization == "file" and self.device == "cuda":
+            if self.gpu_kernels != "triton":
+                raise StartupError(
+                    "quantization is file and gpu_kernels is torch, which dequantizes weights: take gpu_kernels "
+                    "triton, or quantization none"
+                )
+            return
         for name, value, allowed in (
             ("dtype", self.dtype, ("auto", "bfloat16")),
             ("device", self.device, ("auto", "cpu")),

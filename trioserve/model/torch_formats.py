@@ -27,13 +27,24 @@ def as_tensor(values: Values) -> Tensor:
 
 
 class TensorSlot(NamedTuple):
-    """A place for one tensor. fill copies it there; it is given a tensor of this shape and dtype, on any device."""
+    """A place for one tensor. fill copies it there; it is given a tensor of this shape and dtype, on any device.
+
+    block_type: if the tensor is stored in blocks of this type, fill_blocks is given these instead; see Slot.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: Callable[[Tensor], object]
+    block_type: str | None = None
+    fill_blocks: Callable[[Tensor], object] | None = None
 
     def for_values(self) -> Slot:
         """The same for what a checkpoint gives."""
-        return Slot(self.name, self.shape, _NAMES[self.dtype], lambda values: self.fill(as_tensor(values)))
+        slot = Slot(self.name, self.shape, _NAMES[self.dtype], lambda values: self.fill(as_tensor(values)))
+        fill_blocks = self.fill_blocks
+        if fill_blocks is None:
+            return slot
+        return slot._replace(
+            block_type=self.block_type, fill_blocks=lambda blocks: fill_blocks(torch.from_numpy(blocks))
+        )

@@ -41,6 +41,7 @@ from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensor
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
+from trioserve_kernels.four_bits import BLOCK_TYPES
 from trioserve_kernels.kv_format import CODED_DTYPES
 from trioserve_kernels.reference import linear_by_head
 from trioserve_kernels.reference_invariant import ROW_TILE, differing_attended_rows, differing_rows
@@ -61,8 +62,11 @@ class TorchStepModel:
         dtype: Dtype,
         device: DeviceType,
         kernels: Kernels | None = None,
+        block_types: Mapping[str, str] | None = None,
     ) -> None:
-        """kernels: None takes those that the settings ask for. Raises StartupError if these cannot be had."""
+        """kernels: None takes those that the settings ask for. block_types: of the checkpoint's quantized matrices, by
+        name; those of 4 bits stay so where the kernels can multiply with them. Raises StartupError if what is asked for
+        cannot be had."""
         kernels = _kernels(settings, device) if kernels is None else kernels
         if config.state_bytes and kernels.FUSED:
             raise StartupError(
@@ -71,9 +75,10 @@ class TorchStepModel:
             )
         if config.state_bytes and settings.batch_invariant:
             raise StartupError(
-                "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a prompt "
-                "is cut into chunks: take the native kernels, on a CPU"
+                "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a "
+                "prompt is cut into chunks: take the native kernels, on a CPU"
             )
+        four_bits = _four_bits(settings, dtype, kernels, block_types or {})
         if kv_format_of(settings) != "plain" and kernels.NAME.startswith("triton"):
             raise StartupError(
                 f"kv_cache_dtype is {settings.kv_cache_dtype} and gpu_kernels is triton, which reads no KV in 8 bits: "
@@ -84,8 +89,8 @@ class TorchStepModel:
         self.config = config
         self.dtype: Dtype = dtype
         self.device: DeviceType = device
-        self.step_weight_bytes: int = step_weight_bytes(config, dtype)
         self.tapped_layers: tuple[int, ...] = ()
+        self._keeps_weights = bool(four_bits)
         self._settings = settings
         self._storage: KVStorage[Tensor] | None = None
         self._states: StateStorage[Tensor] | None = None
@@ -93,7 +98,9 @@ class TorchStepModel:
         self._kept_ids: Tensor | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
-        self._model: Decoder | None = Decoder(config, kernels, dtype=TORCH_DTYPES[dtype], device=place)
+        self._model: Decoder | None = Decoder(
+            config, kernels, dtype=TORCH_DTYPES[dtype], device=place, block_types=four_bits
+        )
         if config.has_latents and kernels.FUSED and settings.batch_invariant:
             raise StartupError(
                 "batch_invariant is set, but the model's attention is latent, which the Triton kernels leave to plain "
@@ -128,15 +135,21 @@ class TorchStepModel:
         if not self._kernel_name.startswith("triton"):
             return f"plain torch{self._kept}{invariant}"
         return (
-            f"Triton kernels, decodes in CUDA graphs{invariant}"
+            f"Triton kernels, decodes in CUDA graphs{self._kept}{invariant}"
             if self._has_static_steps
-            else f"Triton kernels{invariant}"
+            else f"Triton kernels{self._kept}{invariant}"
         )
 
     @property
     def _kept(self) -> str:
         kv_format = kv_format_of(self._settings)
-        return "" if kv_format == "plain" else f", KV kept as {kv_format}"
+        weights = ", weights kept as file" if self._keeps_weights else ""
+        return weights if kv_format == "plain" else f"{weights}, KV kept as {kv_format}"
+
+    @property
+    def step_weight_bytes(self) -> int:
+        assert self._model is not None, "step_weight_bytes after close"
+        return step_weight_bytes(self.config, self.dtype) - self._model.saved_bytes
 
     @property
     def launches(self) -> bool:
@@ -336,6 +349,22 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
             f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
             "take gpu_kernels torch"
         ) from error
+
+
+def _four_bits(
+    settings: ModelSettings, dtype: Dtype, kernels: Kernels, block_types: Mapping[str, str]
+) -> dict[str, str]:
+    """What stays in 4 bits, by name. As with the native kernels, auto keeps it unless float32 is computed in. Raises
+    StartupError if `file` is asked of a checkpoint that has none."""
+    if not kernels.KEEPS_FOUR_BITS or settings.quantization == "none":
+        return {}
+    kept = {name: kind for name, kind in block_types.items() if kind in BLOCK_TYPES}
+    if settings.quantization == "file" and not kept:
+        raise StartupError(
+            "quantization is file, but the checkpoint has no weights of 4 bits that can be kept on a GPU: take none, "
+            "or an AWQ, GPTQ or compressed-tensors checkpoint"
+        )
+    return {} if settings.quantization == "auto" and dtype == "float32" else kept
 
 
 def _check_places(model: Decoder) -> None:

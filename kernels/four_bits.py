@@ -1,0 +1,89 @@
+"""Weights of 4 bits, as torch and Triton multiply with them: made of the blocks that files have, and what they stand
+for.
+
+A block is 32 numbers of one output. Its byte n holds number n in the lower half and number 16 + n in the upper one.
+Groups of 32, 64 or 128 numbers have a scale, and perhaps a min: a number is scale * (code - 8), or scale * code + min.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK_TYPES", "FourBitWeight", "join", "weight_of_blocks"]
+
+BLOCK_VALUES = 32
+GROUP_BLOCKS_MAX = 4
+# The dtype of scale and min, and whether there is a min.
+BLOCK_TYPES = {"Q4_0": (torch.float16, False), "Q4_1": (torch.float16, True), "Q4_F32": (torch.float32, True)}
+"""Those of native.BLOCK_FORMATS that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitWeight:
+    """codes: uint8 [outputs, inputs / 2]. scales, mins: [outputs, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.inputs // self.scales.shape[1]
+
+    @property
+    def byte_count(self) -> int:
+        parts = (self.codes, self.scales) if self.mins is None else (self.codes, self.scales, self.mins)
+        return sum(part.nbytes for part in parts)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs], each rounded once."""
+        blocks = self.codes.view(self.outputs, -1, 1, BLOCK_VALUES // 2)
+        codes = torch.cat((blocks & 15, blocks >> 4), -2).view(self.outputs, -1, self.group).float()
+        scales = self.scales.float()[..., None]
+        values = scales * (codes - 8.0) if self.mins is None else scales * codes + self.mins.float()[..., None]
+        return values.view(self.outputs, -1).to(dtype)
+
+
+def weight_of_blocks(block_type: str, blocks: Tensor) -> FourBitWeight:
+    """blocks: uint8 [outputs, bytes of a row], of one of BLOCK_TYPES. Groups are of 32 numbers; see join."""
+    dtype, has_min = BLOCK_TYPES[block_type]
+    size = (2 if has_min else 1) * dtype.itemsize
+    parts = blocks.view(blocks.shape[0], -1, size + BLOCK_VALUES // 2)
+    scales = parts[..., :size].contiguous().view(dtype)
+    codes = parts[..., size:].reshape(blocks.shape[0], -1)
+    return FourBitWeight(codes, scales[..., 0].contiguous(), scales[..., 1].contiguous() if has_min else None)
+
+
+def join(parts: list[FourBitWeight]) -> FourBitWeight:
+    """One behind the other, in as large groups as all of them have: a scale that stands for several blocks is there
+    once."""
+    codes = torch.cat([part.codes for part in parts])
+    scales = torch.cat([part.scales for part in parts])
+    mins = [part.mins for part in parts if part.mins is not None]
+    all_mins = torch.cat(mins) if mins else None
+    found = next(
+        blocks
+        for blocks in (GROUP_BLOCKS_MAX, 2, 1)
+        if scales.shape[1] % blocks == 0 and all(_repeats(each, blocks) for each in (scales, all_mins))
+    )
+    return FourBitWeight(
+        codes, scales[:, ::found].contiguous(), None if all_mins is None else all_mins[:, ::found].contiguous()
+    )
+
+
+def _repeats(numbers: Tensor | None, count: int) -> bool:
+    if numbers is None:
+        return True
+    groups = numbers.view(numbers.shape[0], -1, count)
+    return bool((groups == groups[..., :1]).all())

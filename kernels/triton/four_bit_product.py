@@ -1,0 +1,124 @@
+"""A product with a weight of 4 bits, which becomes numbers a tile at a time, on its way to the tensor cores.
+
+The tiles are walked as in product.py, each from its depth's beginning to its end. Few rows take small tiles, of which
+there are many, since a decode is bound by reading the weight. In the batch-invariant mode all rows take the same tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trioserve_kernels.four_bits import FourBitWeight
+from trioserve_kernels.triton.product import program_count
+
+__all__ = ["four_bit_product", "four_bit_product_kernel"]
+
+FEW_ROWS = 16
+FEW_TILE = (16, 32)  # rows, outputs
+TILE = (64, 128)
+DEPTH_BLOCK_MAX = 64
+STAGES = 3
+
+
+@triton.jit(do_not_specialize=["rows"])
+def four_bit_product_kernel(
+    result,
+    values,
+    codes,
+    scales,
+    mins,
+    bias,
+    rows,
+    outputs,
+    depth,
+    result_stride,
+    value_stride,
+    code_stride,
+    scale_stride,
+    HAS_MIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    OUTPUT_BLOCK: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+):
+    """Program n of all: every such tile, those of the same outputs behind one another. A step is a part of a group."""
+    row_tiles = tl.cdiv(rows, ROW_BLOCK)
+    tiles = row_tiles * tl.cdiv(outputs, OUTPUT_BLOCK)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile % row_tiles * ROW_BLOCK + tl.arange(0, ROW_BLOCK)).to(tl.int64)
+        output = (tile // row_tiles * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)).to(tl.int64)
+        is_output = output < outputs
+        byte = tl.arange(0, DEPTH_BLOCK // 2)
+        number = byte // 16 * 32 + byte % 16  # in the lower half; 16 behind it is the one in the upper half
+        total = tl.zeros([ROW_BLOCK, OUTPUT_BLOCK], tl.float32)
+        for begin in range(0, depth, DEPTH_BLOCK):
+            place = begin + number
+            inside = place < depth
+            both = tl.load(
+                codes + output[None, :] * code_stride + (begin // 2 + byte)[:, None],
+                mask=is_output[None, :] & inside[:, None],
+                other=0,
+            )
+            scale = tl.load(scales + output * scale_stride + begin // GROUP, mask=is_output, other=0.0)
+            scale = scale.to(tl.float32)[None, :]
+            if HAS_MIN:
+                start = tl.load(mins + output * scale_stride + begin // GROUP, mask=is_output, other=0.0)
+                start = start.to(tl.float32)[None, :]
+            else:
+                start = scale * -8.0
+            numbers = values + row[:, None] * value_stride + place[None, :]
+            seen = (row < rows)[:, None] & inside[None, :]
+            lower = tl.load(numbers, mask=seen, other=0.0)
+            upper = tl.load(numbers + 16, mask=seen, other=0.0)
+            factors = ((both & 15).to(tl.float32) * scale + start).to(lower.dtype)
+            total = tl.dot(lower, factors, total, input_precision="tf32x3")
+            factors = ((both >> 4).to(tl.float32) * scale + start).to(upper.dtype)
+            total = tl.dot(upper, factors, total, input_precision="tf32x3")
+        if HAS_BIAS:
+            total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            result + row[:, None] * result_stride + output[None, :],
+            total.to(result.dtype.element_ty),
+            mask=(row < rows)[:, None] & is_output[None, :],
+        )
+
+
+def four_bit_product(
+    values: Tensor, weight: FourBitWeight, bias: Tensor | None, *, batch_invariant: bool = False
+) -> Tensor:
+    """[n, in] times the transposed weight, plus bias; its numbers rounded to the dtype of values, summed in float32."""
+    rows, depth = values.shape
+    assert weight.inputs == depth
+    assert values.stride(1) == 1
+    result = values.new_empty(rows, weight.outputs)
+    if not rows:
+        return result
+    row_block, output_block = FEW_TILE if rows <= FEW_ROWS and not batch_invariant else TILE
+    tiles = triton.cdiv(rows, row_block) * triton.cdiv(weight.outputs, output_block)
+    four_bit_product_kernel[(min(tiles, program_count(values.device)),)](
+        result,
+        values,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.mins is None else weight.mins,
+        values if bias is None else bias,
+        rows,
+        weight.outputs,
+        depth,
+        result.stride(0),
+        values.stride(0),
+        weight.codes.stride(0),
+        weight.scales.stride(0),
+        HAS_MIN=weight.mins is not None,
+        HAS_BIAS=bias is not None,
+        GROUP=weight.group,
+        ROW_BLOCK=row_block,
+        OUTPUT_BLOCK=output_block,
+        DEPTH_BLOCK=min(weight.group, DEPTH_BLOCK_MAX),
+        num_warps=4,
+        num_stages=STAGES,
+    )
+    return result

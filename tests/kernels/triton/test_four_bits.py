@@ -1,0 +1,70 @@
+"""Products with weights of 4 bits against the reference in float64 on the numbers that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from trioserve_kernels import triton
+from trioserve_kernels.four_bits import FourBitWeight
+from trioserve_kernels.triton import invariant
+from trioserve_kernels.triton.four_bit_product import FEW_ROWS, TILE
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # as in conftest.py
+
+
+def weight_of(outputs: int, inputs: int, group: int, *, has_min: bool, device: str) -> FourBitWeight:
+    """Of numbers below 1 / sqrt(inputs). Behind its codes and its scales lies what is no number."""
+    draw = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (outputs + 1, inputs // 2), dtype=torch.uint8, generator=draw).to(device)
+    scales = torch.randn(outputs + 1, inputs // group, generator=draw) / (8 * inputs**0.5)
+    scales[-1] = float("nan")
+    scales = scales.to(torch.float32 if has_min else torch.float16).to(device)
+    mins = scales * -6.5 if has_min else None
+    return FourBitWeight(codes[:outputs], scales[:outputs], None if mins is None else mins[:outputs])
+
+
+@pytest.mark.parametrize("rows", (1, FEW_ROWS, FEW_ROWS + 1, TILE[0] + 1))
+@pytest.mark.parametrize("inputs, outputs", ((128, TILE[1]), (384, 40), (640, TILE[1] + 24)))
+@pytest.mark.parametrize("group, has_min", ((32, False), (64, True), (128, True), (128, False)))
+def test_a_product_is_the_references(
+    rows: int,
+    inputs: int,
+    outputs: int,
+    group: int,
+    has_min: bool,
+    product_dtype: torch.dtype,
+    numbers: Callable[..., Tensor],
+    device: str,
+) -> None:
+    weight = weight_of(outputs, inputs, group, has_min=has_min, device=device)
+    values, bias = numbers(rows, inputs, dtype=product_dtype), numbers(outputs, dtype=product_dtype, seed=2)
+    product = values.double() @ weight.numbers(product_dtype).double().T
+    tolerance = TOLERANCES[product_dtype]
+    for given in (bias, None):
+        wanted = product if given is None else product + given.double()
+        for kernels in (triton, invariant):
+            got = kernels.four_bit_linear(values, weight, given)
+            torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_values_may_be_rows_of_something_wider(numbers: Callable[..., Tensor], device: str) -> None:
+    weight = weight_of(48, 128, 64, has_min=True, device=device)
+    wide = numbers(5, 300)
+    got = triton.four_bit_linear(wide[:, 100:228], weight, None)
+    wanted = wide[:, 100:228].double() @ weight.numbers(torch.float32).double().T
+    torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+    assert triton.four_bit_linear(wide[:0, :128], weight, None).shape == (0, 48)
+
+
+def test_a_row_is_what_it_is_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str) -> None:
+    """In the batch-invariant mode, at each place of a tile and beside any number of rows."""
+    weight = weight_of(150, 256, 64, has_min=True, device=device)
+    values = numbers(2 * TILE[0] + 3, 256, dtype=product_dtype)
+    together = invariant.four_bit_linear(values, weight, None)
+    for row in range(values.shape[0]):
+        assert torch.equal(invariant.four_bit_linear(values[row : row + 1], weight, None)[0], together[row])
+    assert torch.equal(invariant.four_bit_linear(values[5:100], weight, None), together[5:100])
