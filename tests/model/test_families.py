@@ -21,7 +21,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig
+from trioserve.model.model_config import KVAttention, LayerConfig, ModelConfig
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
@@ -112,7 +112,7 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
     """has_scale: of scores; llama.cpp knows that of a Gemma by its size."""
     replace = msgspec.structs.replace
     assert own.residual_scale == pytest.approx(other.residual_scale)
-    if not isinstance(own.attention, AttentionConfig):
+    if not isinstance(own.attention, KVAttention):
         assert replace(own, residual_scale=other.residual_scale) == other
         return
     scale = other.attention.scale
