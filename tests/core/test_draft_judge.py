@@ -92,7 +92,7 @@ def test_a_machine_that_becomes_slow_is_noticed():
 
 
 def test_wrong_tokens_are_followed_by_pauses_and_right_ones_end_them():
-    draft = ModelDraft(0)
+    draft = ModelDraft()
     pauses = []
     for _ in range(8):
         draft.take_proposed((5, 6), 10)
@@ -112,7 +112,7 @@ def test_wrong_tokens_are_followed_by_pauses_and_right_ones_end_them():
 
 
 def test_the_share_of_right_tokens_follows_the_latest_ones():
-    draft = ModelDraft(0)
+    draft = ModelDraft()
     for _ in range(60):
         draft.learn(4, 4)
     assert draft.acceptance > 0.99
@@ -122,7 +122,7 @@ def test_the_share_of_right_tokens_follows_the_latest_ones():
 
 
 def test_what_was_proposed_for_another_place_is_not_drafted():
-    draft = ModelDraft(0)
+    draft = ModelDraft()
     draft.take_proposed((5, 6, 7), 10)
     assert draft.draft(range(11), 8) == ()
     draft.take_proposed((5, 6, 7), 11)

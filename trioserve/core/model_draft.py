@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ModelDraft"]
+__all__ = ["ACCEPTANCE_FIRST", "ModelDraft"]
 
-ACCEPTANCE_FIRST = 0.7  # before anything is known of a request; high enough to try
+ACCEPTANCE_FIRST = 0.7  # before anything is known; high enough to try
 LEARNING_RATE = 0.1  # of one draft token that was verified
 PAUSE_MAX = 32  # tokens without a draft, where drafts are wrong
 
@@ -20,11 +20,12 @@ class ModelDraft:
 
     __slots__ = ("_pause", "_pause_next", "_proposed", "_proposed_for", "acceptance", "drafted_count")
 
-    def __init__(self, drafted_count: int) -> None:
-        self.drafted_count = drafted_count
+    def __init__(self, acceptance: float = ACCEPTANCE_FIRST) -> None:
+        """acceptance: to begin with."""
+        self.drafted_count = 0
         self._proposed: tuple[int, ...] = ()
         self._proposed_for = 0
-        self.acceptance = ACCEPTANCE_FIRST
+        self.acceptance = acceptance
         """Of 100 draft tokens behind right ones so many hundredths were right, the latest ones above all."""
         self._pause = 0
         self._pause_next = 1

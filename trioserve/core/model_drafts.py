@@ -18,12 +18,13 @@ import msgspec
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.draft_judge import DraftJudge
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.model_draft import ModelDraft
+from trioserve.core.model_draft import ACCEPTANCE_FIRST, ModelDraft
 from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 
 __all__ = ["ModelDrafts"]
 
+OTHERS_RATE = 0.05  # of one draft
 CATCH_UP_TOKENS_WORTH = 16  # for each token that is still to come: the draft model computes as many in about a step
 
 
@@ -32,6 +33,7 @@ class ModelDrafts:
         self._settings = settings
         self._pool = pool
         self._judge = DraftJudge()
+        self._acceptance = ACCEPTANCE_FIRST  # of whoever drafted lately: a new request begins with it
 
     def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest], *, somebody_waits: bool) -> None:
         """Tokens are proposed behind steps of decodes alone. A head computes along with every step."""
@@ -90,6 +92,8 @@ class ModelDrafts:
     def take(self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult) -> None:
         """The step has come back; its tokens are the request's, which goes on."""
         task, draft = chunk.draft_task, live.drafter
+        if chunk.draft and isinstance(draft, ModelDraft):
+            self._acceptance += OTHERS_RATE * (draft.acceptance - self._acceptance)
         proposed = result.proposed.get(live.request.id)
         if task is None or proposed is None:
             return
@@ -129,7 +133,7 @@ class ModelDrafts:
 
     def _known_draft(self, chunk: ScheduledChunk, live: LiveRequest) -> ModelDraft:
         if not isinstance(live.drafter, ModelDraft):
-            live.drafter = ModelDraft(0)
+            live.drafter = ModelDraft(self._acceptance)
         draft = live.drafter
         # Others may have computed what it shares with them.
         size = self._settings.block_size
