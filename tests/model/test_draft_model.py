@@ -258,3 +258,22 @@ def test_the_draft_model_is_closed_with_the_runner(
     assert isinstance(draft, DraftModel)
     runner.close()
     assert draft.model.storage is None
+
+
+def test_the_memory_of_its_kv_is_claimed_behind_that_of_the_model(
+    tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
+    assert runner._model is not None
+    assert runner._draft is not None
+    asked: list[str] = []
+    for name, model, left in (("model", runner._model, 1), ("draft", runner._draft.model, 2)):
+        pieces = [True] * left
+        monkeypatch.setattr(
+            model,
+            "claim_memory",
+            lambda name=name, pieces=pieces: (asked.append(name), bool(pieces and pieces.pop()))[1],
+        )
+    assert [runner.claim_memory() for _ in range(4)] == [True, True, True, False]
+    assert asked == ["model", "model", "draft", "model", "draft", "model", "draft"]
+    runner.close()

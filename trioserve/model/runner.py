@@ -251,7 +251,7 @@ class ModelRunner:
         """Claim a small piece of the KV cache's memory ahead of its use; for moments in which there is nothing to
         compute. False: nothing is left to be claimed."""
         assert self._model is not None, "claim_memory after close"
-        return self._model.claim_memory()
+        return self._model.claim_memory() or (self._draft is not None and self._draft.model.claim_memory())
 
     def warm_up(self) -> None:
         """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose

@@ -147,6 +147,9 @@ class EagleHead:
         logits = linear(self._normed(last, self._norm), self._head)
         return ComputedStep(self._samples(logits, [chunk for chunk, _row in sampling]))
 
+    def claim_memory(self) -> bool:
+        return False
+
     def warm_up(self) -> None:
         """Nothing is prepared ahead."""
 
