@@ -778,6 +778,11 @@ def _core_settings(
             )
         context_tokens_max = min(context_tokens_max, pool_tokens)
     keeps_kv = not isinstance(checkpoint, EncoderDirectory)
+    if 0 < runner.state_slot_count < config.max_num_seqs:
+        logger.warning(
+            "the states of more sequences do not fit the cache's memory (--kv-cache-memory) sequences_max=%d",
+            runner.state_slot_count,
+        )
     return CoreSettings(
         block_count=runner.block_count,
         block_size=runner.block_size,

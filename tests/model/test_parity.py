@@ -71,6 +71,7 @@ KINDS = (
     "granite-moe",
     "lfm2",
     "lfm2-biased",
+    "lfm2-moe",
     "granite-hybrid",
     "granite-hybrid-moe",
     "granite-hybrid-unturned-moe",

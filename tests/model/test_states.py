@@ -14,7 +14,7 @@ import torch
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.model.device import cache_size, kv_block_bytes
-from trioserve.model.drafts.vocabulary import check_draft_vocabulary
+from trioserve.model.drafts.vocabulary import check_draft
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import AttentionConfig, ModelConfig, ShortConvConfig, StateSpaceConfig
@@ -131,7 +131,7 @@ def test_triton_is_refused_and_torch_is_named(tiny_checkpoint: Callable[..., Pat
 def test_no_model_that_keeps_a_state_drafts() -> None:
     config = read()
     with pytest.raises(StartupError, match="name another one"):
-        check_draft_vocabulary(config, config, "small")
+        check_draft(config, config, "small")
 
 
 def test_a_step_of_many_kinds_gives_what_each_gives_alone(

@@ -390,6 +390,18 @@ FAMILY_KINDS |= {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "granite-hybrid": (
         "granitemoehybrid",
         {
@@ -466,7 +478,7 @@ def write_checkpoint(
             if name.endswith(("gate_up_proj_bias", "sinks")):
                 parameter.mul_(40.0)  # so that some numbers are clamped, and some heads see little
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(

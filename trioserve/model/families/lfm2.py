@@ -1,15 +1,37 @@
-"""LFM2: most layers are short convolutions, the others attention whose heads are normed."""
+"""LFM2: most layers are short convolutions, the others attention whose heads are normed. Its mixtures have a router as
+DeepSeek-V3's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig, ShortConvConfig
+from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig, ShortConvConfig
 
-__all__ = ["LFM2"]
+__all__ = ["LFM2", "LFM2_MOE"]
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
+    mlp = MlpConfig(intermediate_size=_intermediate_size(fields))
+    return _described(fields, "lfm2", [mlp] * fields.layer_count)
+
+
+def _describe_mixture(fields: ModelFields) -> ModelConfig:
+    experts = fields.experts(
+        "num_experts",
+        fields.whole("moe_intermediate_size"),
+        normalizes=fields.flag_or("norm_topk_prob", True),
+        scoring="sigmoid",
+        scale=fields.number_or("routed_scaling_factor", 1.0),
+        has_score_bias=fields.flag_or("use_expert_bias", True),
+    )
+    dense_count = fields.whole_or("num_dense_layers", 2)
+    mlps = [fields.mlp() if layer < dense_count else experts for layer in range(fields.layer_count)]
+    return _described(fields, "lfm2_moe", mlps)
+
+
+def _described(fields: ModelFields, family: str, mlps: Sequence[MlpConfig | ExpertsConfig]) -> ModelConfig:
     attention = fields.attention(
         qk_norm="head", rotary=fields.rotary(fields.head_dim(), theta=fields.number_or("theta", 1_000_000.0))
     )
@@ -18,11 +40,10 @@ def _describe(fields: ModelFields) -> ModelConfig:
         kernel_size=fields.whole_or("conv_L_cache", 3),
         has_bias=fields.flag_or("conv_bias", False),
     )
-    mlp = MlpConfig(intermediate_size=_intermediate_size(fields))
     attends = fields.attending_layers("conv", fields.wholes("full_attn_idxs"))
     return fields.described(
-        "lfm2",
-        [LayerConfig(attention=attention if at else conv, mlp=mlp) for at in attends],
+        family,
+        [LayerConfig(attention=attention if at else conv, mlp=mlp) for at, mlp in zip(attends, mlps, strict=True)],
         norm_eps=fields.number_or("norm_eps", 1e-5),
         tie_word_embeddings=fields.flag_or("tie_word_embeddings", fields.flag_or("tie_embedding", True)),
     )
@@ -42,27 +63,31 @@ def _intermediate_size(fields: ModelFields) -> int:
     return -(-int(multiplier * size) // (piece := fields.interval("block_multiple_of", 256))) * piece
 
 
+_MODULES = {
+    "attention_norm": "operator_norm",
+    "mlp_norm": "ffn_norm",
+    "norm": "model.embedding_norm",
+    "o_proj": "self_attn.out_proj",
+    "q_norm": "self_attn.q_layernorm",
+    "k_norm": "self_attn.k_layernorm",
+    "gate_proj": "feed_forward.w1",
+    "up_proj": "feed_forward.w3",
+    "down_proj": "feed_forward.w2",
+    "router": "feed_forward.gate",
+    "router.score_bias": "feed_forward.expert_bias",
+    "experts.gate_proj": "feed_forward.experts.{expert}.w1",
+    "experts.up_proj": "feed_forward.experts.{expert}.w3",
+    "experts.down_proj": "feed_forward.experts.{expert}.w2",
+    "in_proj": "conv.in_proj",
+    "conv": "conv.conv",
+    "out_proj": "conv.out_proj",
+}
 LFM2 = Family(
     name="lfm2",
     classes=("Lfm2ForCausalLM",),
     model_type="lfm2",
     describe=_describe,
-    transformers=Naming(
-        modules={
-            "attention_norm": "operator_norm",
-            "mlp_norm": "ffn_norm",
-            "norm": "model.embedding_norm",
-            "o_proj": "self_attn.out_proj",
-            "q_norm": "self_attn.q_layernorm",
-            "k_norm": "self_attn.k_layernorm",
-            "gate_proj": "feed_forward.w1",
-            "up_proj": "feed_forward.w3",
-            "down_proj": "feed_forward.w2",
-            "in_proj": "conv.in_proj",
-            "conv": "conv.conv",
-            "out_proj": "conv.out_proj",
-        }
-    ),
+    transformers=Naming(modules=_MODULES),
     gguf=GgufNaming(
         architecture="lfm2",
         modules={
@@ -72,4 +97,11 @@ LFM2 = Family(
             "out_proj": "shortconv.out_proj",
         },
     ),
+)
+LFM2_MOE = Family(
+    name="lfm2_moe",
+    classes=("Lfm2MoeForCausalLM",),
+    model_type="lfm2_moe",
+    describe=_describe_mixture,
+    transformers=Naming(modules=_MODULES),
 )

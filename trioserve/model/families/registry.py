@@ -20,7 +20,7 @@ from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from trioserve.model.families.helium import HELIUM
 from trioserve.model.families.hyperclovax import HYPERCLOVAX
 from trioserve.model.families.internlm import INTERNLM3
-from trioserve.model.families.lfm2 import LFM2
+from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import LLAMA
 from trioserve.model.families.mistral import MISTRAL
 from trioserve.model.families.mixtral import MIXTRAL
@@ -66,6 +66,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_HYBRID,
     BAMBA,
     LFM2,
+    LFM2_MOE,
     GLM4_MOE,
     DOTS1,
     GPT_OSS,
