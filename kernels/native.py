@@ -22,6 +22,9 @@ from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 
 __all__ = [
     "ACTIVATIONS",
+    "AdapterLayerStruct",
+    "AdapterMatrixStruct",
+    "AdapterPartStruct",
     "BLOCK_FORMATS",
     "BLOCK_OUTPUTS",
     "DTYPES",
@@ -235,11 +238,33 @@ class StepStruct(ctypes.Structure):
         ("waited_for", _pointer),
         *((name, _pointer) for name in ("states", "span_firsts", "spans")),
         ("tapped", _pointer),
+        ("adapters", _pointer),
         ("masks_filled", _pointer),
         ("given_rows", _pointer),
         ("given_values", _pointer),
         ("given_count", _int),
     )
+
+
+class AdapterPartStruct(ctypes.Structure):
+    """AdapterPart of cpu/adapters.h."""
+
+    _fields_ = (
+        ("b", _pointer),
+        *((name, _int) for name in ("first_block", "block_step", "block_count", "rank", "first")),
+    )
+
+
+class AdapterMatrixStruct(ctypes.Structure):
+    """AdapterMatrix of cpu/adapters.h. All zeros: nothing is added."""
+
+    _fields_ = (("a", _pointer), ("parts", AdapterPartStruct * 3), ("rank", _int))
+
+
+class AdapterLayerStruct(ctypes.Structure):
+    """AdapterLayer of cpu/adapters.h."""
+
+    _fields_ = tuple((name, AdapterMatrixStruct) for name in ("qkv", "output", "gate_up", "down"))
 
 
 class Library:

@@ -22,11 +22,13 @@ from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.config import Config, drafts_of, engine_settings, image_limits, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
-from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.images import ImageEncoder, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
+from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor
 from trioserve.engine.engine_parts import EngineParts
@@ -38,16 +40,19 @@ from trioserve.engine.model_description import PooledModel
 from trioserve.engine.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.drafts.vocabulary import check_draft, check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of
+from trioserve.model.loading.adapter_directory import allowed_directory, read_adapter
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, recommended_sampling, resolve_model
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
 from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
-from trioserve.model.loading.settings import generation_settings
+from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.model.loading.weights_name import weights_name
+from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.text.chat_template_file import chat_template_text
 from trioserve.text.form_compiler import FormCompiler
@@ -81,6 +86,8 @@ __all__ = [
 
 P = ParamSpec("P")
 logger = logging.getLogger(__name__)
+
+ADAPTER_THREAD = "trioserve-adapter"
 
 
 class LoadProgress(msgspec.Struct, frozen=True):
@@ -152,6 +159,11 @@ async def open_engine(
     revision: str | None = None,
     chat_template: str | None = None,
     seed: int | None = None,
+    enable_lora: bool = False,
+    lora_modules: tuple[str, ...] = (),
+    max_loras: int = 64,
+    max_cpu_loras: int | None = None,
+    max_lora_rank: int = 256,
     kv_events: bool = False,
     kv_transfer_config: str | dict[str, Any] | None = None,
     role: Literal["prefill", "decode", "both"] = "both",
@@ -218,6 +230,10 @@ async def open_engine(
         seed: from which the seeds of requests come that name none. Default: random.
         limit_mm_per_prompt: images that one prompt may have, as a dict or as JSON, such as {"image": 4}. Default: 8.
         allowed_media_domains: hosts from which images are fetched, with all below them. Default: nothing is fetched.
+        enable_lora: take LoRA adapters: engine.load_adapter, and `adapter` of a request.
+        lora_modules: adapters to load at the start, each "name=path"; a path is a directory that peft has saved.
+        max_loras, max_cpu_loras: adapters that may be loaded; the larger one counts.
+        max_lora_rank: rank that an adapter may have.
         override_generation_config: fields of it to set, as a dict or as JSON, such as {"temperature": 0.5}.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
@@ -278,12 +294,15 @@ async def open_configured_engine(
     transfers = connector_settings(config.kv_transfer_config, config.role)
     if transfers is not None:
         find_connector(transfers.connector)
+    modules = lora_modules(config.lora_modules)
     with errors_unwrapped():
         async with TextThreads() as text:
             opening = _Opening(config, transfers, text, on_progress, on_loaded)
             async with trio.open_nursery() as nursery:
                 engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
                 nursery.start_soon(engine.keep_deadlines)
+                for module in modules:
+                    await engine.load_adapter(module.name, module.path)
                 yield engine
                 nursery.cancel_scope.cancel()
 
@@ -321,6 +340,12 @@ class _Opening:
         self._served_names = config.served_model_name or (default_served_name(config.model),)
         self._metrics = Metrics(self._served_names[0])
         self._engine: Engine | None = None
+        self._adapters = Adapters(
+            self._read_adapter if config.enable_lora or config.lora_modules else None,
+            adapters_max=max(config.max_loras, config.max_cpu_loras or 0, len(config.lora_modules)),
+            reserved_names=self._served_names,
+        )
+        self._adapter_dtype: Dtype = "float32"
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[EngineParts]:
@@ -363,6 +388,8 @@ class _Opening:
                 self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
                 self._show(runner, finds_prefixes=core.settings.enable_prefix_caching)
                 scopes.callback(show_masks(self._metrics, masks))
+                await self._adapters.attach(_AdapterPlace(runner, compute))
+                scopes.callback(self._adapters.detach)
                 yield EngineParts(
                     core,
                     _steps(runner, compute, overlap_steps=settings.overlap_steps),
@@ -428,8 +455,23 @@ class _Opening:
             media=MediaFetcher(config.allowed_media_domains, limits.image_bytes_max)
             if config.allowed_media_domains
             else None,
+            adapters=self._adapters,
         )
         return self._engine
+
+    async def _read_adapter(self, path: str, is_checked: bool) -> AdapterWeights:
+        # Files that hang cannot be ended from outside: not in a thread that leaving waits for.
+        return await call_abandonable(self._adapter_from, path, is_checked, thread_name=ADAPTER_THREAD)
+
+    def _adapter_from(self, path: str, is_checked: bool) -> AdapterWeights:
+        checkpoint, config = self._checkpoint, self._config
+        assert checkpoint is not None, "adapters are loaded when the engine is open"
+        if isinstance(checkpoint, EncoderDirectory):
+            raise ModelLoadError("an encoder takes no LoRA adapters: leave out --enable-lora")
+        directory = Path(path)
+        if is_checked:
+            directory = allowed_directory(directory, [Path(allowed) for allowed in config.allowed_lora_path])
+        return read_adapter(directory, checkpoint.config, dtype=self._adapter_dtype, rank_max=config.max_lora_rank)
 
     def _images(
         self, checkpoint: Checkpoint | EncoderDirectory, encoder: ImageEncoder | None, tokenizer: Tokenizer
@@ -568,7 +610,7 @@ class _Opening:
                 f"{self._path} has changed since the engine was opened, and streams cannot go on with another model: "
                 "start the server anew"
             )
-        self._checkpoint, self._fingerprint = checkpoint, found
+        self._checkpoint, self._fingerprint, self._adapter_dtype = checkpoint, found, runner.dtype
         self._executor = f"{runner.dtype} on {runner.device} by {runner.computed_by}"
         self._arithmetic, self._is_batch_invariant = runner.arithmetic, is_invariant
 
@@ -644,6 +686,20 @@ class _Opening:
                 load_seconds=seconds,
             )
         )
+
+
+class _AdapterPlace:
+    """The model, for adapters: they come and go in the compute thread, between two steps."""
+
+    def __init__(self, runner: Runner, compute: WorkerThread) -> None:
+        self._runner = runner
+        self._compute = compute
+
+    async def add(self, id: AdapterId, content: AdapterWeights) -> None:
+        await self._compute.run(self._runner.add_adapter, id, content)
+
+    async def remove(self, id: AdapterId) -> None:
+        await self._compute.run(self._runner.remove_adapter, id)
 
 
 def _opened(path: Path, context_tokens: int | None) -> Checkpoint | EncoderDirectory:

@@ -341,6 +341,22 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "devices that compute one model: there is one", "N", ge=1)] = 1
     enable_auto_tool_choice: Annotated[bool, _about(
         "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
+    enable_lora: Annotated[bool, _about(
+        "take LoRA adapters, which requests choose by their model; on where --lora-modules names some")] = False
+    lora_modules: Annotated[tuple[str, ...], _about(
+        """adapters to load at the start, as NAME=PATH or as JSON: {"name": NAME, "path": PATH}; PATH is a directory """
+        "that peft has saved; default: none", "NAME=PATH")] = ()
+    max_loras: Annotated[int, _about(
+        "adapters that may be loaded; any number of them may be in one step", "N", ge=1, le=4096)] = 64
+    max_cpu_loras: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, _about(
+        "the same under vLLM's other name: the larger one counts, since no adapter is in one memory and not in the "
+        "other here; default: --max-loras", "N")] = None
+    max_lora_rank: Annotated[int, _about(
+        "rank that an adapter may have", "N", ge=1, le=1024)] = 256
+    allow_runtime_lora_updating: Annotated[bool, _about(
+        "let the admin load and unload adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter")] = False
+    allowed_lora_path: Annotated[tuple[str, ...], _about(
+        "directories in which adapters that are loaded there have to lie; default: anywhere", "DIR")] = ()
     kv_events: Annotated[bool, _about(
         "tell at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
     kv_transfer_config: Annotated[str | dict[str, Any] | None, _about(

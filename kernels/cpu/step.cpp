@@ -204,7 +204,7 @@ private:
                     float scale, float* hidden);
     template <class T>
     void gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
-              int32_t activation, const Rows<T>& activated, const void* next);
+              int32_t activation, const Rows<T>& activated, const void* next, int32_t adapted_layer);
     template <class T>
     void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, float* hidden);
     void sort_by_expert(const Experts& experts);
@@ -258,6 +258,7 @@ private:
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
     Buffer compressed_, raised_, plain_, values_;  // of latent attention
+    StepAdapters adapters_;
 };
 
 // Rows that the products may read beyond the last one.
@@ -569,12 +570,14 @@ void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, 
     team.meet();
 }
 
-// activated = activation(gate) * up of x.
+// activated = activation(gate) * up of x. adapted_layer: whose adapters add to it, or -1.
 template <class T>
 void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
-                  int32_t activation, const Rows<T>& activated, const void* next) {
+                  int32_t activation, const Rows<T>& activated, const void* next, int32_t adapted_layer) {
     const int64_t middle = gate_up.parts[0].block_count / 2 * LANES;
-    product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
+    product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+        if (adapted_layer >= 0)
+            adapters_.add_to<T>(&AdapterLayer::gate_up, adapted_layer, first_row, count, first_block, blocks, sums);
         const int64_t n = first_block / 2 * LANES;
         for (int row = 0; row < count; row++) {
             Lanes gate = load(sums + row * PANEL), up = load(sums + row * PANEL + LANES);
@@ -658,7 +661,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                                 const int32_t* rows_at, const float* weights) {
         const auto activated = rows_for<T>(mixed_.of<T>(0), count, middle);
         team.meet();
-        gate<T>(thread, some, count, gate_up, gate_up_bias, layer.activation, activated, nullptr);
+        gate<T>(thread, some, count, gate_up, gate_up_bias, layer.activation, activated, nullptr, -1);
         team.meet();
         product<T>(thread, activated, count, down, nullptr,
                    [&](int64_t first_row, int found, int64_t first_block, int blocks, float* sums) {
@@ -1136,6 +1139,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
     const Norm norm{model.norm_kind, model.norm_eps};
     make_room_for_experts<T>(model);
+    adapters_.plan<T>(step.adapters, chunk_of_row_, model.layer_count, team.thread_count(),
+                      padded_depth(std::max({hidden_size, query_size, middle})));
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
     int64_t kept_count = 0;
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
@@ -1171,6 +1176,18 @@ bool Engine::compute(const Model& model, const Step& step) {
                 }
             };
         };
+        const bool is_adapted = adapters_.are_there();
+        const auto lower = [&](const Rows<const T>& x, AdapterOf which, int32_t index) {
+            if (!is_adapted) return;
+            adapters_.lower<T>(team, thread, x, which, index);
+            team.meet();
+        };
+        const auto adapted = [&](AdapterOf which, int32_t index, const auto& finish) {
+            return [this, is_adapted, which, index, &finish](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                if (is_adapted) adapters_.add_to<T>(which, index, first_row, count, first_block, blocks, sums);
+                finish(first_row, count, first_block, blocks, sums);
+            };
+        };
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
@@ -1200,23 +1217,25 @@ bool Engine::compute(const Model& model, const Step& step) {
                 recur<T>(thread, step, *layer.recurrent, model.norm_eps, step.states[index], mixed);
                 found = mixed;
             } else if (layer.pairs_together && !shape.is_coded()) {
-                product(thread, x, rows, layer.qkv, nullptr,
-                        [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-                            turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
-                        });
+                lower(x, &AdapterLayer::qkv, index);
+                const auto turn = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                    turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
+                };
+                product(thread, x, rows, layer.qkv, nullptr, adapted(&AdapterLayer::qkv, index, turn));
             } else {
                 const int64_t size = qkv_size(model, layer);
-                product(thread, x, rows, layer.qkv, nullptr,
-                        [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-                            for (int row = 0; row < count; row++) {
-                                for (int block = 0; block < blocks; block++) {
-                                    const int64_t n = (first_block + block) * LANES;
-                                    Lanes value = load(sums + row * PANEL + block * LANES);
-                                    if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
-                                    store(qkv + (first_row + row) * size + place_in_qkv(shape, layer, n), value);
-                                }
-                            }
-                        });
+                lower(x, &AdapterLayer::qkv, index);
+                const auto keep = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                    for (int row = 0; row < count; row++) {
+                        for (int block = 0; block < blocks; block++) {
+                            const int64_t n = (first_block + block) * LANES;
+                            Lanes value = load(sums + row * PANEL + block * LANES);
+                            if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
+                            store(qkv + (first_row + row) * size + place_in_qkv(shape, layer, n), value);
+                        }
+                    }
+                };
+                product(thread, x, rows, layer.qkv, nullptr, adapted(&AdapterLayer::qkv, index, keep));
                 team.meet();
                 if (layer.latent != nullptr)
                     make_latents(thread, model, layer, qkv, queries, pages);
@@ -1235,9 +1254,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                 found = raise_values<T>(thread, model, layer, attended);
                 team.meet();
             }
+            lower(found, &AdapterLayer::output, index);
             const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
+            const auto add_attended = add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale);
             product<T>(thread, found, rows, layer.output, first_read<T>(thread, after, rows),
-                       add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale));
+                       adapted(&AdapterLayer::output, index, add_attended));
             team.meet();
             if (layer.attention_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
@@ -1249,16 +1270,18 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             const int64_t own_middle = layer.gate_up.parts[0].block_count / 2 * LANES;
             const auto activated = rows_for<T>(activated_.of<T>(0), rows, own_middle);
+            lower(x, &AdapterLayer::gate_up, index);
             gate(thread, x, rows, layer.gate_up, layer.gate_up_bias, layer.activation, activated,
-                 first_read<T>(thread, layer.down, rows));
+                 first_read<T>(thread, layer.down, rows), is_adapted ? index : -1);
             team.meet();
+            lower(activated, &AdapterLayer::down, index);
             const uint8_t* next = nullptr;
             if (index + 1 < model.layer_count)
                 next = first_read<T>(thread, model.layers[index + 1].qkv, rows);
             else if (sampled > 0)
                 next = first_read<T>(thread, model.head, sampled);
-            product<T>(thread, activated, rows, layer.down, next,
-                       add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale));
+            const auto add_activated = add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale);
+            product<T>(thread, activated, rows, layer.down, next, adapted(&AdapterLayer::down, index, add_activated));
             team.meet();
             if (layer.mlp_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden);

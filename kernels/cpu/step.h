@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "adapters.h"
 #include "sampling.h"
 #include "team.h"
 
@@ -130,6 +131,7 @@ struct Step {
     const int32_t* span_firsts;    // [chunks + 1]
     const StateSpan* spans;
     float* const* tapped;          // [layers]: gets a layer's input [rows, hidden_size], where not null; or null
+    const AdapterLayer* const* adapters;  // [chunks], of each its adapter's layers, or null; null if none has one
     const int32_t* masks_filled;   // 0 until the masks of all samplings can be read; null if none has one
     const int32_t* given_rows;     // [given], whose embeddings are not their tokens', in any order, none twice
     const float* given_values;     // [given, hidden_size]

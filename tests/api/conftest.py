@@ -19,6 +19,7 @@ from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.adapters import Adapters
 from trioserve.engine.load_changes import LoadChanges
 from trioserve.engine.step_watch import StepWatch
 from trioserve.http.exchange import Exchange, HeaderFields
@@ -221,6 +222,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.model = Model()
         self.tokenizer = LetterTokenizer()
+        self.adapters = Adapters()
         self.families = ResponseFamilies(self.tokenizer)  # type: ignore[arg-type]  # it has what is needed
         self.metrics = Metrics("letters")
         self.default_sampling = SamplingParams()

@@ -31,6 +31,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefix_cache: a key's prompts may hit the blocks of other keys' prompts.
     metrics_need_key, load_needs_key: these pages are closed to callers without a key.
     model_is_required: a request that names no model is refused.
+    loads_adapters: LoRA adapters may be loaded and unloaded while the server runs.
     """
 
     gateway_api_keys: tuple[str, ...] = ()
@@ -39,6 +40,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     metrics_need_key: bool = False
     load_needs_key: bool = False
     model_is_required: bool = False
+    loads_adapters: bool = False
 
 
 class CallerKind(enum.Enum):

@@ -122,23 +122,30 @@ class RequestContext(Responder):
         self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
+        self.adapter: str | None = None  # that the request's model is; known when model_name was asked
 
     async def body(self, kind: type[Body]) -> Body:
         """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""
         return decode_body(await self.exchange.body(), kind)
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with: the one asked for, or else the first that is served. Raises UnknownModel, and
-        InvalidRequest where one has to be named."""
-        served = self.engine.model.served_names
+        """The name to answer with: the one asked for, or else the first that is served. An adapter's name has what the
+        request asks for computed with it. Raises UnknownModel, and InvalidRequest where one has to be named."""
+        served = self.served_names
         check_model(self.rules, asked, served)
         if asked is None:
             return served[0]
+        self.adapter = asked if asked in self.engine.adapters.names else None
         if asked not in served:
             raise UnknownModel(
                 f'the model "{asked}" is not served here; served are: {", ".join(served)}', param="model"
             )
         return asked
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Of the model, and of the adapters that are loaded."""
+        return (*self.engine.model.served_names, *self.engine.adapters.names)
 
     def generate(
         self,
@@ -170,6 +177,7 @@ class RequestContext(Responder):
             cut=cut,
             resume=resume,
             resumable=resumable,
+            adapter=self.adapter,
             part_of=self.span,
         )
         self.streams.append(stream)
@@ -206,6 +214,7 @@ class RequestContext(Responder):
             deadlines=deadlines,
             owner=self.owner,
             tenant=self.caller.tenant(tenant),
+            adapter=self.adapter,
             part_of=self.span,
         )
         self.streams.append(stream)

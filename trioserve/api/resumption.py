@@ -132,7 +132,8 @@ class Resumption:
             return ()
         known = {"prompt_digest": _digest(streams), "seed": self._seed, "created": self.created, **more}
         headers = [(RESUME_HEADER, encode(known).decode())]
-        fingerprint = self._context.engine.model.fingerprint
+        adapter = None if self._context.adapter is None else streams[0].adapter_digest
+        fingerprint = self._context.engine.model.fingerprint_with(adapter)
         if fingerprint is not None:
             headers.append((FINGERPRINT_HEADER, fingerprint))
         return tuple(headers)

@@ -40,6 +40,7 @@ from trioserve.api.openai.completions import create_completion
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
+from trioserve.api.operations.adapters import load_adapter, unload_adapter
 from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
 from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away, hand_over_event
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
@@ -109,6 +110,8 @@ ROUTES = {
         Route(path="/v1/requests", operations={"GET": list_requests}),
         Route[RequestContext](path=TASKS_PATH, operations={"GET": read_tasks}),
         Route(path=STEPS_PATH, operations={"GET": read_steps}),
+        Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}),
+        Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
         Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),
         Route(path="/tokenize", operations={"POST": tokenize}),

@@ -90,6 +90,8 @@ class Engine:
     load = _called(TrioEngine.load)
     drain = _called(TrioEngine.drain)
     wait_until_idle = _awaited(TrioEngine.wait_until_idle)
+    load_adapter = _awaited(TrioEngine.load_adapter)
+    unload_adapter = _awaited(TrioEngine.unload_adapter)
     encode = _awaited(TrioEngine.encode)
     decode = _awaited(TrioEngine.decode)
 

@@ -158,6 +158,11 @@ class RequestStream:
         return self._stream.seed
 
     @property
+    def adapter_digest(self) -> str | None:
+        """Of the LoRA adapter that it is computed with; None: without one, or not entered yet."""
+        return self._stream.adapter_digest
+
+    @property
     def prompt_digest(self) -> str | None:
         """The name of its prompt's tokens (see Resume); None until it is entered."""
         return self._stream.prompt_digest

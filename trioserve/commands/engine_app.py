@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.caller import AccessRules
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
@@ -31,7 +34,7 @@ def engine_app(
         engine,
         api_keys=() if is_behind_router else config.api_key,
         admin_api_key=None if is_behind_router else config.admin_api_key,
-        access=None if is_behind_router else access_rules(config),
+        access=None if is_behind_router else _access_rules(config),
         trust_request_chat_template=config.trust_request_chat_template,
         tenant_header=config.tenant_header,
         store=store,
@@ -43,6 +46,10 @@ def engine_app(
         tracer=tracer,
         logs_requests=config.access_log and not is_behind_router,
     )
+
+
+def _access_rules(config: Config) -> AccessRules:
+    return msgspec.structs.replace(access_rules(config), loads_adapters=config.allow_runtime_lora_updating)
 
 
 def store_settings(config: Config) -> StoreSettings:

@@ -23,6 +23,9 @@ GROUPS = {
         "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
         "wide_prompt_stretch enable_prefix_caching"
     ),
+    "adapters": _words(
+        "enable_lora lora_modules max_loras max_cpu_loras max_lora_rank allow_runtime_lora_updating allowed_lora_path"
+    ),
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin frontend max_connections max_body_bytes "
         "stall_timeout drain_timeout require_model log_level"

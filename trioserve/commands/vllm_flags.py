@@ -9,7 +9,6 @@ from trioserve.contracts.errors import StartupError
 __all__ = ["without_vllm_flags"]
 
 ONE_DEVICE = "one model is computed by one device here: start a server for each device, and `route` before them"
-NO_ADAPTERS = "there are no LoRA adapters here: merge them into the checkpoint"
 
 TAKEN = frozenset(
     {
@@ -32,10 +31,7 @@ TAKEN_AT = {
 
 REFUSED = {
     "--no-enable-chunked-prefill": "prompts are always computed in chunks: leave it out",
-    "--enable-lora": NO_ADAPTERS,
-    "--lora-modules": NO_ADAPTERS,
-    "--max-loras": NO_ADAPTERS,
-    "--max-lora-rank": NO_ADAPTERS,
+    "--fully-sharded-loras": ONE_DEVICE,
     "--mm-processor-kwargs": "images are prepared as the checkpoint's own files say: leave it out",
     "--allowed-local-media-path": "files of the server are not read for requests: leave it out",
     "--enable-expert-parallel": "models with experts are not supported: leave it out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AdapterRefused",
     "AlreadyEnded",
     "ContextTooLong",
     "DeadlinePassed",
@@ -56,6 +57,14 @@ class ResumeMismatch(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served here."""
+
+
+class AdapterRefused(InvalidRequest):
+    """A LoRA adapter cannot be loaded or unloaded as was asked. `reason` is short and machine-readable."""
+
+    def __init__(self, message: str, *, reason: str, param: str | None = "lora_name") -> None:
+        super().__init__(message, param=param)
+        self.reason = reason
 
 
 class AlreadyEnded(InvalidRequest):

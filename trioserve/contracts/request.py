@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.guide import Guide
 from trioserve.contracts.ids import RequestId
@@ -24,7 +25,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: every token that ends it, the model's end tokens included unless they are to be ignored.
     seed: 0 <= seed < 2**64, always set: with the position it fixes the randomness of each token, whatever else runs.
     priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner.
-    cache_salt: requests share cached prefix blocks only when their salts are equal.
+    cache_salt: requests share cached prefix blocks only when their salts are equal. With an adapter, its content is in
+        it (adapter_salt).
+    adapter: what is added to the model's weights for it; None: nothing is.
     kv_transfer: what a connector is to do for it; None: nothing.
     guide: what restrains its tokens, which belongs to this sequence alone; None: nothing does.
     known_output: the first tokens of its output, where it began elsewhere. They are computed as the prompt is, and
@@ -49,6 +52,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     known_output: tuple[int, ...] = ()
     pooling: Pooling | None = None
     given: tuple[GivenRows, ...] = ()
+    adapter: AdapterRef | None = None
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any, cast
@@ -25,6 +25,7 @@ from trioserve.admission.local_endpoint import local_dispatch
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextRunner, TextThreads
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
@@ -49,6 +50,7 @@ from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
+from trioserve.engine.adapters import Adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
@@ -102,6 +104,7 @@ __all__ = ["Engine", "ModelDescription"]
 logger = logging.getLogger(__name__)
 
 SERVER_STOPPING = "server_stopping"
+ADAPTER_UNLOADED = "adapter_unloaded"
 
 
 def _new_request_id() -> str:
@@ -116,7 +119,7 @@ class Engine:
     neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
     chat template says. readers_first and when_idle: see EngineLoop. guides: makes those of requests, and the core their
     masks; None: no request has any. image_encoder: of a model that is described to see images. media: fetches those
-    that are elsewhere; None: nobody does.
+    that are elsewhere; None: nobody does. adapters: what there is of LoRA; None: nothing.
     """
 
     def __init__(
@@ -140,9 +143,11 @@ class Engine:
         image_encoder: ImageEncoder | None = None,
         image_limits: ImageLimits | None = None,
         media: MediaFetcher | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._own_run = OwnRun()
         self.model = model
+        self.adapters = adapters or Adapters()
         self.role = role
         self.tokenizer = tokenizer
         self.families = families or ResponseFamilies(tokenizer)
@@ -409,9 +414,11 @@ class Engine:
             self._begin_next(request)
 
     async def keep_deadlines(self) -> None:
-        """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
+        """The engine's other task, beside run: ends requests whose time has come, and lets go of what nobody uses. Runs
+        until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.dispatch.run)
+            nursery.start_soon(self.adapters.keep)
             await self._deadline_keeper.run()
 
     @property
@@ -485,6 +492,7 @@ class Engine:
         cut: Cut | None = None,
         resume: Resume | None = None,
         resumable: bool = False,
+        adapter: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
         """A request, to be entered with `async with`; until then it holds nothing.
@@ -510,6 +518,7 @@ class Engine:
                 goes on behind it. The stream gives what is new; its counts are those of the whole response.
             resumable: whoever ends it by another way than its own (an abort, a deadline) wants it to go on: what is
                 held back of its text then is not given, so that nothing is given twice.
+            adapter: the name of a LoRA adapter (load_adapter). Entering raises UnknownModel if none is loaded under it.
             part_of: the span of what it is made for, where requests are traced.
 
         Raises:
@@ -537,6 +546,7 @@ class Engine:
             seed=self._seed_of(sampling, resume),
             is_resumable=to_bool("resumable", resumable),
             part_of=part_of,
+            adapter=text_or_none("adapter", adapter),
         )
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
@@ -566,6 +576,7 @@ class Engine:
         deadlines: Deadlines | None = None,
         owner: str | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> PooledStream:
         """A request whose inputs become vectors or scores: `vectors = await engine.embed(texts)`, or enter it with
@@ -599,6 +610,7 @@ class Engine:
             owner=owner,
             tenant=text_or_none("tenant", tenant) or owner or "",
             part_of=part_of,
+            adapter=text_or_none("adapter", adapter),
         )
         return PooledStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
@@ -704,6 +716,32 @@ class Engine:
             for request in sorted(requests, key=lambda request: request.entered_at)
         ]
 
+    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+        """Load a LoRA adapter, a directory that peft has saved, under a name that requests may then give. replaces: it
+        may take over the name of another one: requests that have that keep it. Raises AdapterRefused, and
+        ModelLoadError for what cannot be computed here."""
+        self._own_run.check("engine.load_adapter")
+        name, path = to_str("name", name), to_str("path", path)
+        await self.adapters.load(name, path, replaces=to_bool("replaces", replaces), is_checked=False)
+
+    async def unload_adapter(self, name: str, *, seconds: float | None = None) -> None:
+        """Nobody gets it from here on; returns when nobody has it any more, and its memory is free. Leaving earlier
+        changes nothing about that. seconds: then requests that still have it are ended. Raises UnknownModel."""
+        self._own_run.check("engine.unload_adapter")
+        deadline = None if seconds is None else to_float("seconds", seconds)
+        ids = self.adapters.retire(to_str("name", name))
+        if deadline is not None:
+            if not 0 <= deadline < math.inf:
+                refuse("seconds", seconds, "a number of seconds")
+            self._deadline_keeper.set(trio.current_time() + deadline, lambda: self._end_users(name, ids))
+        await self.adapters.wait_until_forgotten(ids)
+
+    def _end_users(self, name: str, ids: Collection[AdapterId]) -> None:
+        for request in self._requests:
+            if request.adapter_ref is not None and request.adapter_ref.id in ids and not request.is_finished:
+                message = f"the adapter {name} was unloaded, and the time in which this request could end is over"
+                self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=ADAPTER_UNLOADED)
+
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
         self._own_run.check("engine.encode")
@@ -769,6 +807,9 @@ class Engine:
         self._requests.add(request)
         request.trace = self._trace(request)
         try:  # from here on there is something to be given back
+            if request.adapter is not None:
+                request.adapter_lease = self.adapters.acquire(request.adapter)
+                request.adapter_digest = request.adapter_lease.ref.digest
             request.choices = self._preparation.new_choices(request)
             request.begin_next = lambda: self._begin_next(request)
             self._set_alarms(request)
@@ -823,6 +864,7 @@ class Engine:
         self._ended_ids.note(request.id, request.owner)
         if self.fault is not None:
             request.trace.freed()  # a core that broke says nothing any more
+            self._release_adapter(request)
         request.trace.left(
             prompt_tokens=request.prompt_token_count,
             completion_tokens=request.completion_token_count,
@@ -901,8 +943,14 @@ class Engine:
             self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
         self._release_outputs(request)
+        self._release_adapter(request)
         request.trace.freed()
         self._readmission.look()
+
+    def _release_adapter(self, request: OpenRequest) -> None:
+        lease, request.adapter_lease = request.adapter_lease, None
+        if lease is not None:
+            self.adapters.release(lease)
 
     def _check_open(self, count: int) -> None:
         if self.fault is not None:
@@ -927,8 +975,8 @@ class Engine:
         attributes: Attributes = {
             "gen_ai.operation.name": "embeddings" if is_pooled else operation,
             "gen_ai.provider.name": "trioserve",
-            "gen_ai.request.model": self.model.name,
-            "gen_ai.response.model": self.model.name,
+            "gen_ai.request.model": request.adapter or self.model.name,
+            "gen_ai.response.model": request.adapter or self.model.name,
             "trioserve.request.id": request.id,
             "trioserve.priority": request.priority,
             **({} if is_pooled else sampling_attributes(request.sampling)),

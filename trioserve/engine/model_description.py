@@ -56,6 +56,13 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     images: ImageProcessing | None = None
 
+    def fingerprint_with(self, adapter_digest: str | None) -> str | None:
+        """The same of responses that are computed with an adapter."""
+        if adapter_digest is None or self.fingerprint is None:
+            return self.fingerprint
+        name, plus, promise = self.fingerprint.partition("+")
+        return f"{name}.{adapter_digest}{plus}{promise}"
+
     def pooled_tokens_max(self, params: PoolingParams) -> int:
         """Tokens that an input may have."""
         pooled = self.pooled

@@ -15,6 +15,7 @@ import trio
 from trio.lowlevel import current_task, reschedule
 
 from trioserve.admission.prompt_encoder import PromptEncoder
+from trioserve.contracts.adapter import AdapterRef, adapter_salt
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.contracts.events import FinishReason, TokenLogprob
@@ -28,6 +29,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.engine.known_output import KnownChoice
 from trioserve.engine.request_trace import NO_TRACE, RequestTrace
@@ -117,7 +119,8 @@ class OpenRequest:
     far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand has
     ended it, so that what was held back of its text is not shown then. fault_count: steps that had it and failed, one
     after the other. part_of: the span of what it is made for. trace: is told what becomes of it.
-    generates: its sequences are continued, and not pooled.
+    generates: its sequences are continued, and not pooled. adapter: the name of the one that it is computed with, or
+    None; adapter_lease: on it, from entering until the core has nothing of the request any more.
     """
 
     generates = True
@@ -140,8 +143,12 @@ class OpenRequest:
         seed: int = 0,
         is_resumable: bool = False,
         part_of: Span = NO_SPAN,
+        adapter: str | None = None,
     ) -> None:
         self.id = request_id
+        self.adapter = adapter
+        self.adapter_lease: AdapterLease | None = None
+        self.adapter_digest: str | None = None  # of the one that it has, or had
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
         self.is_given_away = False
@@ -312,8 +319,21 @@ class OpenRequest:
 
     @property
     def prompt_digest(self) -> str | None:
-        """None until its prompt is tokenized."""
-        return digest_of(self.prompt_token_ids, self._image_names) if self.prompt_token_ids else None
+        """None until its prompt is tokenized. With an adapter, its content is in it: elsewhere another one may have the
+        same name, and would go on with another text."""
+        if not self.prompt_token_ids:
+            return None
+        digest = digest_of(self.prompt_token_ids, self._image_names)
+        return digest if self.adapter_digest is None else f"{digest}.{self.adapter_digest}"
+
+    @property
+    def adapter_ref(self) -> AdapterRef | None:
+        return None if self.adapter_lease is None else self.adapter_lease.ref
+
+    @property
+    def block_salt(self) -> str | None:
+        """Of its blocks' names."""
+        return adapter_salt(self.cache_salt, self.adapter_digest)
 
     def _note_read_end(self, delta: Delta) -> None:
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -135,7 +135,8 @@ def pooled_sequences(model: ModelDescription, request: PooledRequest) -> list[En
             stop_token_ids=frozenset(),
             seed=0,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=request.block_salt,
+            adapter=request.adapter_ref,
             pooling=Pooling(
                 task=params.task,
                 method=method,

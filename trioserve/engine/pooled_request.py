@@ -45,6 +45,7 @@ class PooledRequest(OpenRequest):
         owner: str | None,
         tenant: str,
         part_of: Span = NO_SPAN,
+        adapter: str | None = None,
     ) -> None:
         super().__init__(
             (),
@@ -57,6 +58,7 @@ class PooledRequest(OpenRequest):
             owner=owner,
             tenant=tenant,
             part_of=part_of,
+            adapter=adapter,
         )
         self.inputs = tuple(inputs)
         self.params = params

@@ -102,7 +102,8 @@ class RequestPreparation:
                 stop_token_ids=stop_token_ids,
                 seed=(request.seed + choice.index * SEED_STRIDE) % 2**64,
                 priority=request.priority,
-                cache_salt=request.cache_salt,
+                cache_salt=request.block_salt,
+                adapter=request.adapter_ref,
                 # What one choice has loaded, the others may hit.
                 kv_transfer=request.kv_transfer if choice is choices[0] and not request.given else None,
                 guide=choice.guide,

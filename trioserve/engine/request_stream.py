@@ -94,6 +94,11 @@ class RequestStream:
         return self._request.seed
 
     @property
+    def adapter_digest(self) -> str | None:
+        """Of the LoRA adapter that it is computed with; None: without one, or not entered yet."""
+        return self._request.adapter_digest
+
+    @property
     def prompt_digest(self) -> str | None:
         """The name of its prompt's tokens (see Resume); None until it is entered."""
         return self._request.prompt_digest

@@ -25,6 +25,7 @@ from trioserve.model.model_config import (
 from trioserve.model.recurrent_layers import ShortConv, StateSpace
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_tensors import StepTensors
+from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 
@@ -55,8 +56,9 @@ class _Mlp:
     def saved_bytes(self) -> int:
         return sum(linear.saved_bytes for linear in self.linears)
 
-    def __call__(self, values: Tensor) -> Tensor:
-        return self._down(self._kernels.activate_and_mul(self._gate_up(values), self._activation))
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        activated = self._kernels.activate_and_mul(self._gate_up(values, adapters), self._activation)
+        return self._down(activated, adapters)
 
 
 class _Experts:
@@ -118,7 +120,8 @@ class _Experts:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zeros
         return weights * mlp.scale, chosen
 
-    def __call__(self, values: Tensor) -> Tensor:
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """adapters: have nothing for experts."""
         weights, chosen = self._chosen(values)
         weights = weights.to(values.dtype)
         result = torch.zeros_like(values)
@@ -167,7 +170,7 @@ class _Attention:
         self, normed: Tensor, step: StepTensors, angles: Angles, pages: Tensor, slots_of_layer: Tensor
     ) -> Tensor:
         kernels, attention = self._kernels, self._config
-        qkv = self._qkv(normed)
+        qkv = self._qkv(normed, step.adapters)
         queries, keys_values = torch.split(qkv, [attention.query_size, 2 * attention.key_size], -1)
         if self._head_norms is not None:
             self._head_norms(qkv)
@@ -180,7 +183,7 @@ class _Attention:
         tensors = step.attention[attention.window]
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
-        return self._output(rows)
+        return self._output(rows, step.adapters)
 
 
 class _Layer:
@@ -284,11 +287,11 @@ class _Layer:
             assert step.states is not None, "chunks of such a model have states"
             attended = self._attention(normed, step.states, states)
         if self._layer.is_parallel:
-            attended += self._mlp(normed)
+            attended += self._mlp(normed, step.adapters)
             return self._scaled(attended)
         attended = self._scaled(_normed(attended, self._attention_output_norm))
         normed = _added(hidden, attended, self._mlp_norm)
-        return self._scaled(_normed(self._mlp(normed), self._mlp_output_norm))
+        return self._scaled(_normed(self._mlp(normed, step.adapters), self._mlp_output_norm))
 
     def _scaled(self, product: Tensor) -> Tensor:
         scale = self._layer.residual_scale

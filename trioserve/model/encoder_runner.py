@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import default_thread_count, pick_device, takes_every_cpu, torch_now
 from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.loading.encoder_directory import EncoderDirectory
@@ -125,6 +127,12 @@ class EncoderRunner:
         assert self._encoder is not None, "warm_up after close"
         for count in (1, 16, min(128, self.config.context_tokens_max)):
             self._forward([EncodedText([0] * count)], never_abandoned)
+
+    def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
+        raise AssertionError("an encoder takes no adapters, which is said when one is read")
+
+    def remove_adapter(self, id: AdapterId) -> None:
+        pass
 
     def close(self) -> None:
         """Let the weights go."""

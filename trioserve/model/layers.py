@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from trioserve.model.model_config import AttentionConfig, ModelConfig, RotaryConfig
 from trioserve.model.rotary import rotary_frequencies
+from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
@@ -89,13 +90,17 @@ class Linear:
         self._packed = _can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
-    def __call__(self, values: Tensor) -> Tensor:
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """[n, in] to [n, out]."""
         if self._four_bits is not None:
-            return self._four_bit_linear(values, self._four_bits, self._bias)
-        assert self._weight is not None, "a linear layer computes before its weight was loaded"
-        product = _packed_product if self._packed else functional.linear
-        return self._linear(values, self._weight, self._bias, product)
+            outputs = self._four_bit_linear(values, self._four_bits, self._bias)
+        else:
+            assert self._weight is not None, "a linear layer computes before its weight was loaded"
+            product = _packed_product if self._packed else functional.linear
+            outputs = self._linear(values, self._weight, self._bias, product)
+        if adapters is not None:
+            adapters.add_(outputs, values, self._outputs)
+        return outputs
 
     def _fill_blocks(self, block_type: str, name: str, blocks: Tensor) -> None:
         """Take one projection's blocks; with the last one the weight is complete."""

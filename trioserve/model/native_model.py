@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.given_rows import given_rows
 from trioserve.model.kv_format import KvFormat
@@ -33,6 +35,7 @@ from trioserve.model.model_config import (
     ModelConfig,
     RotaryConfig,
 )
+from trioserve.model.native_adapters import NativeAdapter
 from trioserve.model.native_recurrent import NativeRecurrent, why_not_recurrent
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
@@ -189,6 +192,7 @@ class NativeModel:
             head=self._weights.matrix(HEAD),
             norm=address(self._norm),
         )
+        self._adapters: dict[AdapterId, NativeAdapter] = {}
         self._engine: Engine | None = Engine(library, thread_count)
 
     @property
@@ -286,6 +290,9 @@ class NativeModel:
             for place, layer in enumerate(self.tapped_layers):
                 tapped_addresses[layer] = address(tapped[place])
             step.tapped = ctypes.addressof(tapped_addresses)
+        adapters = self._adapters_of(chunks)
+        if adapters is not None:
+            step.adapters = ctypes.addressof(adapters)
         samplings.put_into(step)
         if not self._engine.step(self._struct, step):
             return None
@@ -301,6 +308,25 @@ class NativeModel:
             },
             _tapped(tapped, arrays.first_rows, chunks) if self.tapped_layers else None,
         )
+
+    def _adapters_of(self, chunks: Sequence[ScheduledChunk]) -> ctypes.Array[ctypes.c_void_p] | None:
+        """None if no chunk has one."""
+        used = [chunk.request.adapter for chunk in chunks]
+        if not any(used):
+            return None
+        layers = (None if adapter is None else self._adapters[adapter.id].layers for adapter in used)
+        return (ctypes.c_void_p * len(used))(*layers)
+
+    def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
+        self._adapters[id] = NativeAdapter(weights, self.config, self._library, self.dtype)
+
+    def remove_adapter(self, id: AdapterId) -> None:
+        adapter = self._adapters.pop(id, None)
+        if adapter is not None:
+            adapter.close()
+
+    def has_adapter(self, id: AdapterId) -> bool:
+        return id in self._adapters
 
     def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> Pooled | None:
         pooling = chunk.request.pooling
@@ -340,6 +366,8 @@ class NativeModel:
         if engine is not None:
             engine.close()
             self._weights.close()
+            for id in [*self._adapters]:
+                self.remove_adapter(id)
         self._layers, self._storage, self._states, self._embedding, self._unclaimed = [], None, None, None, iter(())
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
@@ -16,6 +17,7 @@ from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.version import VERSION
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.awaited_token import fill_in
 from trioserve.model.begun_step import BegunStep
 from trioserve.model.device import (
@@ -269,6 +271,16 @@ class ModelRunner:
             for plan in fused_kernel_plans(*limits):
                 self.execute(plan)
 
+    def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
+        """From here on requests may have it. Raises MemoryError, and has kept nothing."""
+        assert self._model is not None, "add_adapter after close"
+        self._model.add_adapter(id, weights)
+
+    def remove_adapter(self, id: AdapterId) -> None:
+        """Let it go; nothing to do if it is not there."""
+        if self._model is not None:
+            self._model.remove_adapter(id)
+
     def close(self) -> None:
         """Let weights and KV cache go. The runner cannot be used afterwards."""
         model, self._model = self._model, None
@@ -319,7 +331,7 @@ class ModelRunner:
             for index, chunk in enumerate(plan.chunks)
             if not chunk.awaits_token or chunk.request.id in rows_before  # else it failed there, and is left out
         )
-        step = _Step(plan, known, self.config.vocab_size)
+        step = _Step(plan, known, self.config.vocab_size, model.has_adapter)
         if not step.chunks:
             return None
         awaited = {
@@ -340,9 +352,9 @@ class ModelRunner:
         assert model is not None, "execute after close"
         if plan.is_ahead:
             assert before is not None, "a plan ahead of nothing"
-            step = _Step(plan, fill_in(plan, before), self.config.vocab_size)
+            step = _Step(plan, fill_in(plan, before), self.config.vocab_size, model.has_adapter)
         else:
-            step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size)
+            step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size, model.has_adapter)
         if not step.chunks:
             return step.result(ComputedStep(None))
         computed = model.compute(step.chunks, is_abandoned, plan.masks)
@@ -418,7 +430,13 @@ def _loaded_head(
 class _Step:
     """What of a plan can be computed: chunks, and with their results the response to the plan."""
 
-    def __init__(self, plan: StepPlan, chunks: Iterable[tuple[int, ScheduledChunk]], vocab_size: int) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        chunks: Iterable[tuple[int, ScheduledChunk]],
+        vocab_size: int,
+        has_adapter: Callable[[AdapterId], bool],
+    ) -> None:
         """chunks: each with its place in the plan. Where a fault shows, its request gets an error."""
         self._plan = plan
         self._errors: dict[RequestId, str] = {}
@@ -427,6 +445,8 @@ class _Step:
         for index, chunk in chunks:
             # A token that is awaited is sampled here, and the rest has been looked at before.
             fault = None if plan.chunks[index].awaits_token else _fault(chunk, vocab_size)
+            if chunk.request.adapter is not None and not has_adapter(chunk.request.adapter.id):
+                fault = "the adapter of this request is not loaded here any more"
             if fault is None:
                 self.chunks.append(chunk)
                 self._indexes.append(index)

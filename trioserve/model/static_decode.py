@@ -105,9 +105,14 @@ class StaticDecode:
 
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether `launch` can answer for all of these: as many decodes as there is room for. chunks: each asks for
-        nothing but a token (is_chosen_alone)."""
+        nothing but a token (is_chosen_alone). One with an adapter is computed in a step of its own shape: which rows
+        have which adapter is no fixed size."""
         return len(chunks) <= self.sizes[-1] and all(
-            chunk.samples and chunk.row_count == 1 and chunk.start < self._context_tokens_max for chunk in chunks
+            chunk.samples
+            and chunk.row_count == 1
+            and chunk.start < self._context_tokens_max
+            and chunk.request.adapter is None
+            for chunk in chunks
         )
 
     def record_all(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
@@ -92,6 +94,16 @@ class StepModel(Protocol):
         """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned.
         masks: of the chunks that have a mask_row. What is computed before a token is chosen does not wait for them."""
         ...
+
+    def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
+        """From here on chunks may have it. Raises MemoryError, and has kept nothing."""
+        ...
+
+    def remove_adapter(self, id: AdapterId) -> None:
+        """Let it go; nothing to do if it is not there."""
+        ...
+
+    def has_adapter(self, id: AdapterId) -> bool: ...
 
     @property
     def launches(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.given_rows import given_rows
 from trioserve.model.host_to_device import Sending
+from trioserve.model.torch_adapters import AdapterRows
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
 
@@ -161,7 +162,8 @@ class StepTensors:
     """token_ids, positions, slots: int64 [T]; slot = block * block_size + offset. cleared_slots: int64 [n], behind the
     last token of every block that this step begins and does not fill; None if there are none, or if the kernels never
     read them. attention: by window. first_rows: for each chunk in the order that was given, its first row. states: None
-    of a model without. given: rows whose embeddings are not their tokens': int64 [n], and float32 [n, hidden_size]."""
+    of a model without. given: rows whose embeddings are not their tokens': int64 [n], and float32 [n, hidden_size].
+    adapters: of the rows that have one; None: none has."""
 
     token_ids: Tensor
     positions: Tensor
@@ -171,6 +173,7 @@ class StepTensors:
     first_rows: tuple[int, ...]
     states: StateSteps | None = None
     given: tuple[Tensor, Tensor] | None = None
+    adapters: AdapterRows | None = None
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:

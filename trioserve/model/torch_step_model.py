@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, step_weight_bytes
@@ -37,7 +40,8 @@ from trioserve.model.samples import (
 from trioserve.model.settings import ModelSettings
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.static_decode import StaticDecode
-from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
+from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
+from trioserve.model.torch_adapters import TorchAdapter, adapter_rows, torch_adapter
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
@@ -96,6 +100,7 @@ class TorchStepModel:
         self._states: StateStorage[Tensor] | None = None
         self._static: StaticDecode | None = None
         self._kept_ids: Tensor | None = None
+        self._adapters: dict[AdapterId, TorchAdapter] = {}
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
         self._model: Decoder | None = Decoder(
@@ -243,7 +248,7 @@ class TorchStepModel:
         if (read := self.launch(chunks, {}, masks)) is not None:
             return ComputedStep(read())
         sending = Sending(self._shape.device)
-        step = build_step_tensors(chunks, self._shape, sending)
+        step = self._step_tensors(chunks, sending)
         sending.send()
         tapped: dict[int, Tensor] = {}
         hidden = model.forward(
@@ -300,7 +305,7 @@ class TorchStepModel:
         if not 0 < len(sampled) <= kept_ids.shape[0]:
             return None
         sending = Sending(self._shape.device)
-        step = build_step_tensors(chunks, self._shape, sending)
+        step = self._step_tensors(chunks, sending)
         rows = sending.add(np.array([step.first_rows[place] + chunks[place].count - 1 for place in sampled]))
         parameters = sending.add(np.array([draw_parameters(chunks[place].request.sampling) for place in sampled]))
         words = sending.add(np.array([word_of(chunks[place]) for place in sampled], dtype=np.int64))
@@ -319,6 +324,21 @@ class TorchStepModel:
         keep_ids(kept_ids, chosen)
         return fetch_samples(chosen, len(sampled))
 
+    def _step_tensors(self, chunks: Sequence[ScheduledChunk], sending: Sending) -> StepTensors:
+        assert self._model is not None, "a step after close"
+        step = build_step_tensors(chunks, self._shape, sending)
+        adapters = adapter_rows(chunks, step.first_rows, self._adapters, self._model.kernels, sending)
+        return step if adapters is None else replace(step, adapters=adapters)
+
+    def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
+        self._adapters[id] = torch_adapter(weights, self._shape.device)
+
+    def remove_adapter(self, id: AdapterId) -> None:
+        self._adapters.pop(id, None)
+
+    def has_adapter(self, id: AdapterId) -> bool:
+        return id in self._adapters
+
     def _sent_masks(self, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> tuple[Tensor, Tensor] | None:
         """As choose_tokens takes them. Sent when they are filled, while the device computes the layers."""
         masked = masked_rows(chunks, masks, self.config.vocab_size)
@@ -331,6 +351,7 @@ class TorchStepModel:
 
     def close(self) -> None:
         self._model = self._storage = self._states = self._static = self._kept_ids = None
+        self._adapters.clear()
         if self.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -70,11 +70,20 @@ async def watch_endpoint(
     on_role: Callable[[EngineRole | None], None],
     peers: PeerReports | None = None,
     on_vllm: Callable[[], None] = lambda: None,
+    on_adapters: Callable[[dict[str, str | None]], None] = lambda adapters: None,
 ) -> None:
-    """Runs until cancelled. on_vllm: told when it turns out to be one. on_role: told, with each report of load, what
+    """Runs until cancelled. on_vllm: told when it turns out to be one. on_adapters: told, by name, the digests of the
+    LoRA adapters that it serves, as far as it tells them. on_role: told, with each report of load, what
     the endpoint says it is meant for. peers: the same of the routers that it has heard from."""
     watch = _Watch(
-        remote, dispatch, settings, learns_models=learns_models, on_role=on_role, peers=peers, on_vllm=on_vllm
+        remote,
+        dispatch,
+        settings,
+        learns_models=learns_models,
+        on_role=on_role,
+        peers=peers,
+        on_vllm=on_vllm,
+        on_adapters=on_adapters,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.ask_health)
@@ -94,7 +103,9 @@ class _Watch:
         on_role: Callable[[EngineRole | None], None],
         peers: PeerReports | None,
         on_vllm: Callable[[], None],
+        on_adapters: Callable[[dict[str, str | None]], None],
     ) -> None:
+        self._on_adapters = on_adapters
         self._on_role = on_role
         self._on_vllm = on_vllm
         self._peers = peers
@@ -148,6 +159,7 @@ class _Watch:
             models = []
         if not models:
             return False
+        self._on_adapters({model.id: model.adapter for model in models if model.parent is not None})
         self._dispatch.set_models(self._remote.id, [model.id for model in models])
         return True
 
@@ -243,6 +255,8 @@ def _says(response: tuple[int, bytes], reason: str) -> bool:
 
 class _Model(msgspec.Struct):
     id: str
+    parent: str | None = None
+    adapter: str | None = None
 
 
 class _Models(msgspec.Struct):

@@ -52,6 +52,10 @@ class _Member:
         self.watch: trio.CancelScope | None = None
         self.told_role: EngineRole | None = None
         self.is_vllm = False
+        self.adapters: dict[str, str | None] = {}  # by name, their digests; None: it does not tell
+
+    def note_adapters(self, adapters: dict[str, str | None]) -> None:
+        self.adapters = adapters
 
 
 class Fleet:
@@ -219,6 +223,10 @@ class Fleet:
                     reason="no_endpoint",
                     retry_after_seconds=1,
                 )
+            # Adapters come beside their model, which is what is meant where none is named.
+            own = served - {name for member in self._members.values() for name in member.adapters}
+            if len(own) == 1:
+                return next(iter(own))
             if len(served) != 1:
                 raise UnknownModel(
                     f"the request names no model, and {len(served)} are served here: name one of "
@@ -233,6 +241,11 @@ class Fleet:
                 param="model",
             )
         return model
+
+    def adapter_digest(self, model: str) -> tuple[bool, str | None]:
+        """Whether the model is a LoRA adapter, and the digest of its content, if all that serve it tell the same."""
+        told = {member.adapters[model] for member in self._members.values() if model in member.adapters}
+        return bool(told), told.pop() if len(told) == 1 else None
 
     def model_at(self, id: EndpointId, model: str) -> str:
         """How the endpoint itself calls it."""
@@ -275,6 +288,7 @@ class Fleet:
                     on_role=note_role,
                     peers=self._peers,
                     on_vllm=note_vllm,
+                    on_adapters=member.note_adapters,
                 )
 
     def _begin_move(self, admission: AdmissionScope) -> None:

@@ -108,8 +108,11 @@ async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> 
     block_sizes = dispatch.block_sizes(request)
     if naming is None or not block_sizes or request.pinned is not None:
         return request
+    is_adapter, digest = context.fleet.adapter_digest(request.model)
+    if is_adapter and digest is None:  # nobody knows how its blocks are named
+        return request
     with dispatch.preparing(request):
-        blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes)
+        blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes, digest)
     return msgspec.structs.replace(request, blocks=blocks)
 
 

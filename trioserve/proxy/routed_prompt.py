@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import ChatBody, CompletionBody, GenerationBody, decode_body
+from trioserve.contracts.adapter import adapter_salt
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import Prompt
@@ -24,10 +25,10 @@ COMPLETIONS_PATH = "/v1/completions"
 
 
 async def named_blocks(
-    naming: PromptBlocks, path: str, raw: bytes, block_sizes: Collection[int]
+    naming: PromptBlocks, path: str, raw: bytes, block_sizes: Collection[int], adapter_digest: str | None = None
 ) -> dict[int, tuple[BlockHash, ...]]:
     """By block size, the names of the leading blocks of what the body asks to be continued; empty if they cannot be
-    told, or do not matter."""
+    told, or do not matter. adapter_digest: of the LoRA adapter that it is to be computed with."""
     try:
         body: GenerationBody
         if path == CHAT_PATH:
@@ -44,7 +45,8 @@ async def named_blocks(
         return {}
     if prompt is None or body.prompt_logprobs is not None:  # whose tokens are all computed, cached or not
         return {}
-    return await naming.names(prompt, block_sizes, salt=body.cache_salt, add_special_tokens=adds_special_tokens)
+    salt = adapter_salt(body.cache_salt, adapter_digest)
+    return await naming.names(prompt, block_sizes, salt=salt, add_special_tokens=adds_special_tokens)
 
 
 def _chat(body: ChatBody) -> Prompt | None:

@@ -31,9 +31,12 @@ def assert_all_free(engine: Engine) -> None:
     queue = engine.dispatch.core.stats()
     leases = sum(queue.leases.values())
     taken += f", {queue.waiting} in the queue, {leases} leases out"
+    adapter_leases = engine.adapters.book.lease_count
+    taken += f", {adapter_leases} leases on adapters" if adapter_leases else ""
+    engine.adapters.book.check()
     if outputs is not None:
         taken += f", {claimed_bytes} bytes of images claimed, {waiting_claims} requests waiting for some"
     blocks = (stats.blocks_used, stats.blocks_held)
     held = (*blocks, stats.running_count, stats.waiting_count, queue.waiting, leases, claimed_bytes, waiting_claims)
-    is_free = not (any(held) or live)
+    is_free = not (any(held) or adapter_leases or live)
     assert is_free, "\n".join([f"not all is free: {taken}", *lines])

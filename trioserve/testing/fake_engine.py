@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Literal
+from hashlib import blake2b
+from typing import Literal, NamedTuple
 
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.text_threads import TextThreads
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
+from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.mask_rows import MasksAtOnce
@@ -69,6 +73,7 @@ class FakeEngine(Engine):
         scores_pairs: bool = False,
         image_limits: ImageLimits | None = None,
         media: MediaFetcher | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         sees_images = parts.image_encoder is not None
         if tokenizer is None:
@@ -104,6 +109,7 @@ class FakeEngine(Engine):
             connector=parts.connector,
             role=role,
             guides=GuideFactory(byte_form_compiler()),
+            adapters=adapters,
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
             image_encoder=parts.image_encoder,
             image_limits=image_limits,
@@ -237,6 +243,32 @@ class FakeEngine(Engine):
             self.image_outputs.check()
 
 
+class _FakeAdapter(NamedTuple):
+    digest: str
+    rank_max: int = 8
+    byte_count: int = 1024
+
+
+async def _read_fake_adapter(path: str, is_checked: bool) -> _FakeAdapter:
+    await trio.lowlevel.checkpoint()
+    if "missing" in path:
+        raise ModelLoadError(f"{path} has no adapter_config.json: a test wants it so")
+    return _FakeAdapter(blake2b(path.encode(), digest_size=16).hexdigest())
+
+
+class _FakeAdapterPlace:
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+
+    async def add(self, id: AdapterId, content: object) -> None:
+        await trio.lowlevel.checkpoint()
+        self._executor.adapters.add(id)
+
+    async def remove(self, id: AdapterId) -> None:
+        await trio.lowlevel.checkpoint()
+        self._executor.adapters.discard(id)
+
+
 @cache
 def byte_form_compiler() -> FormCompiler:
     """All fake engines have the same vocabulary."""
@@ -286,6 +318,8 @@ async def open_fake_engine(
     opening_seconds: float = 0.0,
     image_limits: ImageLimits | None = None,
     media: MediaFetcher | None = None,
+    adapters: Mapping[str, str] | None = None,
+    adapters_max: int = 8,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -308,6 +342,9 @@ async def open_fake_engine(
     come.
 
     engine_restarts: how often it is opened anew after a fault, which takes opening_seconds and leaves the KV empty.
+
+    adapters: LoRA adapters that are loaded at the start, each name with a path. Others may be loaded while it runs:
+    every path is one, whose digest follows from the path, and what it says from the digest. adapters_max: so many.
 
     encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
     vectors besides; they follow from the prompt and from what is asked.
@@ -380,13 +417,16 @@ async def open_fake_engine(
         )
         seconds = opened[0].step_seconds if opened else step_seconds
         images = None if image_limits is None else FakeImageEncoder()
+        await fake_adapters.attach(_FakeAdapterPlace(executor))
         try:
             yield EngineParts(core, ControlledSteps(executor, seconds=seconds), made, image_encoder=images)
         finally:
+            fake_adapters.detach()
             if images is not None:
                 images.close()
 
     opened: list[FakeEngine] = []
+    fake_adapters = Adapters(_read_fake_adapter, adapters_max=adapters_max, reserved_names=served_names)
 
     def make_engine(parts: EngineParts) -> FakeEngine:
         engine = FakeEngine(
@@ -401,6 +441,7 @@ async def open_fake_engine(
             scores_pairs=encoder == "score",
             image_limits=image_limits,
             media=media,
+            adapters=fake_adapters,
         )
         opened.append(engine)
         return engine
@@ -409,5 +450,7 @@ async def open_fake_engine(
         async with TextThreads() as text_threads, trio.open_nursery() as nursery:
             engine = await nursery.start(supervise, open_parts, make_engine)
             nursery.start_soon(engine.keep_deadlines)
+            for name, path in (adapters or {}).items():
+                await engine.load_adapter(name, path)
             yield engine
             nursery.cancel_scope.cancel()

@@ -117,10 +117,11 @@ class FakeExecutor:
     """An Executor (contracts.step) over a FakeModel.
 
     errors: requests that fail at their next chunk, with the sentence for the client; change it at any time. A failing
-    chunk leaves garbage in its slots, as a real one may. plans: how many were executed. keeps_kv: False plays a model
-    that needs no blocks, since it computes every prompt whole. state_slot_count: above 0 plays a model with layers that
-    keep a state, in so many slots; snapshots are among them. has_draft_model: it proposes tokens (fake_drafts.py).
-    window_tokens: of the sliding window of all layers; no block before it is looked at.
+    chunk leaves garbage in its slots, as a real one may. plans: how many were executed. adapters: the ids of those that
+    are there; what is said with one follows from its digest, too. keeps_kv: False plays a model that needs no blocks,
+    since it computes every prompt whole. state_slot_count: above 0 plays a model with layers that keep a state, in so
+    many slots; snapshots are among them. has_draft_model: it proposes tokens (fake_drafts.py). window_tokens: of the
+    sliding window of all layers; no block before it is looked at.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class FakeExecutor:
             FakeDraftModel(self.model, block_count=block_count, block_size=block_size) if has_draft_model else None
         )
         self.plans = 0
+        self.adapters: set[int] = set()
         # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
         # The same for each state; what stands in one that nobody wrote yet is as wrong as can be.
@@ -192,6 +194,10 @@ class FakeExecutor:
                 token_ids.append(None)
                 continue
             digests = self._read(chunk)
+            if request.adapter is not None and request.adapter.id not in self.adapters:
+                result.errors[request.id] = "the adapter of this request is not loaded here any more"
+                token_ids.append(None)
+                continue
             sampling = request.sampling
             if sampling.prompt_logprobs is not None:
                 result.prompt_logprobs[request.id] = self._prompt_logprobs(chunk, digests, sampling.prompt_logprobs)
@@ -241,7 +247,7 @@ class FakeExecutor:
         """Write what computing the known tokens at positions start .. start + count - 1 would write, where there is a
         block for it."""
         known = request.known_token_ids
-        digest = self.model.digest(known[:start])
+        digest = self.model.digest(known[:start], self._root(request))
         for position in range(start, start + count):
             digest = self.model.digest((known[position],), digest)
             if block_table[position // self.block_size] == NO_BLOCK:
@@ -350,6 +356,10 @@ class FakeExecutor:
         """The first position that one of its tokens sees."""
         return 0 if self.window_tokens is None else max(0, chunk.start - self.window_tokens + 1)
 
+    def _root(self, request: EngineRequest) -> int:
+        """The digest of no tokens: with an adapter everything is another one."""
+        return 0 if request.adapter is None else self.model.digest(request.adapter.digest.encode())
+
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return chunk.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
@@ -361,12 +371,13 @@ class FakeExecutor:
             self._spoil(chunk)
             return
         self._write_states(chunk)
-        parent = 0
         if chunk.start > 0:
             # What this chunk's KV becomes depends on what stands before it, whoever wrote that.
             before = self._slots[self._slot(chunk, chunk.start - 1)]
             assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
             parent = before[0]
+        else:
+            parent = self._root(chunk.request)
         for position, token_id in zip(positions, chunk.row_tokens, strict=True):
             parent = self.model.digest((token_id,), _given_at(chunk.request, position, parent))
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
@@ -375,8 +386,9 @@ class FakeExecutor:
         """What a state becomes depends on what it was, whoever left it there."""
         name, salt, position = chunk.request.id, chunk.request.cache_salt, chunk.start
         for span in chunk.states:
-            found = (0, salt) if span.reads is None else self._states[span.reads]
-            expected = (self.model.digest(chunk.tokens[:position]), salt)
+            root = self._root(chunk.request)
+            found = (root, salt) if span.reads is None else self._states[span.reads]
+            expected = (self.model.digest(chunk.tokens[:position], root), salt)
             assert found == expected, (
                 f"{name}: state {span.reads} before position {position} is {found}, not {expected}"
             )
@@ -416,7 +428,7 @@ class FakeExecutor:
         """The digest at every position of the context, each that is seen compared with what the request's own tokens
         say."""
         digests: list[int] = []
-        expected = 0
+        expected = self._root(chunk.request)
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
         first = self._first_seen(chunk)
         for position, token_id in enumerate(tokens):

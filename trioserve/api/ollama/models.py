@@ -45,7 +45,7 @@ def untagged(asked: str | None, served: Iterable[str]) -> str | None:
 
 def model_asked(context: RequestContext, asked: str | None) -> str:
     """The name of the model, as it is called here. Raises UnknownModel, InvalidRequest."""
-    return context.model_name(untagged(asked, context.engine.model.served_names))
+    return context.model_name(untagged(asked, context.served_names))
 
 
 def model_card(
@@ -99,7 +99,7 @@ def _cards(context: RequestContext) -> list[dict[str, Any]]:
             family=model.family,
             weight_bytes=model.weight_bytes,
         )
-        for name in model.served_names
+        for name in context.served_names
     ]
 
 

@@ -10,7 +10,9 @@ from trioserve.api.openai.request_types import (
     CompletionBody,
     ControlBody,
     DetokenizeBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadTold, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -55,6 +57,20 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         response=response_types.Model,
         errors=(400, 404),
         path_parameter="name of the model, slashes included",
+    ),
+    ("POST", "/v1/load_lora_adapter"): DescribedOperation(
+        summary="Load a LoRA adapter",
+        description="The admin's, where the server was started with --allow-runtime-lora-updating.",
+        body=LoadAdapterBody,
+        response="text/plain",
+        errors=(*READS_BODY, 403, 404),
+    ),
+    ("POST", "/v1/unload_lora_adapter"): DescribedOperation(
+        summary="Unload a LoRA adapter",
+        description="Nobody gets it from then on. The response comes when nobody uses it any more.",
+        body=UnloadAdapterBody,
+        response="text/plain",
+        errors=(*READS_BODY, 403, 404),
     ),
     ("GET", "/v1/requests"): DescribedOperation(
         summary="List the requests that live",

@@ -14,7 +14,7 @@ MODEL_PATH = "/v1/models/"
 
 
 async def list_models(context: RequestContext) -> None:
-    names = context.engine.model.served_names
+    names = context.served_names
     data = [_card(context, name) for name in names]
     listed: dict[str, object] = {"object": "list", "data": data}
     if context.surface is ANTHROPIC:
@@ -29,6 +29,7 @@ async def read_model(context: RequestContext) -> None:
 
 def _card(context: RequestContext, name: str) -> dict[str, object]:
     model = context.engine.model
+    adapter = context.engine.adapters.book.get(name)
     if context.surface is ANTHROPIC:
         made_at = datetime.fromtimestamp(model.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {
@@ -40,7 +41,7 @@ def _card(context: RequestContext, name: str) -> dict[str, object]:
             "max_input_tokens": model.context_tokens_max,
             "max_tokens": model.context_tokens_max,
         }
-    return {
+    card: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": model.created_at,
@@ -51,3 +52,8 @@ def _card(context: RequestContext, name: str) -> dict[str, object]:
         "batch_invariant": model.batch_invariant,
         "fingerprint": model.fingerprint,
     }
+    if adapter is not None and adapter.ref is not None:
+        card["root"], card["parent"] = adapter.source, model.name
+        card["fingerprint"] = model.fingerprint_with(adapter.ref.digest)
+        card["adapter"] = adapter.ref.digest
+    return card

@@ -29,8 +29,10 @@ __all__ = [
     "DetokenizeBody",
     "GenerationBody",
     "Int32",
+    "LoadAdapterBody",
     "StreamOptions",
     "TokenizeBody",
+    "UnloadAdapterBody",
     "check_cache_salt",
     "decode_body",
 ]
@@ -198,6 +200,22 @@ class ControlBody(msgspec.Struct, frozen=True, kw_only=True):
     """end_thinking: what can be asked of a request that runs."""
 
     end_thinking: bool | None = None
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """lora_path: a directory on the server, as peft saves it. load_inplace: it may take over the name of another one;
+    requests that run keep that."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """timeout: seconds, after which requests that still use it are ended; without it they are waited for."""
+
+    lora_name: str | None = None
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
 
 
 SAMPLING_FIELDS = (

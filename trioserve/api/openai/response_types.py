@@ -234,15 +234,18 @@ class Completion(Response):
 
 
 class Model(Response):
+    """parent: of a LoRA adapter, the model that it changes; adapter: the digest of its content."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
     batch_invariant: bool
     fingerprint: str | None
+    adapter: str | UnsetType = UNSET
 
 
 class Models(Response):

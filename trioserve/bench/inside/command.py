@@ -30,6 +30,10 @@ class _Module(Protocol):
 
 
 PARTS = {
+    "adapters": Part(
+        "decode steps with LoRA adapters, each stream its own, beside the same without, in turns",
+        "trioserve.bench.inside.adapter_bench",
+    ),
     "core": Part(
         "what the core costs a step and an abort, however many requests run and wait; no model",
         "trioserve.bench.inside.core_cost",

@@ -171,10 +171,11 @@ def _known(chunk: ScheduledChunk, token_id: int | None, sampled: Sequence[int]) 
 
 
 def _plain(request: EngineRequest) -> EngineRequest:
-    """The same, of which nothing is asked but tokens. Images it does not see: their rows are the other model's."""
+    """The same, of which nothing is asked but tokens. Images it does not see: their rows are the other model's. Nor has
+    it the request's adapter: what it proposes without is right less often."""
     sampling = request.sampling
-    if sampling.logprobs is None and sampling.prompt_logprobs is None and not request.given:
+    is_plain = not (request.given or request.adapter)
+    if sampling.logprobs is None and sampling.prompt_logprobs is None and is_plain:
         return request
-    return msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(sampling, logprobs=None, prompt_logprobs=None), given=()
-    )
+    plain = msgspec.structs.replace(sampling, logprobs=None, prompt_logprobs=None)
+    return msgspec.structs.replace(request, sampling=plain, given=(), adapter=None)

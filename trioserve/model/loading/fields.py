@@ -36,6 +36,11 @@ class Fields:
         return self._source
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that the file has."""
+        return tuple(self._values)
+
+    @property
     def asked(self) -> frozenset[str]:
         """The names that somebody has asked for."""
         return frozenset(self._asked)
@@ -98,6 +103,11 @@ class Fields:
         if not isinstance(value, str):
             raise self.wrong(name, "a string")
         return value
+
+    def strings_or_text(self, name: str) -> list[str] | str:
+        """A list of strings, or one; nothing when the field is missing."""
+        value = self._value(name)
+        return value if isinstance(value, str) else self.strings_or(name, [])
 
     def strings_or(self, name: str, default: T) -> list[str] | T:
         value = self._value(name)

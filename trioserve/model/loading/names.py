@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -44,6 +44,7 @@ __all__ = [
     "TensorPlace",
     "match_tensors",
     "outside_name",
+    "tensor_places",
     "tensor_shapes",
 ]
 
@@ -362,17 +363,13 @@ def _module(path: list[str]) -> str:
     return ".".join(path[:1] + path[2:] if path[0] == "experts" else path)
 
 
-def match_tensors(
-    config: ModelConfig, found: Mapping[str, Shape], format: Format, *, ignored: Callable[[str], bool]
-) -> dict[str, TensorPlace]:
-    """Name in here to place out there for every tensor of the model.
-
-    found: what the files hold, by their own names. ignored: says which superfluous ones do no harm.
-    Raises ModelLoadError when one is missing, has another shape than the config says, or is unknown: a model computed
-    without it would answer nonsense.
-    """
+def tensor_places(
+    config: ModelConfig, format: Format, found: Collection[str] = ()
+) -> tuple[dict[str, TensorPlace], dict[str, Shape]]:
+    """Where such files have every tensor of the model, by its name in here; and the shapes of the tensors out there.
+    found: the names of those that are there, where some may be written in more than one way."""
     places: dict[str, TensorPlace] = {}
-    shapes: dict[str, Shape] = {}  # of the tensors out there
+    shapes: dict[str, Shape] = {}
     shared: dict[str, list[str]] = {}  # the names in here of what lies side by side, by the first one's
     for name, shape in tensor_shapes(config).items():
         outside = outside_name(name, config.family, format)
@@ -391,6 +388,19 @@ def match_tensors(
     for place in places.values():
         if place.is_turned:
             shapes[place.name] = (math.prod(shapes[place.name]) // place.rows_shape[1], place.rows_shape[1])
+    return places, shapes
+
+
+def match_tensors(
+    config: ModelConfig, found: Mapping[str, Shape], format: Format, *, ignored: Callable[[str], bool]
+) -> dict[str, TensorPlace]:
+    """Name in here to place out there for every tensor of the model.
+
+    found: what the files hold, by their own names. ignored: says which superfluous ones do no harm.
+    Raises ModelLoadError when one is missing, has another shape than the config says, or is unknown: a model computed
+    without it would answer nonsense.
+    """
+    places, shapes = tensor_places(config, format, found)
     missing = [name for name in shapes if name not in found]
     if missing:
         raise ModelLoadError(

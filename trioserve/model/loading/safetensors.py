@@ -33,7 +33,7 @@ from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["INDEX_NAME", "SafetensorsCheckpoint", "stored_tensors"]
+__all__ = ["INDEX_NAME", "SafetensorsCheckpoint", "stored_tensors", "tensors_in_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def stored_tensors(directory: Path, storages: Collection[str] = tuple(PLAIN_DTYP
     index_path = directory / INDEX_NAME
     single = directory / "model.safetensors"
     if single.is_file():
-        return _header(single, storages)
+        return tensors_in_file(single, storages)
     if index_path.is_file():
         return _indexed_tensors(directory, storages)
     files = sorted(directory.glob("*.safetensors"))
@@ -169,7 +169,7 @@ def stored_tensors(directory: Path, storages: Collection[str] = tuple(PLAIN_DTYP
             f"the directory has {len(files)} safetensors files but no {INDEX_NAME}, which says what is in which: "
             "fetch the checkpoint again"
         )
-    return _header(files[0], storages)
+    return tensors_in_file(files[0], storages)
 
 
 def _indexed_tensors(directory: Path, storages: Collection[str]) -> dict[str, FileTensor]:
@@ -189,7 +189,7 @@ def _indexed_tensors(directory: Path, storages: Collection[str]) -> dict[str, Fi
             f"{INDEX_NAME} names {len(shards)} files, of which {len(absent)} are missing, {absent[0]} first: "
             "fetch the checkpoint again"
         )
-    headers = {shard: _header(directory / shard, storages) for shard in shards}
+    headers = {shard: tensors_in_file(directory / shard, storages) for shard in shards}
     for name, shard in file_names.items():
         if name not in headers[shard]:
             raise ModelLoadError(
@@ -198,8 +198,9 @@ def _indexed_tensors(directory: Path, storages: Collection[str]) -> dict[str, Fi
     return {name: headers[shard][name] for name, shard in file_names.items()}
 
 
-def _header(path: Path, storages: Collection[str]) -> dict[str, FileTensor]:
-    """Eight bytes with the length of a JSON object, that object, then the tensors, each where the object says."""
+def tensors_in_file(path: Path, storages: Collection[str]) -> dict[str, FileTensor]:
+    """What a file holds, by name. Raises ModelLoadError if it is damaged, or stores something else than `storages`."""
+    # Eight bytes with the length of a JSON object, that object, then the tensors, each where the object says.
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)

@@ -1,9 +1,9 @@
-"""Which sampling counts where a request says nothing, as an operator wants it: --generation-config and
---override-generation-config as one checked value."""
+"""What an operator wants of loading, as checked values: which sampling counts where a request says nothing
+(--generation-config, --override-generation-config), and which adapters there are at the start (--lora-modules)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.spelling import closest_name
 
-__all__ = ["GENERATION_FIELDS", "GenerationSettings", "generation_settings"]
+__all__ = ["GENERATION_FIELDS", "GenerationSettings", "LoraModule", "generation_settings", "lora_modules"]
 
 FLAG = "--override-generation-config"
+LORA_EXAMPLE = """write it like sql=/adapters/sql, or like {"name": "sql", "path": "/adapters/sql"}"""
 EXAMPLE = '{"temperature": 0.5, "top_p": 0.9}'
 
 GENERATION_FIELDS = {
@@ -36,6 +37,34 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_neutral: bool = False
     directory: Path | None = None
     override: Mapping[str, float | int] = msgspec.field(default_factory=dict)
+
+
+class LoraModule(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that is loaded at the start. base_model_name: whose it is, for people."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules(given: Iterable[str]) -> tuple[LoraModule, ...]:
+    """given: each "name=path", or JSON with the fields of a LoraModule. Raises StartupError."""
+    modules: dict[str, LoraModule] = {}
+    for text in given:
+        try:
+            if text.lstrip().startswith("{"):
+                module = msgspec.json.decode(text, type=LoraModule)
+            else:
+                name, equals, path = text.partition("=")
+                module = LoraModule(name=name, path=path) if equals else LoraModule(name="", path="")
+        except msgspec.DecodeError as error:
+            raise StartupError(f"--lora-modules {text!r}: {error}; {LORA_EXAMPLE}") from None
+        if not module.name or not module.path:
+            raise StartupError(f"--lora-modules {text!r} has no name and path: {LORA_EXAMPLE}")
+        if module.name in modules:
+            raise StartupError(f"--lora-modules names {module.name!r} twice")
+        modules[module.name] = module
+    return tuple(modules.values())
 
 
 def generation_settings(source: str, override: str | Mapping[str, Any] | None) -> GenerationSettings:

@@ -1,0 +1,143 @@
+"""LoRA adapters in the native kernels' memory: in the order in which a step reads them, for each layer of the model."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, empty_values
+from trioserve.model.packed_weights import has_pairs_together, pairs_together
+from trioserve_kernels.native import (
+    BLOCK_OUTPUTS,
+    CACHE_LINE_BYTES,
+    AdapterLayerStruct,
+    AdapterMatrixStruct,
+    AdapterPartStruct,
+    Library,
+    WeightMemory,
+    address,
+)
+
+__all__ = ["NativeAdapter"]
+
+
+class _Part(NamedTuple):
+    """Some outputs of a product, as the model's own matrix has them. pairs_of: see pairs_together; 0: as they are."""
+
+    module: str
+    outputs: int
+    first_block: int
+    block_step: int = 1
+    pairs_of: int = 0
+
+
+def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple[_Part, ...]]]:
+    """Name, inputs and parts of each product that may have an adapter, in the order of computing."""
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, AttentionConfig):
+        queries, keys = attention.query_size, attention.key_size
+        pairs_of = attention.head_dim if has_pairs_together(attention) else 0
+        query_blocks, key_blocks = queries // BLOCK_OUTPUTS, keys // BLOCK_OUTPUTS
+        qkv = (
+            _Part("q_proj", queries, 0, pairs_of=pairs_of),
+            _Part("k_proj", keys, query_blocks, pairs_of=pairs_of),
+            _Part("v_proj", keys, query_blocks + key_blocks),
+        )
+        yield "qkv", hidden, qkv
+        yield "output", queries, (_Part("o_proj", hidden, 0),)
+    if isinstance(mlp, MlpConfig):
+        middle = mlp.intermediate_size
+        # Gate and up lie in turn, as in the model's own matrix.
+        yield "gate_up", hidden, (_Part("gate_proj", middle, 0, 2), _Part("up_proj", middle, 1, 2))
+        yield "down", middle, (_Part("down_proj", hidden, 0),)
+
+
+class NativeAdapter:
+    """One adapter. Closed by its owner, when nothing computes with it any more."""
+
+    def __init__(self, weights: AdapterWeights, config: ModelConfig, library: Library, dtype: Dtype) -> None:
+        """Raises MemoryError."""
+        assert weights.dtype == dtype, "an adapter is read in the model's format"
+        self._library = library
+        self._dtype: Dtype = dtype
+        self._layers = (AdapterLayerStruct * config.layer_count)()
+        places = [
+            (index, name, inputs, parts)
+            for index, layer in enumerate(config.layers)
+            for name, inputs, parts in _products(layer, config.hidden_size)
+        ]
+        found = [
+            [(part, weights.matrices.get(f"layers.{index}.{part.module}")) for part in parts]
+            for index, _, _, parts in places
+        ]
+        there = [[(part, matrix) for part, matrix in of_product if matrix is not None] for of_product in found]
+        byte_count = sum(self._bytes(inputs, parts) for (_, _, inputs, _), parts in zip(places, there, strict=True))
+        self._memory = WeightMemory(library, byte_count)
+        for (index, name, inputs, _), parts in zip(places, there, strict=True):
+            if parts:
+                setattr(self._layers[index], name, self._matrix(inputs, parts))
+
+    @property
+    def layers(self) -> int:
+        """The address of what a step reads."""
+        return ctypes.addressof(self._layers)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._memory.close()
+
+    def _bytes(self, inputs: int, parts: Sequence[tuple[_Part, AdapterMatrix]]) -> int:
+        a = sum(self._library.packed_bytes(matrix.a.shape[0], inputs, self._dtype) for _, matrix in parts)
+        return a + sum(self._b_bytes(part, matrix) for part, matrix in parts)
+
+    def _b_bytes(self, part: _Part, matrix: AdapterMatrix) -> int:
+        size = part.outputs * self._rank(matrix) * VALUE_BYTES[self._dtype]
+        return -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+
+    def _rank(self, matrix: AdapterMatrix) -> int:
+        """With what it is padded by: numbers are multiplied in units of four bytes."""
+        unit = 4 // VALUE_BYTES[self._dtype]
+        return -(-len(matrix.a) // unit) * unit
+
+    def _matrix(self, inputs: int, parts: Sequence[tuple[_Part, AdapterMatrix]]) -> AdapterMatrixStruct:
+        struct = AdapterMatrixStruct()
+        sizes = [self._library.packed_bytes(matrix.a.shape[0], inputs, self._dtype) for _, matrix in parts]
+        a = struct.a = self._memory.take(sum(sizes))
+        first = 0
+        for place, ((part, matrix), size) in enumerate(zip(parts, sizes, strict=True)):
+            self._library.pack(np.ascontiguousarray(matrix.a), a)
+            a += size
+            b = self._blocks(part, matrix)
+            start = self._memory.take(self._b_bytes(part, matrix))
+            ctypes.memmove(start, address(b), b.nbytes)
+            struct.parts[place] = AdapterPartStruct(
+                b=start,
+                first_block=part.first_block,
+                block_step=part.block_step,
+                block_count=part.outputs // BLOCK_OUTPUTS,
+                rank=self._rank(matrix),
+                first=first,
+            )
+            first += -(-matrix.a.shape[0] // BLOCK_OUTPUTS) * BLOCK_OUTPUTS
+        struct.rank = first
+        return struct
+
+    def _blocks(self, part: _Part, matrix: AdapterMatrix) -> npt.NDArray[Any]:
+        """b as AdapterPart has it: [outputs / 16, rank / unit, 16, unit]."""
+        rank, unit = self._rank(matrix), 4 // VALUE_BYTES[self._dtype]
+        b: npt.NDArray[Any] = empty_values((part.outputs, rank), self._dtype)
+        b[:] = 0
+        b[:, : matrix.b.shape[1]] = matrix.b
+        if part.pairs_of:
+            together = np.empty_like(b)
+            view = pairs_together(together, part.pairs_of)
+            view[:] = b.reshape(view.shape)
+            b = together
+        blocks = b.reshape(-1, BLOCK_OUTPUTS, rank // unit, unit).swapaxes(1, 2)
+        return np.ascontiguousarray(blocks)

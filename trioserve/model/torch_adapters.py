@@ -1,0 +1,74 @@
+"""LoRA adapters as tensors, and which rows of a step have which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.adapter_weights import AdapterWeights
+from trioserve.model.host_to_device import Sending
+from trioserve.model.torch_formats import as_tensor
+from trioserve_kernels import Kernels
+
+__all__ = ["AdapterRows", "TorchAdapter", "adapter_rows", "torch_adapter"]
+
+TorchAdapter = Mapping[str, tuple[Tensor, Tensor]]
+"""a [rank, inputs] and b [outputs, rank] by the name of the model's matrix, such as layers.0.q_proj."""
+
+
+def torch_adapter(weights: AdapterWeights, device: torch.device) -> TorchAdapter:
+    return {
+        name: (as_tensor(matrix.a).to(device), as_tensor(matrix.b).to(device))
+        for name, matrix in weights.matrices.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows of a step that have an adapter, by adapter: int64, on the step's device."""
+
+    groups: tuple[tuple[TorchAdapter, Tensor], ...]
+    kernels: Kernels
+
+    def add_(self, product: Tensor, values: Tensor, outputs: Mapping[str, int]) -> None:
+        """Add what each row's adapter makes of it.
+
+        product: [T, sum of outputs], changed in place; values: [T, inputs]; outputs: of the matrices whose products lie
+        side by side, by name."""
+        for adapter, rows in self.groups:
+            first = 0
+            for name, size in outputs.items():
+                if name in adapter:
+                    part = product[:, first : first + size]
+                    part.index_add_(0, rows, self._low_rank(values.index_select(0, rows), *adapter[name]))
+                first += size
+
+    def _low_rank(self, values: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        linear = self.kernels.linear
+        product = torch.nn.functional.linear
+        return linear(linear(values, a, None, product), b, None, product)
+
+
+def adapter_rows(
+    chunks: Sequence[ScheduledChunk],
+    first_rows: Sequence[int],
+    adapters: Mapping[AdapterId, TorchAdapter],
+    kernels: Kernels,
+    sending: Sending,
+) -> AdapterRows | None:
+    """None if no chunk has one. first_rows: of each chunk. What comes back has its values when `sending` has been
+    sent."""
+    rows: dict[AdapterId, list[int]] = {}
+    for chunk, first in zip(chunks, first_rows, strict=True):
+        if chunk.request.adapter is not None:
+            rows.setdefault(chunk.request.adapter.id, []).extend(range(first, first + chunk.row_count))
+    if not rows:
+        return None
+    groups = tuple((adapters[id], sending.add(np.array(found, dtype=np.int64))) for id, found in rows.items())
+    return AdapterRows(groups, kernels)
