@@ -16,8 +16,8 @@ def open_engine():
     """What answers is a text that repeats itself."""
 
     @asynccontextmanager
-    async def opened(model, *, kv_cache_memory, **options):
-        assert (model, kv_cache_memory) == ("some", 0.25)
+    async def opened(model, *, kv_cache_memory, quantization, **options):
+        assert (model, kv_cache_memory, quantization) == ("some", 0.25, "auto")
         async with open_fake_engine(
             response="round and round it goes, " * 20,
             block_count=2_000,

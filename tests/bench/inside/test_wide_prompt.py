@@ -25,7 +25,6 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys):
         ) as engine:
             engines.append(engine)
             yield engine
-            assert engine.stats().blocks_used == 0
 
     assert run_wide_prompt(open_engine, "some", stream_count=3, prompt_tokens=900, rounds=2, kv_cache_gib=0.5) == 0
     *table, line = capsys.readouterr().out.splitlines()
