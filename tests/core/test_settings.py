@@ -28,8 +28,19 @@ def test_limits_that_just_fit_are_accepted():
         ({"step_tokens_max": 1}, "raise --max-num-batched-tokens or lower --max-num-seqs"),
         ({"context_tokens_max": 65}, "holds 64 tokens, less than the 65 of one full context"),
         ({"block_count": 3}, "holds 48 tokens"),
+        ({"window_tokens": 1}, "window_tokens is 1"),
+        ({"context_tokens_max": 1000, "window_tokens": 48}, "lower --max-num-batched-tokens or --max-model-len"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(**{**GOOD, **change})
+
+
+def test_behind_a_window_a_context_may_be_longer_than_the_pool():
+    limits = CoreSettings(**{**GOOD, "context_tokens_max": 100_000, "window_tokens": 46})
+    assert limits.blocks_held_max(100_000) == 4, "46 tokens and 2 of a step, wherever in a block they begin"
+    assert limits.blocks_held_max(33) == 3
+    assert [limits.first_block_read(position) for position in (0, 45, 46, 60, 61, 77)] == [0, 0, 0, 0, 1, 2]
+    assert limits.first_block_kept(61) == 0, "of 61 tokens the last one sees positions 15 to 60"
+    assert limits.first_block_kept(62) == 1

@@ -61,3 +61,18 @@ def test_an_endpoint_is_known_by_at_most_so_many_blocks_and_never_by_wrong_ones(
     assert index.block_count(A) == 3
     assert [matched(index, A, letter) for letter in "abcdefg"] == [0, 1, 1, 0, 0, 1, 0]
     assert matched(index, B, "xy") == 2
+
+
+def test_behind_a_window_a_match_needs_the_blocks_alone_that_are_seen_from_its_end():
+    index = ResidencyIndex()
+    index.replace(A, 1, names("defg"), 4)  # a token sees itself and three more
+    index.replace(B, 1, names("defg"))
+    assert matched(index, A, "abcdefgx") == 7
+    assert matched(index, A, "abcdefx") == 6
+    assert matched(index, A, "abcdex") == 0, "c is missing, which x sees"
+    assert matched(index, B, "abcdefgx") == 0
+    assert index.likely_holders({1: names("abcdefgx")}, 2) == [A, B]
+    index.remove(A, names("e"))
+    assert matched(index, A, "abcdefgx") == 0
+    index.forget(A)
+    assert index.likely_holders({1: names("abcdefgx")}, 2) == [], "what has no window is known by its beginning"

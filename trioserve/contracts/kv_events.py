@@ -19,8 +19,9 @@ __all__ = ["BlocksRemoved", "BlocksStored", "KvEvent", "ResidencySnapshot"]
 
 class ResidencySnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     """All blocks that can be found. hashes: some of them, those of the parts before left out; left: how many are still
-    to come, 0 in the last part. model: as requests name it. block_size: tokens in each block.
-    hash_scheme: how blocks are named (contracts/block_hash)."""
+    to come, 0 in the last part. model: as requests name it. block_size: tokens in each block. hash_scheme: how blocks
+    are named (contracts/block_hash). window_tokens: where every layer of the model has a sliding window the largest of
+    them: a prefix is there if the blocks are that the token behind it sees, whatever became of those before them."""
 
     epoch: str
     sequence: int
@@ -29,6 +30,7 @@ class ResidencySnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot
     hash_scheme: str
     hashes: list[BlockHash]
     left: int
+    window_tokens: int | None = None
 
 
 class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):

@@ -223,6 +223,7 @@ class Engine:
                 core.cache,
                 model=self.model.name,
                 block_size=core.settings.block_size,
+                window_tokens=core.settings.window_tokens,
                 events_max=settings.kv_events_max,
             )
         self._gauges = EngineGauges(metrics, core.stats())

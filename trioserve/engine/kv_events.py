@@ -29,10 +29,19 @@ class KvEvents:
     """Listens to a prefix cache. epoch: of this engine, like no other's. Every method belongs to the thread of the
     engine's Trio program."""
 
-    def __init__(self, cache: PrefixCache, *, model: str, block_size: int, events_max: int = EVENTS_MAX) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        model: str,
+        block_size: int,
+        window_tokens: int | None = None,
+        events_max: int = EVENTS_MAX,
+    ) -> None:
         self.epoch = secrets.token_hex(8)
         self.model = model
         self.block_size = block_size
+        self.window_tokens = window_tokens
         self.next_sequence = 0
         self.is_over = False
         self._cache = cache
@@ -152,4 +161,5 @@ class KvReader:
             hash_scheme=HASH_SCHEME,
             hashes=part,
             left=len(self._unsent),
+            window_tokens=events.window_tokens,
         )

@@ -99,7 +99,10 @@ class _Watch:
         self._snapshot += part.hashes[: BLOCKS_MAX - len(self._snapshot)]
         if part.left:
             return
-        self._policy.note_resident(self._remote.id, part.block_size, self._snapshot)
+        window_tokens = part.window_tokens
+        if window_tokens is not None and window_tokens < 1:
+            raise BrokenEvents(f"its model's sliding window has {window_tokens} tokens")
+        self._policy.note_resident(self._remote.id, part.block_size, self._snapshot, window_tokens)
         logger.info("residency known endpoint=%s blocks=%d", self._remote.id, len(self._snapshot))
         self.is_known = True
         self._reason_told = ""

@@ -57,8 +57,15 @@ class Policy(abc.ABC):
         """How many blocks the endpoint is known to have; None if that is unknown."""
         return None
 
-    def note_resident(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
-        """The endpoint says that it holds these blocks, of so many tokens each, and no others."""
+    def note_resident(  # noqa: B027
+        self,
+        endpoint: EndpointId,
+        block_size: int,
+        hashes: Sequence[BlockHash],
+        window_tokens: int | None = None,
+    ) -> None:
+        """The endpoint says that it holds these blocks, of so many tokens each, and no others. window_tokens: none of
+        its model's layers sees any further back (contracts.kv_events)."""
 
     def note_stored(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
         """The endpoint says that it holds these blocks now, too."""
@@ -254,8 +261,14 @@ class KvAware(Policy):
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:
         self._sent.add(endpoint, request.prefix)
 
-    def note_resident(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:
-        self._resident.replace(endpoint, block_size, hashes)
+    def note_resident(
+        self,
+        endpoint: EndpointId,
+        block_size: int,
+        hashes: Sequence[BlockHash],
+        window_tokens: int | None = None,
+    ) -> None:
+        self._resident.replace(endpoint, block_size, hashes, window_tokens)
 
     def note_stored(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
         self._resident.add(endpoint, hashes)

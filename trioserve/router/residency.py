@@ -15,9 +15,16 @@ BLOCKS_MAX = 500_000  # of one endpoint, about 200 bytes each; at 16 tokens a bl
 
 
 class _Residency:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, window_tokens: int | None) -> None:
         self.block_size = block_size
+        self.window_tokens = window_tokens
         self.hashes: set[BlockHash] = set()
+
+    def first_needed(self, block_count: int) -> int:
+        """Of a prefix of so many blocks, the first that whoever goes on behind it sees."""
+        if self.window_tokens is None:
+            return 0
+        return max(0, block_count * self.block_size - self.window_tokens + 1) // self.block_size
 
 
 class ResidencyIndex:
@@ -30,13 +37,17 @@ class ResidencyIndex:
         # Most blocks are at one endpoint alone: a dictionary for each would cost more than the names.
         self._holders: dict[BlockHash, EndpointId | dict[EndpointId, None]] = {}
         self._sizes: Counter[int] = Counter()
+        self._windowed_count = 0  # endpoints whose models have a window
 
     def likely_holders(self, blocks: Mapping[int, Sequence[BlockHash]], count: int) -> list[EndpointId]:
         """So many endpoints, of each size of blocks, that have the longest leading runs of these blocks, or fewer if no
-        more have any. Of equal ones, some. O(blocks), however many endpoints there are."""
+        more have any. Of equal ones, some. O(blocks), however many endpoints there are. Where the model has a window,
+        those that have the last of these blocks, whatever became of earlier ones."""
         found: list[EndpointId] = []
         for names in blocks.values():
-            run = list(itertools.takewhile(self._holders.__contains__, names))
+            run = [name for name in names if name in self._holders] if self._windowed_count else None
+            if run is None:
+                run = list(itertools.takewhile(self._holders.__contains__, names))
             of_size: dict[EndpointId, None] = {}
             for name in reversed(run):
                 holders = self._holders[name]
@@ -49,16 +60,20 @@ class ResidencyIndex:
 
     def matched_tokens(self, endpoint: EndpointId, blocks: Mapping[int, Sequence[BlockHash]]) -> int | None:
         """Of how many leading tokens the endpoint has the blocks; None if it is unknown what it has, or how its blocks
-        of this prompt are called. blocks: names of the prompt's blocks, by their size. O(blocks that match)."""
+        of this prompt are called. blocks: names of the prompt's blocks, by their size. O(blocks that match), or
+        O(blocks) where the model has a window."""
         residency = self._by_endpoint.get(endpoint)
         names = None if residency is None else blocks.get(residency.block_size)
         if residency is None or names is None:
             return None
-        count = 0
-        for name in names:
+        count = there_from = 0
+        for index, name in enumerate(names):
             if name not in residency.hashes:
-                break
-            count += 1
+                if residency.window_tokens is None:
+                    break
+                there_from = index + 1  # what comes behind it may do without it
+            if there_from <= residency.first_needed(index + 1):
+                count = index + 1
         return count * residency.block_size
 
     def block_count(self, endpoint: EndpointId) -> int | None:
@@ -70,10 +85,13 @@ class ResidencyIndex:
         """Of all endpoints that say what they have."""
         return frozenset(self._sizes)
 
-    def replace(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:
-        """These, and no others, are what it has."""
+    def replace(
+        self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash], window_tokens: int | None = None
+    ) -> None:
+        """These, and no others, are what it has. window_tokens: how far back any layer of its model sees."""
         self.forget(endpoint)
-        self._by_endpoint[endpoint] = _Residency(block_size)
+        self._by_endpoint[endpoint] = _Residency(block_size, window_tokens)
+        self._windowed_count += window_tokens is not None
         self._sizes[block_size] += 1
         self.add(endpoint, hashes)
 
@@ -106,6 +124,7 @@ class ResidencyIndex:
         residency = self._by_endpoint.pop(endpoint, None)
         if residency is None:
             return
+        self._windowed_count -= residency.window_tokens is not None
         self._sizes[residency.block_size] -= 1
         if not self._sizes[residency.block_size]:
             del self._sizes[residency.block_size]
