@@ -59,7 +59,7 @@ __all__ = [
 
 DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1}
-QK_NORMS = {"none": 0, "head": 1, "heads": 2, "row": 3}
+QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 KV_FORMATS = {"plain": 0, "int8": 1, "fp8": 2}
@@ -156,6 +156,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, _pointer) for name in ("router_bias", "gate_up_bias", "down_bias")),
         *((name, _int) for name in ("count", "per_token", "normalizes", "middle", "shared_middle")),
         *((name, _int) for name in ("scoring", "group_count", "groups_per_token", "group_leaders")),
+        ("weighs_inputs", _int),
         ("scale", _float),
     )
 
@@ -190,6 +191,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
         *((name, _pointer) for name in ("query_norm", "key_norm", "sinks")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
+        *((name, _int) for name in ("section", "has_temperature")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
         ("experts", _pointer),
         ("recurrent", _pointer),
@@ -205,7 +207,9 @@ class ModelStruct(ctypes.Structure):
         *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
         *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count", "latent_dim")),
         ("kv_format", _int),
+        ("temperature_interval", _int),
         *((name, _float) for name in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap")),
+        ("temperature_scale", _float),
         *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
         ("head", MatrixStruct),
         ("norm", _pointer),

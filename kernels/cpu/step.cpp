@@ -145,8 +145,18 @@ int64_t common_pages(const DecodeRow& a, const DecodeRow& b) {
     return std::mismatch(a.table, a.table + limit, b.table).first - a.table;
 }
 
-// Which thread computes which attention, for one sliding window.
+// What rows see: a sliding window, or sections; 0 is none.
+struct Reach {
+    int64_t window, section;
+    bool operator<(const Reach& other) const {
+        return window != other.window ? window < other.window : section < other.section;
+    }
+};
+
+// Which thread computes which attention, for one reach. chunks: the step's, or their parts in each section, as of sequences
+// that begin with it.
 struct AttentionPlan {
+    std::vector<Chunk> chunks;
     std::vector<AttentionPiece> pieces;
     std::vector<int32_t> sharers;  // rows
     std::vector<RowParts> parts;  // by row; those of prompts have none
@@ -181,7 +191,7 @@ private:
     };
 
     void plan_rows(const Model& model, const Step& step);
-    AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
+    AttentionPlan plan_attention(const AttentionShape& shape, const Reach& reach) const;
     void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t from, AttentionPlan& plan) const;
     // Rows as a product of so many wants them.
     template <class T>
@@ -210,6 +220,9 @@ private:
     void sort_by_expert(const Experts& experts);
     template <class T>
     void make_room_for_experts(const Model& model);
+    float query_factor(const Layer& layer, int64_t row) const {
+        return layer.has_temperature ? layer.query_factor * temperatures_[row] : layer.query_factor;
+    }
     template <class T>
     T* query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const;
     template <class T>
@@ -246,12 +259,13 @@ private:
     std::vector<const float*> given_of_row_;  // empty where all embeddings are those of tokens
     std::vector<int64_t> slot_of_row_;    // where a row's keys begin in the pages of any layer
     std::vector<float*> logits_of_row_;  // of each sampled row; null: its logits are not kept
-    std::map<int64_t, AttentionPlan> plans_;
+    std::map<Reach, AttentionPlan> plans_;
+    std::vector<float> temperatures_;  // of each row
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     std::atomic<bool> is_abandoned_{false};
     std::vector<int32_t> chosen_, expert_firsts_, expert_nexts_, expert_rows_;  // of a mixture
-    std::vector<float> chosen_weights_, expert_weights_, shared_weights_;
+    std::vector<float> chosen_weights_, expert_weights_, shared_weights_, ones_;
     bool is_invariant_ = false;
     bool packs_decodes_ = false;  // where a decode's own way to add up is not that of a prompt, and has to be
     Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
@@ -285,10 +299,16 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     plans_.clear();
     int64_t partials = 0;
     for (int32_t layer = 0; layer < model.layer_count; layer++) {
-        const int64_t window = model.layers[layer].window;
-        if (plans_.count(window)) continue;
-        partials = std::max(partials, (plans_[window] = plan_attention(shape, window)).part_count);
+        const Reach reach{model.layers[layer].window, model.layers[layer].section};
+        if (plans_.count(reach)) continue;
+        partials = std::max(partials, (plans_[reach] = plan_attention(shape, reach)).part_count);
     }
+    temperatures_.resize(rows_);
+    for (const Chunk& chunk : chunks_)
+        for (int64_t token = 0; token < chunk.count && model.temperature_interval > 0; token++) {
+            const int64_t steps = (chunk.start + token + 1) / model.temperature_interval;
+            temperatures_[chunk.first_row + token] = float(1.0 + double(model.temperature_scale) * std::log1p(double(steps)));
+        }
     partials_.of<float>(partials * partial_count(shape));
     if (parts_done_count_ < rows_) {
         parts_done_count_ = rows_ + rows_ / 4;
@@ -341,19 +361,32 @@ void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end
     }
 }
 
-AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window) const {
+AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& reach) const {
+    const int64_t window = reach.window;
     AttentionPlan plan;
     plan.parts.resize(rows_);
+    for (const Chunk& chunk : chunks_) {
+        if (reach.section == 0) {
+            plan.chunks.push_back(chunk);
+            continue;
+        }
+        const int64_t end = chunk.start + chunk.count;
+        for (int64_t base = chunk.start / reach.section * reach.section; base < end; base += reach.section) {
+            const int64_t first = std::max(chunk.start, base), last = std::min(end, base + reach.section);
+            plan.chunks.push_back({chunk.first_row + first - chunk.start, last - first, first - base,
+                                   chunk.table + base / shape.page_tokens});
+        }
+    }
     std::vector<DecodeRow> decodes;
     int64_t prompt_tokens = 0;
-    for (const Chunk& chunk : chunks_)
+    for (const Chunk& chunk : plan.chunks)
         if (chunk.count > DIRECT_TOKENS_MAX) prompt_tokens += chunk.count;
     // Large pieces pack less often, smaller ones share the work better.
     const int64_t pieces = team.thread_count() > 1 ? int64_t(team.thread_count()) * PIECES_OF_THREAD : 1;
     const int64_t wanted_tokens = std::max<int64_t>(prompt_tokens * shape.kv_heads / pieces, PIECE_TOKENS_MIN);
     const int64_t size = std::min(piece_tokens_max(shape), rounded_up(wanted_tokens, 16));
-    for (size_t index = 0; index < chunks_.size(); index++) {
-        const Chunk& chunk = chunks_[index];
+    for (size_t index = 0; index < plan.chunks.size(); index++) {
+        const Chunk& chunk = plan.chunks[index];
         if (chunk.count <= DIRECT_TOKENS_MAX) {
             for (int64_t token = 0; token < chunk.count; token++) {
                 const int64_t position = chunk.start + token;
@@ -381,7 +414,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
     });
     share(shape, decodes.data(), decodes.data() + decodes.size(), 0, plan);
     const auto own_tokens = [&](const DecodeRow& decode) {
-        const Chunk& chunk = chunks_[decode.chunk];
+        const Chunk& chunk = plan.chunks[decode.chunk];
         const int64_t position = chunk.start + decode.row - chunk.first_row;
         return Seen{std::max(decode.shared_tokens, first_seen(position, window)), position + 1};
     };
@@ -400,7 +433,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
             piece.to = int32_t(std::min(own.end, (part + part_count) * PART_TOKENS));
             if (!packs_decodes_) {
                 piece.kind = AttentionPiece::DIRECT;
-                piece.token = int32_t(decode.row - chunks_[decode.chunk].first_row);
+                piece.token = int32_t(decode.row - plan.chunks[decode.chunk].first_row);
                 piece.tokens = 1;
                 parts.writes++;
                 plan.pieces.push_back(piece);
@@ -605,7 +638,7 @@ void Engine::make_room_for_experts(const Model& model) {
     for (auto* numbers : {&chosen_, &expert_rows_}) numbers->resize(places);
     for (auto* numbers : {&chosen_weights_, &expert_weights_}) numbers->resize(places);
     for (auto* numbers : {&expert_firsts_, &expert_nexts_}) numbers->resize(count + 1);
-    shared_weights_.assign(rows_, 1.0f);
+    for (auto* numbers : {&shared_weights_, &ones_}) numbers->assign(rows_, 1.0f);
     chances_.of<float>(2 * rows_ * rounded_up(count, LANES));
     gathered_.of<T>(readable(rows_) * padded_depth(model.hidden_size));
     mixed_.of<T>(readable(rows_) * padded_depth(model.intermediate_size));
@@ -684,7 +717,13 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
         const auto some = rows_for<T>(gathered_.of<T>(0), count, size);
         for (int64_t index; (index = team.take_share(thread, count)) >= 0;) {
             const int64_t row = expert_rows_[first + index];
-            for (int64_t n = 0; n < size; n += LANES) std::memcpy(some.at(index, n), x.at(row, n), sizeof(T) * LANES);
+            const Lanes weight = set(expert_weights_[first + index]);
+            for (int64_t n = 0; n < size; n += LANES) {
+                if (experts.weighs_inputs)
+                    store(some.at(index, n), mul(load(x.at(row, n)), weight));
+                else
+                    std::memcpy(some.at(index, n), x.at(row, n), sizeof(T) * LANES);
+            }
             some.pad(index, size);
         }
         const auto bias_of = [=](const float* biases, int64_t outputs) {
@@ -692,7 +731,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
         };
         go_through(some, count, experts.middle, experts.gate_up[expert], bias_of(experts.gate_up_bias, 2 * experts.middle),
                    experts.down[expert], bias_of(experts.down_bias, size), expert_rows_.data() + first,
-                   expert_weights_.data() + first);
+                   experts.weighs_inputs ? ones_.data() : expert_weights_.data() + first);
     }
     if (experts.shared_middle == 0) return;
     go_through(x, rows_, experts.shared_middle, experts.shared_gate_up, nullptr, experts.shared_down, nullptr, nullptr,
@@ -741,7 +780,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
             norm_row(from, norm, dim, kind, [&](int64_t d) { return normed + d; });
             values = normed;
         }
-        const float factor = is_query ? layer.query_factor : 1.0f;
+        const float factor = is_query ? query_factor(layer, row) : 1.0f;
         for (int64_t pair = 0; pair < half; pair++) {
             const float cosine = cosines[pair] * factor, sine = sines[pair] * factor;
             turned[pair] = values[pair] * cosine - values[half + pair] * sine;
@@ -783,11 +822,11 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     const int64_t pair = first % dim / 2;
     const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + first_row) * dim + pair;
     const bool is_query = head < shape.heads;
-    const Lanes factor = set(is_query ? layer.query_factor : 1.0f);
     T* query = is_query ? query_at(shape, first_row, head, queries) + pair : nullptr;
     const int64_t query_step = shape.group() * shape.query_stride();
     for (int row = 0; row < count; row++, cosines += dim) {
         const Lanes a = sum_of_block(row, 0), b = sum_of_block(row, 1);
+        const Lanes factor = set(is_query ? query_factor(layer, first_row + row) : 1.0f);
         const Lanes cosine = mul(load(cosines), factor), sine = mul(load(cosines + half), factor);
         T* to = is_query ? query + row * query_step : pages + slots[row] + (head - shape.heads) * dim + pair;
         store(to, sub(mul(a, cosine), mul(b, sine)));
@@ -957,7 +996,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     // Pieces that are direct come last.
     for (; index < count && plan.pieces[index].kind != AttentionPiece::DIRECT; index = team.take()) {
         const AttentionPiece& piece = plan.pieces[index];
-        const Chunk& chunk = chunks_[piece.chunk];
+        const Chunk& chunk = plan.chunks[piece.chunk];
         if (piece.kind == AttentionPiece::PROMPT) {
             attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, scratch);
             continue;
@@ -971,10 +1010,10 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     Fetch fetch(shape, pages, shape.token_stride() * (shape.is_coded() ? 1 : int64_t(sizeof(T))), after);
     for (int64_t next; index < count; index = next) {
         const AttentionPiece& piece = plan.pieces[index];
-        const Chunk& chunk = chunks_[piece.chunk];
+        const Chunk& chunk = plan.chunks[piece.chunk];
         next = team.take();  // so early that it can be fetched
         if (next < count)
-            fetch.begin_piece(chunk, piece, &chunks_[plan.pieces[next].chunk], &plan.pieces[next]);
+            fetch.begin_piece(chunk, piece, &plan.chunks[plan.pieces[next].chunk], &plan.pieces[next]);
         else
             fetch.begin_piece(chunk, piece, nullptr, nullptr);
         const int64_t row = chunk.first_row + piece.token;
@@ -1246,8 +1285,8 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.recurrent == nullptr) {
                 team.meet();
                 if (is_abandoned_) return;
-                attend<T>(thread, shape_of(model, layer), plans_.at(layer.window), layer.window, queries, pages,
-                          attended, first_read<T>(thread, layer.output, rows));
+                attend<T>(thread, shape_of(model, layer), plans_.at({layer.window, layer.section}), layer.window, queries,
+                          pages, attended, first_read<T>(thread, layer.output, rows));
                 team.meet();
             }
             if (layer.latent != nullptr) {
@@ -1372,7 +1411,7 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
                         queries + row * size + head * dim, sizeof(T) * dim);
     team.run([&](int thread) {
         configure_tiles();
-        attend<T>(thread, shape_of(model, model.layers[0]), plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
+        attend<T>(thread, shape_of(model, model.layers[0]), plans_.at({window, 0}), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
     });
     for (int64_t row = 0; row < rows_; row++)
         for (int64_t head = 0; head < shape.heads; head++)

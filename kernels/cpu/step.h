@@ -40,7 +40,7 @@ struct Experts {
     const Matrix *gate_up, *down;
     const float *shared_gate, *score_bias, *router_bias, *gate_up_bias, *down_bias;
     int32_t count, per_token, normalizes, middle, shared_middle;
-    int32_t scoring, group_count, groups_per_token, group_leaders;
+    int32_t scoring, group_count, groups_per_token, group_leaders, weighs_inputs;
     float scale;
 };
 
@@ -74,7 +74,8 @@ struct StateSpan {
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
 // outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
 // half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
-// everything. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
+// everything. section: not 0: each position sees those of its own section of so many. has_temperature: queries are multiplied
+// as Model says. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
 // for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
 // reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of
 // queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in the place of gate_up and
@@ -84,7 +85,7 @@ struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
-    int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel;
+    int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
     float query_factor, score_cap, residual_scale;
     const Experts* experts;
     const Recurrent* recurrent;
@@ -92,12 +93,14 @@ struct Layer {
 };
 
 // intermediate_size: the largest. latent_dim: of latent attention, whose head_dim is that of the cache's keys; 0 is none.
-// batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
+// temperature_interval, temperature_scale: queries at a position of some layers are multiplied by 1 + scale * ln(1 + (position
+// + 1) / interval), a whole number. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights
+// alone. Without AMX they always do.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
-    int32_t kv_format;  // a KvFormat
-    float norm_eps, embedding_scale, logit_scale, logit_cap;  // a cap of 0 is none
+    int32_t kv_format, temperature_interval;  // a KvFormat
+    float norm_eps, embedding_scale, logit_scale, logit_cap, temperature_scale;  // a cap of 0 is none
     const float* frequencies;  // [rotaries][D / 2], radians a token; D: of what is turned
     const float* magnitudes;   // the same, of cosine and sine
     const Layer* layers;

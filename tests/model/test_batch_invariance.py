@@ -46,6 +46,7 @@ TORCH = (
     ("gpt-oss", "bfloat16", "none"),
     ("deepseek-v3", "bfloat16", "none"),
     ("llama", "bfloat16", "KV int8"),
+    ("llama4", "float32", "none"),
 )
 NATIVE = (
     ("llama", "float32", "none"),
@@ -83,6 +84,7 @@ NATIVE = (
     ("deepseek-v2-lite", "bfloat16", "int8"),
     ("llama", "bfloat16", "KV int8"),
     ("qwen2-sliding", "float32", "KV fp8"),
+    ("llama4", "bfloat16", "none"),
 )
 
 

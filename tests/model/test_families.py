@@ -21,7 +21,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import KVAttention, LayerConfig, ModelConfig
+from trioserve.model.model_config import ExpertsConfig, KVAttention, LayerConfig, ModelConfig
+from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
@@ -58,6 +59,7 @@ GGUF_KINDS = (
     "deepseek-v3",
     "moonlight",
     "minicpm3",
+    "llama4-long",
 )
 HALVES_KINDS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight")
 BASE: dict[str, Any] = {
@@ -177,6 +179,82 @@ def test_layers_that_know_no_positions() -> None:
     assert know(read("Cohere2ForCausalLM", sliding_window=8)) == [True, True, True, False, True, True]
 
 
+def test_gpt_oss_as_its_makers_write_it() -> None:
+    """The fields of the published config of the smaller one, without its other notes."""
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = read(
+        "GptOssForCausalLM",
+        attention_bias=True,
+        experts_per_token=4,
+        head_dim=64,
+        hidden_act="silu",
+        hidden_size=2880,
+        initial_context_length=4096,
+        intermediate_size=2880,
+        layer_types=["sliding_attention", "full_attention"] * 12,
+        max_position_embeddings=131_072,
+        num_attention_heads=64,
+        num_experts_per_tok=4,
+        num_hidden_layers=24,
+        num_key_value_heads=8,
+        num_local_experts=32,
+        rms_norm_eps=1e-5,
+        rope_scaling={**yarn, "rope_type": "yarn", "truncate": False},
+        rope_theta=150_000,
+        sliding_window=128,
+        swiglu_limit=7.0,
+        vocab_size=201_088,
+    )
+    assert windows(config) == [128, None] * 12
+    assert config.context_tokens_max == 131_072
+    rotary = config.heads.rotary
+    assert rotary is not None
+    assert rotary.scaling is not None
+    assert (rotary.theta, rotary.scaling.factor, rotary.scaling.rounds_ends) == (150_000.0, 32.0, False)
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, ExpertsConfig)
+    assert (mlp.expert_count, mlp.experts_per_token, mlp.intermediate_size) == (32, 4, 2880)
+    assert config.heads.has_sinks
+    assert why_not_native(config, "bfloat16") is None
+
+
+def test_layers_of_a_llama_4() -> None:
+    """As Scout's and Maverick's configs have them."""
+
+    def kinds(config: ModelConfig) -> list[tuple[bool, int | None, bool, str, str]]:
+        return [
+            (
+                layer.attention.rotary is not None,
+                layer.attention.section,
+                layer.attention.temperature is not None,
+                layer.attention.qk_norm,
+                type(layer.mlp).__name__,
+            )
+            for layer in config.layers
+        ]
+
+    scout = read(
+        "Llama4ForCausalLM", **MIXTURE, no_rope_layers=[], attn_temperature_tuning=4, intermediate_size_mlp=128
+    )
+    local, whole = (True, 8192, False, "unit", "ExpertsConfig"), (False, None, True, "none", "ExpertsConfig")
+    assert kinds(scout) == [local, local, local, whole, local, local]
+    maverick = read(
+        "Llama4ForCausalLM",
+        **MIXTURE,
+        use_qk_norm=False,
+        interleave_moe_layer_step=2,
+        attn_temperature_tuning=False,
+        layer_types=["chunked_attention"] * 6,
+        intermediate_size_mlp=128,
+    )
+    mlps = [layer.mlp for layer in maverick.layers]
+    assert [mlp.intermediate_size for mlp in mlps] == [128, 96] * 3
+    assert [isinstance(mlp, ExpertsConfig) and mlp.shared_size == 96 for mlp in mlps] == [False, True] * 3
+    assert {(kind[1], kind[2], kind[3]) for kind in kinds(maverick)} == {(8192, False, "none")}
+    by_name = read("Llama4ForCausalLM", **MIXTURE, moe_layers=[0, 5])
+    assert [isinstance(layer.mlp, ExpertsConfig) for layer in by_name.layers] == [True] + [False] * 4 + [True]
+
+
 def test_a_cap_may_be_switched_off() -> None:
     config = read("Gemma2ForCausalLM", head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (config.heads.score_cap, config.logit_cap) == (None, None)
@@ -214,6 +292,15 @@ def test_a_cap_may_be_switched_off() -> None:
         ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 8}, "that a group counts by is 2, allowed is 1 to 1"),
         ("Glm4MoeForCausalLM", {**ROUTED, "n_group": 4, "topk_group": 1}, "for each token is 3, allowed is 1 to 2"),
         ("Qwen3MoeForCausalLM", {**MIXTURE, "moe_intermediate_size": 32, "n_group": 2}, "n_group in config.json is 2"),
+        ("Llama4ForCausalLM", {**MIXTURE, "no_rope_layers": [1]}, "no_rope_layers in config.json has 1 entries"),
+        (
+            "Llama4ForCausalLM",
+            {**MIXTURE, "layer_types": ["sliding_attention"] * 6},
+            "must be chunked_attention or full",
+        ),
+        ("Llama4ForCausalLM", {**MIXTURE, "attention_chunk_size": 0}, "attention_chunk_size is 0, allowed is 1"),
+        ("Llama4ForCausalLM", {**MIXTURE, "floor_scale": 0}, "floor_scale is 0, allowed is 1"),
+        ("Llama4ForCausalLM", {**MIXTURE, "scoring_func": "softmax"}, "scoring_func in config.json is 'softmax'"),
         (
             "GptOssForCausalLM",
             {**MIXTURE, "swiglu_limit": 5.0},

@@ -445,6 +445,35 @@ FAMILY_KINDS |= {
     ),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
+_LLAMA4 = {
+    "head_dim": 32,
+    "num_hidden_layers": 5,
+    "intermediate_size_mlp": 112,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+}
+FAMILY_KINDS |= {
+    "llama4": (
+        "llama4_text",
+        {**_LLAMA4, "attention_chunk_size": 20, "floor_scale": 8, "attn_scale": 0.5, "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "llama4-images": (
+        "llama4",
+        {
+            "text_config": {**_LLAMA4, "attention_chunk_size": 20},
+            "vision_config": {
+                **_EYES,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "image_token_index": VOCAB_SIZE - 1,
+        },
+    ),
+    # As llama.cpp takes it for granted.
+    "llama4-long": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": True}),
+}
 # transformers computes these as Llamas and names that class; their makers' configs have names of their own.
 _PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -480,7 +509,8 @@ def write_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
-    model.to(getattr(torch, dtype))
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=BOS_TOKEN_ID,
         eos_token_id=[EOS_TOKEN_ID, IM_END_ID],
@@ -604,6 +634,7 @@ _FAMILY_METADATA: dict[str, str] = {
     "num_experts_per_tok": "add_expert_used_count",
     "moe_intermediate_size": "add_expert_feed_forward_length",
     "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
+    "interleave_moe_layer_step": "add_interleave_moe_layer_step",
     "n_routed_experts": "add_expert_count",
     "n_shared_experts": "add_expert_shared_count",
     "n_group": "add_expert_group_count",
@@ -624,6 +655,7 @@ _ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "llama4_text": "llama4",
 }
 
 
@@ -656,6 +688,11 @@ def write_family_gguf(
         config["num_key_value_heads"] = 1
     if further:
         writer.add_nextn_predict_layers(further)
+    if "intermediate_size_mlp" in config:
+        config |= {
+            "moe_intermediate_size": config["intermediate_size"],
+            "intermediate_size": config["intermediate_size_mlp"],
+        }
     for field, method in _FAMILY_METADATA.items():
         is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
         is_by_layer = field == "num_key_value_heads" and model_type in ("granitemoehybrid", "lfm2")
@@ -791,6 +828,9 @@ def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
             rows = values if kind == "bias" else values.swapaxes(1, 2)
             if after.startswith("down"):
                 found[f"{before}.experts.down_proj.{kind}"] = rows
+            elif before.endswith("feed_forward"):
+                for projection, part in zip(("gate", "up"), np.split(rows, 2, axis=1), strict=True):
+                    found[f"{before}.experts.{projection}_proj.{kind}"] = part
             else:
                 found[f"{before}.experts.gate_proj.{kind}"] = rows[:, ::2]
                 found[f"{before}.experts.up_proj.{kind}"] = rows[:, 1::2]

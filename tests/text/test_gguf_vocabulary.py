@@ -103,6 +103,8 @@ def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
     ("llama-bpe", "a1234, b", ["a", "123", "4", ",", " b"]),
     ("qwen2", "a1234, b", ["a", "1", "2", "3", "4", ",", " b"]),
     ("tekken", "aB1234, b/\n", ["a", "B", "1", "2", "3", "4", ",", " b", "/\n"]),
+    ("gpt-4o", "aB1234, b/\nIt's", ["a", "B", "123", "4", ",", " b", "/\n", "It's"]),
+    ("llama4", "xYz'LL 12", ["x", "Yz'LL", " ", "12"]),
     ("default", "it's $5+x", ["it", "'", "s", " ", "$", "5", "+", "x"]),
 ])  # fmt: skip
 def test_texts_are_cut_where_the_pre_tokenizer_says(

@@ -11,7 +11,17 @@ from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import attend
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.latent_attention import LatentAttention
-from trioserve.model.layers import Angles, Embedding, HeadNorms, Linear, MakeLinear, Norm, RotaryAngles, Sinks
+from trioserve.model.layers import (
+    Angles,
+    Embedding,
+    HeadNorms,
+    Linear,
+    MakeLinear,
+    Norm,
+    RotaryAngles,
+    Sinks,
+    temperature_factors,
+)
 from trioserve.model.model_config import (
     Activation,
     AttentionConfig,
@@ -127,7 +137,11 @@ class _Experts:
         result = torch.zeros_like(values)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.where(chosen == expert)
-            result[rows] += self._experts[expert](values[rows]) * weights[rows, places, None]
+            given, shares = values[rows], weights[rows, places, None]
+            if self._mlp.weighs_inputs:
+                result[rows] += self._experts[expert](given * shares)
+            else:
+                result[rows] += self._experts[expert](given) * shares
         if self._shared is not None:
             shared = self._shared(values)
             if self._shared_gate is not None:
@@ -178,9 +192,11 @@ class _Attention:
         kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
         if attention.query_factor != 1.0:
             queries.mul_(attention.query_factor)
+        if attention.temperature is not None:
+            queries.mul_(temperature_factors(step.positions, attention.temperature)[:, None])
         if step.cleared_slots is not None:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
-        tensors = step.attention[attention.window]
+        tensors = step.sections[attention.section] if attention.section else step.attention[attention.window]
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
         return self._output(rows, step.adapters)

@@ -12,14 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.model_config import AttentionConfig, ModelConfig, RotaryConfig
+from trioserve.model.model_config import AttentionConfig, ModelConfig, RotaryConfig, Temperature
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
 
-__all__ = ["Angles", "Embedding", "HeadNorms", "Linear", "MakeLinear", "Norm", "RotaryAngles", "Sinks"]
+__all__ = [
+    "Angles",
+    "Embedding",
+    "HeadNorms",
+    "Linear",
+    "MakeLinear",
+    "Norm",
+    "RotaryAngles",
+    "Sinks",
+    "temperature_factors",
+]
 
 ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads of 128 numbers in half formats
 
@@ -202,6 +212,7 @@ class HeadNorms:
         self._kernels = kernels
         self._kind, self._eps = config.norm, config.norm_eps
         self._is_by_head, self._is_shared = attention.qk_norm != "row", attention.qk_norm == "head"
+        self._has_weights = attention.qk_norm != "unit"
         self._head_dim, self._query_size = attention.head_dim, attention.query_size
         self._size = attention.query_size + attention.key_size
         # A number for every one that is normed, so that queries and keys of a head norm are normed together.
@@ -212,7 +223,7 @@ class HeadNorms:
         }
 
     def slots(self) -> Iterator[TensorSlot]:
-        for name, place in self._places.items():
+        for name, place in self._places.items() if self._has_weights else ():
             rows = place.view(-1, self._head_dim) if self._is_shared else place
             yield TensorSlot(name, tuple(rows.shape[-1:]), place.dtype, rows.copy_)
 
@@ -225,6 +236,9 @@ class HeadNorms:
                 normed = functional.layer_norm(by_head, (self._head_dim,), None, None, self._eps)
             else:
                 normed = self._kernels.rms_norm(by_head, None, self._eps)
+            if not self._has_weights:
+                by_head.copy_(normed)
+                return
             torch.mul(normed, self._weights.view(-1, self._head_dim), out=by_head)
             return
         for part in (slice(0, self._query_size), slice(self._query_size, None)):
@@ -280,6 +294,13 @@ class RotaryAngles:
             cos, sin = (torch.from_numpy(function(exact).astype(np.float32)) for function in (np.cos, np.sin))
             return (cos * self._magnitudes).to(self._dtype), (sin * self._signs).to(self._dtype)
         return (angles.cos() * self._magnitudes).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
+
+
+def temperature_factors(positions: Tensor, temperature: Temperature) -> Tensor:
+    """Of the queries at these positions (int64 [T]), float32 [T]."""
+    # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+    steps = ((positions + 1) // temperature.interval).double()
+    return (steps.log1p() * temperature.scale + 1.0).float()
 
 
 def _packed_product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

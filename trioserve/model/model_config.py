@@ -31,12 +31,13 @@ __all__ = [
     "ShortConvConfig",
     "StateSpaceConfig",
     "Scoring",
+    "Temperature",
 ]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 NormKind = Literal["rms", "layer"]
-QkNorm = Literal["none", "head", "heads", "row"]
+QkNorm = Literal["none", "head", "heads", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid"]
 
 # A damaged header must not make us build a tuple with a billion layers or ask torch for a petabyte. The largest models
@@ -157,15 +158,28 @@ class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.part_count * self.head_count * self.head_dim
 
 
+class Temperature(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / interval)) (arXiv 2501.19399)."""
+
+    scale: float
+    interval: int
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale >= 0):
+            raise ModelLoadError(f"attn_scale is {self.scale}, but it must be 0 or more")
+        _count("floor_scale", self.interval, CONTEXT_TOKENS_MAX)
+
+
 class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """One layer's attention.
 
-    rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included.
-    scale: what query times key is multiplied by; None is 1 / sqrt(head_dim). score_cap: c bounds the scaled scores to
-    c * tanh(score / c). has_sinks: each head has a number that stands in its softmax beside the scores, for no value.
-    has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed before
-    they are turned: each head, by the weights that all have ("head") or by its own ("heads"), or all heads of a row
-    together ("row").
+    rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included. section:
+    N cuts the positions into sections of N, and each sees those of its own up to itself; None does not. temperature: of
+    queries, by their positions. scale: what query times key is multiplied by; None is 1 / sqrt(head_dim). score_cap: c
+    bounds the scaled scores to c * tanh(score / c). has_sinks: each head has a number that stands in its softmax beside
+    the scores, for no value. has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed
+    before they are turned: each head, by the weights that all have ("head"), by its own ("heads") or by none ("unit"),
+    or all heads of a row together ("row").
     """
 
     head_count: int
@@ -173,6 +187,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     head_dim: int
     rotary: RotaryConfig | None
     window: int | None = None
+    section: int | None = None
+    temperature: Temperature | None = None
     scale: float | None = None
     score_cap: float | None = None
     has_sinks: bool = False
@@ -203,6 +219,10 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
             _count("sliding_window", self.window, CONTEXT_TOKENS_MAX)
         if self.scale is not None:
             _positive_number("the attention's scale", self.scale)
+        if self.section is not None:
+            _count("attention_chunk_size", self.section, CONTEXT_TOKENS_MAX)
+            if self.window is not None:
+                raise ModelLoadError("a layer's attention has both a window and sections, which is not supported")
         if self.score_cap is not None:
             _positive_number("attn_logit_softcapping", self.score_cap)
 
@@ -251,6 +271,8 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
     norm_eps: float = 1e-6
 
     window: ClassVar[None] = None
+    section: ClassVar[None] = None
+    temperature: ClassVar[None] = None
     score_cap: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -319,7 +341,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     and not where they are weighed (arXiv 2408.15664). group_count: experts are chosen from the groups_per_token best of
     so many groups of neighbours; a group counts by the sum of the group_leaders best of its experts. shared_size:
     intermediate size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its result is
-    multiplied by the sigmoid of a product of the token with a vector.
+    multiplied by the sigmoid of a product of the token with a vector. weighs_inputs: it is what experts read that is
+    multiplied by their weights, and not what they give.
     """
 
     expert_count: int
@@ -337,6 +360,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     group_leaders: int = 1
     shared_size: int = 0
     has_shared_gate: bool = False
+    weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
         _count("the number of experts", self.expert_count, EXPERTS_MAX)
@@ -577,6 +601,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """How far back any layer sees; None: some layer sees everything."""
         found = [window for window in self.windows if window is not None]
         return max(found) if len(found) == len(self.windows) else None
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """The distinct ones, in the order of the layers."""
+        return tuple(dict.fromkeys(heads.section for heads in self._attentions if heads.section is not None))
+
+    @property
+    def temperatures(self) -> tuple[Temperature, ...]:
+        """The distinct ones, in the order of the layers."""
+        return tuple(dict.fromkeys(heads.temperature for heads in self._attentions if heads.temperature is not None))
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | None, ...]:

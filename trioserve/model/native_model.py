@@ -34,6 +34,7 @@ from trioserve.model.model_config import (
     MlpConfig,
     ModelConfig,
     RotaryConfig,
+    Temperature,
 )
 from trioserve.model.native_adapters import NativeAdapter
 from trioserve.model.native_recurrent import NativeRecurrent, why_not_recurrent
@@ -78,6 +79,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
+    if len(config.temperatures) > 1:
+        return "the temperature differs from layer to layer"
     sizes = [("hidden_size", config.hidden_size)]
     for layer in config.layers:
         if isinstance(layer.attention, KVAttention):
@@ -162,6 +165,7 @@ class NativeModel:
         attention, rotaries = config.kv_attention, config.rotaries
         entry = attention.kv_entry
         tables = [rotary_frequencies(rotary, attention.turned_dim) for rotary in rotaries]
+        temperature = (*config.temperatures, Temperature(scale=0.0, interval=1))[0]
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(layer.struct(f"layers.{index}", self._weights, rotaries) for index, layer in enumerate(self._layers))
@@ -181,6 +185,8 @@ class NativeModel:
             norm_kind=NORM_KINDS[config.norm],
             rotary_count=len(rotaries),
             kv_format=KV_FORMATS[kv_format],
+            temperature_interval=temperature.interval,
+            temperature_scale=temperature.scale,
             norm_eps=config.norm_eps,
             embedding_scale=_rounded(config.embedding_scale, dtype),
             logit_scale=config.logit_scale,
@@ -438,10 +444,10 @@ class _Layer:
 
     def _make_attention(self, attention: AttentionConfig, hidden: int) -> None:
         heads, keys = attention.query_size, attention.key_size
-        by_head = attention.qk_norm == "head"
+        by_head = attention.qk_norm in ("head", "unit")
         if attention.qk_norm != "none":
-            self.query_norm = _singles(attention.head_dim if by_head else heads)
-            self.key_norm = _singles(attention.head_dim if by_head else keys)
+            self.query_norm = _ones(attention.head_dim if by_head else heads)
+            self.key_norm = _ones(attention.head_dim if by_head else keys)
         if attention.has_bias:
             self.qkv_bias = _singles(heads + 2 * keys)
         if attention.has_output_bias:
@@ -467,6 +473,8 @@ class _Layer:
         if isinstance(attention, KVAttention):
             own_fields = {
                 "window": attention.window or 0,
+                "section": attention.section or 0,
+                "has_temperature": attention.temperature is not None,
                 "rotary": rotaries.index(attention.rotary),
                 "query_factor": attention.query_factor,
                 "score_cap": attention.score_cap or 0.0,
@@ -529,6 +537,7 @@ class _Layer:
             per_token=mlp.experts_per_token,
             score_bias=_address(self.score_bias),
             normalizes=mlp.normalizes,
+            weighs_inputs=mlp.weighs_inputs,
             middle=mlp.intermediate_size,
             shared_middle=mlp.shared_size,
             scoring=SCORINGS[mlp.scoring],
@@ -589,14 +598,15 @@ class _Layer:
         if self.score_bias is not None:
             fill = functools.partial(_copy, self.score_bias)
             yield Slot(f"{name}.router.score_bias", self.score_bias.shape, "float32", fill)
-        is_latent = isinstance(self._layer.attention, LatentAttentionConfig)
+        is_latent = isinstance(attention, LatentAttentionConfig)
+        is_unit = isinstance(attention, AttentionConfig) and attention.qk_norm == "unit"
         for norm, weight in (
             ("attention_norm", self.attention_norm),
             ("attention_output_norm", self.attention_output_norm),
             ("mlp_norm", self.mlp_norm),
             ("mlp_output_norm", self.mlp_output_norm),
-            ("q_a_norm" if is_latent else "q_norm", self.query_norm),
-            ("kv_a_norm" if is_latent else "k_norm", self.key_norm),
+            ("q_a_norm" if is_latent else "q_norm", None if is_unit else self.query_norm),
+            ("kv_a_norm" if is_latent else "k_norm", None if is_unit else self.key_norm),
         ):
             if weight is not None:
                 yield Slot(f"{name}.{norm}.weight", weight.shape, "float32", functools.partial(_copy, weight))
@@ -621,6 +631,10 @@ def _every_other_block(bias: Float32Array | None, first: int) -> Float32Array | 
 
 def _copy(place: Values, values: Values) -> None:
     convert(values.reshape(place.shape), place)
+
+
+def _ones(count: int) -> Float32Array:
+    return np.ones(count, dtype=np.float32)
 
 
 def _singles(count: int) -> Float32Array:

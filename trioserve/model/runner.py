@@ -537,6 +537,12 @@ def _make_model(
             f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which are not kept in 8 bits: "
             "take kv_cache_dtype auto"
         )
+    for section in config.sections:
+        if section < config.context_tokens_max and section % settings.block_size:
+            raise StartupError(
+                f"block_size is {settings.block_size}, but this model's attention is cut into sections of {section} "
+                "tokens, which must be whole numbers of blocks: take a block_size that divides them"
+            )
     reason: str | None = f"the device is {device}"
     block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
     if device == "cpu" and settings.cpu_kernels != "torch":

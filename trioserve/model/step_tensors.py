@@ -7,8 +7,8 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +57,9 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the tensors depend on besides the plan. windows: the distinct sliding windows of the model's layers.
-    walked_heads: set if the kernels are fused and walk block tables themselves; these need no masks and no groups."""
+    """What the tensors depend on besides the plan. windows, sections: the distinct ones of the model's layers; sections
+    are whole numbers of blocks, or as long as the context. walked_heads: set if the kernels are fused and walk block
+    tables themselves; these need no masks and no groups."""
 
     block_size: int
     hidden_size: int
@@ -66,7 +67,24 @@ class StepShape:
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device
+    sections: tuple[int, ...] = ()
     walked_heads: HeadShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive tokens of one sequence, seen from where its block table begins."""
+
+    start: int
+    row_count: int
+    block_table: Sequence[int]
+
+    def in_sections(self, section: int, block_size: int) -> Iterator[_Span]:
+        """Those of each section it reaches, seen from where that begins."""
+        end = self.start + self.row_count
+        for base in range(self.start // section * section, end, section):
+            first, last = max(self.start, base), min(end, base + section)
+            yield _Span(first - base, last - first, self.block_table[base // block_size :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +179,9 @@ class StateSteps:
 class StepTensors:
     """token_ids, positions, slots: int64 [T]; slot = block * block_size + offset. cleared_slots: int64 [n], behind the
     last token of every block that this step begins and does not fill; None if there are none, or if the kernels never
-    read them. attention: by window. first_rows: for each chunk in the order that was given, its first row. states: None
-    of a model without. given: rows whose embeddings are not their tokens': int64 [n], and float32 [n, hidden_size].
-    adapters: of the rows that have one; None: none has."""
+    read them. attention: by window; sections: by section. first_rows: for each chunk in the order that was given, its
+    first row. states: None of a model without. given: rows whose embeddings are not their tokens': int64 [n], and
+    float32 [n, hidden_size]. adapters: of the rows that have one; None: none has."""
 
     token_ids: Tensor
     positions: Tensor
@@ -174,6 +192,7 @@ class StepTensors:
     states: StateSteps | None = None
     given: tuple[Tensor, Tensor] | None = None
     adapters: AdapterRows | None = None
+    sections: dict[int, AttentionTensors] = field(default_factory=dict)
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
@@ -193,10 +212,22 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         slots.append(_slots(chunk, chunk_positions, shape.block_size))
         cleared.append(_slots_behind(chunk, shape.block_size))
     behind = np.concatenate(cleared)
+    spans = [_Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table) for at in order]
+    count = sum(span.row_count == 1 for span in spans)
+    # What a row of a section sees is what a row of a sequence that begins with it would.
+    parts = {
+        section: [part for span in spans for part in span.in_sections(section, shape.block_size)]
+        for section in shape.sections
+    }
     if shape.walked_heads is None:
-        attention = {window: _attention_tensors(chunks, order, shape, window) for window in shape.windows}
+        attention = {window: _attention_tensors(spans, count, shape, window) for window in shape.windows}
+        sections = {section: _attention_tensors(parts[section], count, shape, None) for section in parts}
     else:
-        attention = _walks([chunks[index] for index in order], shape, shape.walked_heads, sending)
+        attention = _walks(spans, count, shape.windows, shape, shape.walked_heads, sending)
+        sections = {
+            section: _walks(parts[section], count, (None,), shape, shape.walked_heads, sending)[None]
+            for section in parts
+        }
     return StepTensors(
         token_ids=sending.add(np.array(token_ids, dtype=np.int64)),
         positions=sending.add(np.concatenate(positions)),
@@ -206,6 +237,7 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         first_rows=tuple(first_rows),
         states=_state_steps(chunks, first_rows, sending) if chunks[0].states else None,
         given=_given(chunks, first_rows, shape, sending),
+        sections=sections,
     )
 
 
@@ -259,20 +291,25 @@ def _slots_behind(chunk: ScheduledChunk, block_size: int) -> Int64Array:
 
 
 def _walks(
-    chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape, sending: Sending
+    spans: Sequence[_Span],
+    decode_count: int,
+    windows: Sequence[int | None],
+    shape: StepShape,
+    heads: HeadShape,
+    sending: Sending,
 ) -> dict[int | None, AttentionTensors]:
-    """chunks: in the order of their rows. Windows differ in a number alone, so they share the tensors."""
-    count = sum(chunk.row_count == 1 for chunk in chunks)
-    decodes = _decode_tables(chunks[:count], shape, heads, sending) if count else None
-    parts = _chunk_tables(chunks[count:], shape, heads, sending) if count < len(chunks) else None
-    return {window: AttentionTensors((), (), TableWalk(window, decodes, parts)) for window in shape.windows}
+    """spans: in the order of their rows, decodes first. Windows differ in a number alone, so they share the tensors."""
+    decodes, chunks = spans[:decode_count], spans[decode_count:]
+    decode_tables = _decode_tables(decodes, windows, shape, heads, sending) if decodes else None
+    chunk_tables = _chunk_tables(chunks, shape, heads, sending) if chunks else None
+    return {window: AttentionTensors((), (), TableWalk(window, decode_tables, chunk_tables)) for window in windows}
 
 
 def _decode_tables(
-    chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape, sending: Sending
+    chunks: Sequence[_Span], windows: Sequence[int | None], shape: StepShape, heads: HeadShape, sending: Sending
 ) -> DecodeTables:
     contexts = [chunk.start + 1 for chunk in chunks]
-    parts_max = max(split_count(max(contexts), window) for window in shape.windows)
+    parts_max = max(split_count(max(contexts), window) for window in windows)
     return DecodeTables(
         sending.add(_block_tables(chunks, shape.block_size)),
         sending.add(np.array(contexts, dtype=np.int32)),
@@ -281,9 +318,7 @@ def _decode_tables(
     )
 
 
-def _chunk_tables(
-    chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape, sending: Sending
-) -> ChunkTables:
+def _chunk_tables(chunks: Sequence[_Span], shape: StepShape, heads: HeadShape, sending: Sending) -> ChunkTables:
     tile_tokens = chunk_tile_tokens(heads.head_count // heads.kv_head_count)
     tiles = [(index, first) for index, chunk in enumerate(chunks) for first in range(0, chunk.row_count, tile_tokens)]
     row_starts = np.cumsum([0, *(chunk.row_count for chunk in chunks)], dtype=np.int32)
@@ -295,7 +330,7 @@ def _chunk_tables(
     )
 
 
-def _block_tables(chunks: Sequence[ScheduledChunk], block_size: int) -> Int32Array:
+def _block_tables(chunks: Sequence[_Span], block_size: int) -> Int32Array:
     widths = [(chunk.start + chunk.row_count - 1) // block_size + 1 for chunk in chunks]
     tables = np.zeros((len(chunks), max(widths)), dtype=np.int32)
     for table, chunk, width in zip(tables, chunks, widths, strict=True):
@@ -304,16 +339,15 @@ def _block_tables(chunks: Sequence[ScheduledChunk], block_size: int) -> Int32Arr
 
 
 def _attention_tensors(
-    chunks: Sequence[ScheduledChunk], order: Sequence[int], shape: StepShape, window: int | None
+    spans: Sequence[_Span], decode_count: int, shape: StepShape, window: int | None
 ) -> AttentionTensors:
-    decodes = [chunks[index] for index in order if chunks[index].row_count == 1]
+    """spans: in the order of their rows, decodes first."""
     groups, parts = [], []
     row = 0
-    for group in _decode_groups(decodes, shape, window):
+    for group in _decode_groups(spans[:decode_count], shape, window):
         groups.append(_decode_group(group, row, shape, window))
         row += len(group)
-    for index in order[len(decodes) :]:
-        chunk = chunks[index]
+    for chunk in spans[decode_count:]:
         end = chunk.start + chunk.row_count
         for start in range(chunk.start, end, PART_ROWS_MAX[shape.device.type]):
             part_end = min(start + PART_ROWS_MAX[shape.device.type], end)
@@ -322,11 +356,9 @@ def _attention_tensors(
     return AttentionTensors(tuple(groups), tuple(parts))
 
 
-def _decode_groups(
-    decodes: Sequence[ScheduledChunk], shape: StepShape, window: int | None
-) -> list[list[ScheduledChunk]]:
+def _decode_groups(decodes: Sequence[_Span], shape: StepShape, window: int | None) -> list[list[_Span]]:
     """Neighbours in length go together, as long as less than half of a row is padding and the bytes are in bounds."""
-    groups: list[list[ScheduledChunk]] = []
+    groups: list[list[_Span]] = []
     narrowest = widest = 0
     block_bytes = shape.token_kv_bytes * shape.block_size
     for chunk in decodes:
@@ -343,7 +375,7 @@ def _decode_groups(
     return groups
 
 
-def _decode_group(group: Sequence[ScheduledChunk], row: int, shape: StepShape, window: int | None) -> DecodeGroup:
+def _decode_group(group: Sequence[_Span], row: int, shape: StepShape, window: int | None) -> DecodeGroup:
     size = shape.block_size
     first_blocks = [_first_seen(chunk.start, window) // size for chunk in group]
     width = max(chunk.start // size + 1 - first for chunk, first in zip(group, first_blocks, strict=True))
@@ -360,9 +392,7 @@ def _decode_group(group: Sequence[ScheduledChunk], row: int, shape: StepShape, w
     return DecodeGroup(row, row + len(group), _tensor(table, shape.device), mask)
 
 
-def _prompt_part(
-    chunk: ScheduledChunk, start: int, end: int, row: int, shape: StepShape, window: int | None
-) -> PromptPart:
+def _prompt_part(chunk: _Span, start: int, end: int, row: int, shape: StepShape, window: int | None) -> PromptPart:
     sees_all = window is None or end <= window
     if start == 0 and sees_all:
         return PromptPart(row, row + end, None, end, None)
@@ -377,7 +407,7 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _block_array(chunk: ScheduledChunk, first_block: int) -> Int64Array:
+def _block_array(chunk: ScheduledChunk | _Span, first_block: int) -> Int64Array:
     return np.array(chunk.block_table[first_block:], dtype=np.int64)
 
 

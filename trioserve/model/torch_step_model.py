@@ -120,6 +120,7 @@ class TorchStepModel:
             hidden_size=config.hidden_size,
             token_kv_bytes=entry.size * VALUE_BYTES[dtype],
             windows=config.windows,
+            sections=config.sections,
             dtype=TORCH_DTYPES[dtype],
             device=place,
             walked_heads=HeadShape(attention.head_count, entry.head_count, entry.head_dim) if walks else None,
@@ -159,9 +160,10 @@ class TorchStepModel:
     @property
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
-        # Which expert has which rows is read back from the device in the middle of a step.
-        is_plain = not (self.config.has_experts or self.config.has_latents or self.tapped_layers)
-        return self._model.kernels.FUSED and is_plain
+        # Which expert has which rows is read back from the device in the middle of a step; what a section's rows see is
+        # found by the host.
+        waits = self.config.has_experts or self.config.sections
+        return self._model.kernels.FUSED and not (waits or self.config.has_latents or self.tapped_layers)
 
     @property
     def _has_static_steps(self) -> bool:

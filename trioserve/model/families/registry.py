@@ -22,6 +22,7 @@ from trioserve.model.families.hyperclovax import HYPERCLOVAX
 from trioserve.model.families.internlm import INTERNLM3
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import LLAMA
+from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mistral import MISTRAL
 from trioserve.model.families.mixtral import MIXTRAL
 from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
@@ -70,6 +71,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     DOTS1,
     GPT_OSS,
+    LLAMA4,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,

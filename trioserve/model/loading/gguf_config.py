@@ -47,6 +47,7 @@ _KEYS = {
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
@@ -111,7 +112,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
-        "use_qk_norm": name in ("command-r", "glm4moe") and "blk.0.attn_q_norm.weight" in file.tensors,
+        "use_qk_norm": _has_qk_norm(file, str(name), expert_count),
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "norm_topk_prob": raw.flag_or(f"{name}.expert_weights_norm", name == "qwen3moe"),
         "use_sliding_window": True,
@@ -170,6 +171,13 @@ def _same_for_all_layers(fields: Fields, key: str) -> int | None:
     if len(values) > 1:
         raise ModelLoadError(f"{key} differs from layer to layer, which is not supported")
     return values.pop() if values else None
+
+
+def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
+    """Of families in which some models have it."""
+    if architecture == "llama4":  # whose norm has no weights; llama.cpp tells the models by their experts, too
+        return expert_count != 128
+    return architecture in ("command-r", "glm4moe") and "blk.0.attn_q_norm.weight" in file.tensors
 
 
 def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:

@@ -269,7 +269,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     elif isinstance(attention, AttentionConfig):
         if attention.qk_norm == "head":
             norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
-        elif attention.qk_norm != "none":
+        elif attention.qk_norm not in ("none", "unit"):
             norms += [("q_norm", attention.query_size), ("k_norm", attention.key_size)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
     if isinstance(attention, StateSpaceConfig):
