@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trioserve.contracts.block_hash import BlockHash, hash_block
 from trioserve.contracts.events import AbortOutcome, EngineEvent, FinishReason, PromptLogprobs, TokensReady
-from trioserve.contracts.ids import RequestId
+from trioserve.contracts.ids import NO_BLOCK, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -26,7 +26,7 @@ from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.simulation.core.residency_book import ResidencyBook
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
-from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_connector import FakeConnector, FakeLoad
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 
@@ -105,6 +105,7 @@ class CoreHistory(RuleBasedStateMachine):
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
         draft_tokens_max=st.sampled_from([0, 0, 2, 6]),
         overtakes_max=st.sampled_from([0, 1, 2, 64]),
+        window_tokens=st.sampled_from([None, None, 2, 3, 5]),
     )
     def begin(
         self,
@@ -118,9 +119,12 @@ class CoreHistory(RuleBasedStateMachine):
         policy,
         draft_tokens_max,
         overtakes_max,
+        window_tokens,
     ):
         model = FakeModel(vocab_size=VOCAB_SIZE, stop_token_id=0, stop_period=stop_period)
-        self.executor = FakeExecutor(block_count=block_count, block_size=block_size, model=model)
+        self.executor = FakeExecutor(
+            block_count=block_count, block_size=block_size, model=model, window_tokens=window_tokens
+        )
         self.reference = ReferenceEngine(model)
         self.entries: dict[str, ExpectedSequence] = {}
         self.connector = self.make_connector()
@@ -137,6 +141,7 @@ class CoreHistory(RuleBasedStateMachine):
                 load_failure_policy=policy,
                 draft_tokens_max=draft_tokens_max,
                 overtakes_max=overtakes_max,
+                window_tokens=window_tokens,
             ),
             hash_block=hash_function,
             connector=self.connector,
@@ -368,6 +373,8 @@ class ConnectedHistory(CoreHistory):
             event = self.connector.loaded(RequestId(name), token_count)
             if load is not None and not 0 <= event.token_count <= load.token_count:
                 expected = [TransferFault.BAD_COUNT]
+            elif load is not None and event.token_count > 0 and self.lacks_a_block(load, event.token_count):
+                expected = [TransferFault.LOAD_FAILED]
         if key in self.out_since:
             expected = []  # a hold ends, however it is said
         elif kind is HoldKind.SEND or name not in self.out_since:
@@ -377,6 +384,12 @@ class ConnectedHistory(CoreHistory):
         before = self.faults()
         self.take_unserved(self.core.on_transfer(event, self.now), {name})
         assert self.faults() - before == Counter(expected)
+
+    def lacks_a_block(self, load: FakeLoad, token_count: int) -> bool:
+        """Whether the window reaches back, behind so many tokens of a load, to where it had no block."""
+        window = self.core.settings.window_tokens
+        first = 0 if window is None else max(0, load.start + token_count - window + 1)
+        return NO_BLOCK in load.block_table[first // self.core.settings.block_size :]
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 9.0]))
     def pass_time(self, seconds):
