@@ -131,9 +131,9 @@ async def open_engine(
     gpu_kernels: Literal["torch", "triton"] = "torch",
     quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
-    max_model_len: int | str | None = None,
+    max_model_len: int | None = None,
     max_num_seqs: int = 64,
-    max_num_batched_tokens: int | str = 512,
+    max_num_batched_tokens: int = 512,
     wide_prompt_stretch: float = 1.5,
     block_size: int = 16,
     kv_cache_memory: float | None = None,
@@ -197,8 +197,7 @@ async def open_engine(
         gpu_kernels: what computes on a GPU.
         quantization: how native kernels keep weights; "auto" keeps a quantized file's bits, else dtype.
         kv_cache_dtype: of keys and values; "auto" takes dtype.
-        max_model_len: tokens of prompt and response together, as a number or such as "32k" or "32K". Default, and
-            "auto": what the model takes and the KV cache holds.
+        max_model_len: tokens of prompt and response together. Default: what the model takes and the KV cache holds.
         max_num_seqs: sequences that are computed at a time.
         max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
         wide_prompt_stretch: how much longer a step may take, as a factor above 1, for prompts that need several, while

@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from trioserve import assemble
-from trioserve.config import Config, engine_settings, make_config
+from trioserve.config import Config, drafts_of, engine_settings, make_config
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
@@ -38,11 +38,12 @@ class FakeRunner(FakeExecutor):
     "warm" or "claim"."""
 
     device = "cpu"
-    dtype = "float32"
+    dtype = kv_dtype = "float32"
     kv_cache_bytes = 1
     step_weight_bytes = 1
     token_flops = 1
     attended_token_flops = 1
+    state_slot_count = snapshot_slot_count = 0
     takes_every_cpu = is_batch_invariant = False
     launches = False
     computed_by = arithmetic = "nothing"
@@ -58,7 +59,9 @@ class FakeRunner(FakeExecutor):
         self.made.append(self)
 
     @classmethod
-    def load(cls, _checkpoint: object, settings: object, *, progress: Report, on_compile: Compiling) -> FakeRunner:
+    def load(
+        cls, _checkpoint: object, settings: object, *, draft: object, progress: Report, on_compile: Compiling
+    ) -> FakeRunner:
         cls.settings = settings
         cls.do("compile", on_compile)
         cls.do("load", progress)
@@ -100,6 +103,8 @@ class Checkpoint:
         eos_token_ids=(END_TOKEN_ID,),
         context_tokens_max=128,
         hidden_size=8,
+        state_bytes=0,
+        window_max=None,
     )
 
 
@@ -607,13 +612,15 @@ def options_read(source: str) -> set[str]:
     }
 
 
-OF_THE_SERVER = {"drain_timeout"}  # engine_settings hands it to whoever serves; an engine's scope ends at once
+# An engine's scope ends at once, and whoever opens it may read whichever directories it can.
+OF_THE_SERVER = {"drain_timeout", "allowed_lora_path"}
 
 
 def test_the_parameters_are_the_options_that_an_engine_reads():
     """In name, type and default: an option that an engine reads, and that is not a parameter here, can be reached only
     by a server."""
-    read = options_read(inspect.getsource(assemble)) | options_read(inspect.getsource(engine_settings))
+    readers = (assemble, engine_settings, drafts_of)
+    read = set().union(*(options_read(inspect.getsource(reader)) for reader in readers))
     fields = {field.name: field.default for field in msgspec.structs.fields(Config)}
     types_of_fields = typing.get_type_hints(Config)  # without the bounds
     parameters = dict(inspect.signature(assemble.open_engine).parameters)
