@@ -52,6 +52,7 @@ GGUF_KINDS = (
     "dots1",
     "gpt-oss",
     "lfm2",
+    "lfm2-moe",
     "granite-hybrid",
     "granite-hybrid-unturned-moe",
     "deepseek-v2",

@@ -400,6 +400,7 @@ FAMILY_KINDS |= {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
         },
     ),
     "granite-hybrid": (
@@ -643,6 +644,7 @@ _FAMILY_METADATA: dict[str, str] = {
     "routed_scaling_factor": "add_expert_weights_scale",
 }
 _ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite")
+_HYBRIDS = ("granitemoehybrid", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "smollm3")
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
@@ -653,6 +655,7 @@ _ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "llama4_text": "llama4",
@@ -695,10 +698,10 @@ def write_family_gguf(
         }
     for field, method in _FAMILY_METADATA.items():
         is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
-        is_by_layer = field == "num_key_value_heads" and model_type in ("granitemoehybrid", "lfm2")
+        is_by_layer = field == "num_key_value_heads" and model_type in _HYBRIDS
         if config.get(field) is not None and not is_other_norm and not is_by_layer:
             getattr(writer, method)(config[field])
-    if model_type in ("granitemoehybrid", "lfm2"):
+    if model_type in _HYBRIDS:
         _add_hybrid_metadata(writer, config)
     if model_type in _ROUTED_BY_SIGMOID:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
@@ -758,12 +761,18 @@ def write_family_gguf(
 
 
 def _add_hybrid_metadata(writer: Any, config: dict[str, Any]) -> None:
+    import gguf
+
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     writer.add_head_count_kv([config["num_key_value_heads"] if at else 0 for at in attends])
-    if config["model_type"] == "lfm2":
+    if config["model_type"] != "granitemoehybrid":
         writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_layer_norm_rms_eps(config["norm_eps"])
-        writer.add_feed_forward_length(64)  # of the kind's 96 two thirds
+        if config["model_type"] == "lfm2":
+            writer.add_feed_forward_length(64)  # of the kind's 96 two thirds
+        else:
+            writer.add_leading_dense_block_count(config["num_dense_layers"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         return
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])
@@ -785,6 +794,11 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
     if name.endswith("shared_mlp.output_linear.weight"):
         kind = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
         return [(name.replace("shared_mlp.output_linear", f"{kind}.down_proj"), values)]
+    if ".feed_forward.experts." in name:
+        for theirs, usual in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+            name = name.replace(f".experts.{theirs}", f".experts.{usual}_proj")
+    if name.endswith("expert_bias"):
+        return [(f"{name}.bias", values)]
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return [(name, values.squeeze(1))]
     if name.endswith("A_log"):

@@ -18,6 +18,8 @@ def _describe(fields: ModelFields) -> ModelConfig:
 
 
 def _describe_mixture(fields: ModelFields) -> ModelConfig:
+    if fields.text_or("scoring_func", "sigmoid") != "sigmoid":
+        raise fields.wrong("scoring_func", "'sigmoid' for this family")
     experts = fields.experts(
         "num_experts",
         fields.whole("moe_intermediate_size"),
@@ -82,21 +84,19 @@ _MODULES = {
     "conv": "conv.conv",
     "out_proj": "conv.out_proj",
 }
+_GGUF_MODULES = {
+    "norm": "token_embd_norm",
+    "in_proj": "shortconv.in_proj",
+    "conv": "shortconv.conv",
+    "out_proj": "shortconv.out_proj",
+}
 LFM2 = Family(
     name="lfm2",
     classes=("Lfm2ForCausalLM",),
     model_type="lfm2",
     describe=_describe,
     transformers=Naming(modules=_MODULES),
-    gguf=GgufNaming(
-        architecture="lfm2",
-        modules={
-            "norm": "token_embd_norm",
-            "in_proj": "shortconv.in_proj",
-            "conv": "shortconv.conv",
-            "out_proj": "shortconv.out_proj",
-        },
-    ),
+    gguf=GgufNaming(architecture="lfm2", modules=_GGUF_MODULES),
 )
 LFM2_MOE = Family(
     name="lfm2_moe",
@@ -104,4 +104,5 @@ LFM2_MOE = Family(
     model_type="lfm2_moe",
     describe=_describe_mixture,
     transformers=Naming(modules=_MODULES),
+    gguf=GgufNaming(architecture="lfm2moe", modules=_GGUF_MODULES),
 )

@@ -67,6 +67,7 @@ _KEYS = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
 }
 _SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

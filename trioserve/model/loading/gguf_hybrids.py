@@ -7,7 +7,7 @@ from trioserve.model.loading.fields import Fields
 
 __all__ = ["hybrid_values"]
 
-_OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv"}
+_OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe": "conv"}
 
 
 def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) -> dict[str, object]:
@@ -29,6 +29,8 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
     }
     if architecture == "lfm2":
         return {**values, "block_auto_adjust_ff_dim": False}  # it is adjusted already
+    if architecture == "lfm2moe":
+        return {**values, "norm_topk_prob": True}  # no key says it
     if fields.flag_or(f"{architecture}.rope.scaling.finetuned", False):
         raise ModelLoadError("the file's attention turns by positions, as of Bamba, which is served from safetensors")
     inner_size = fields.whole(f"{architecture}.ssm.inner_size")
