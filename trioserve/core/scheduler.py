@@ -101,7 +101,7 @@ class Scheduler:
         tokens that are left."""
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
-        wide_left: int | None = None
+        wide = _WideTokens(self, planned)
         for live in self._running_in_turn():
             if budget == 0:
                 break
@@ -111,12 +111,9 @@ class Scheduler:
             if count > budget:
                 count = budget
             if count > 1 and live.is_wide:
-                if wide_left is None:
-                    wide_left = self._wide_tokens(planned)
-                count = min(count, wide_left)
+                count = wide.take(count)
                 if count == 0:
                     continue
-                wide_left -= count
             if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
@@ -126,7 +123,7 @@ class Scheduler:
             budget -= count
         return budget
 
-    def _wide_tokens(self, planned: Mapping[RequestId, int]) -> int:
+    def wide_tokens(self, planned: Mapping[RequestId, int]) -> int:
         """How many tokens of wide prompts the step may take. planned: all its decodes, and maybe more."""
         decode_count = sum([count == 1 for count in planned.values()])
         wide_count = sum([live.is_wide and live.due_count > 1 for live in self.running.values()])
@@ -146,18 +143,15 @@ class Scheduler:
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
-        wide_left: int | None = None
+        wide = _WideTokens(self, planned)
         for live, due_count in self._due_behind(ends):
             if budget == 0:
                 break
             count = min(due_count, budget)
             if count > 1 and live.is_wide:
-                if wide_left is None:
-                    wide_left = self._wide_tokens(planned)
-                count = min(count, wide_left)
+                count = wide.take(count)
                 if count == 0:
                     continue
-                wide_left -= count
             end = ends.get(live.request.id, live.computed_count) + count
             needed += max(0, self._settings.blocks_for(end) - len(live.blocks) - len(live.reserved_blocks))
             budget -= count
@@ -560,6 +554,26 @@ def _holds_up(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
     if live.abort_reason is not None or ends.get(live.request.id) != len(live.tokens):
         return False
     return not live.guide.is_free_ahead
+
+
+class _WideTokens:
+    """What a step may take of wide prompts: found out when the first one comes, behind all decodes, and shared out in
+    turn. planned: the step's chunks so far, as it grows."""
+
+    __slots__ = ("_left", "_planned", "_scheduler")
+
+    def __init__(self, scheduler: Scheduler, planned: Mapping[RequestId, int]) -> None:
+        self._scheduler = scheduler
+        self._planned = planned
+        self._left: int | None = None
+
+    def take(self, count: int) -> int:
+        """As many of these tokens as are left."""
+        if self._left is None:
+            self._left = self._scheduler.wide_tokens(self._planned)
+        taken = min(count, self._left)
+        self._left -= taken
+        return taken
 
 
 class _Admission:
