@@ -147,3 +147,21 @@ async def test_only_the_admin_loads_and_only_where_the_operator_says_so():
         assert status == 403
         status, _ = await ask(server, "/v1/completions", {"model": "three", "prompt": "x", **SHORT}, "alice")
         assert status == 200
+
+
+async def test_metrics_say_who_uses_which():
+    async with (
+        served(paused=True) as server,
+        server.client().ask("/v1/completions", {"model": "two", "prompt": "x", "stream": True, **SHORT}) as response,
+    ):
+        await wait_all_tasks_blocked()
+        await server.engine.step()
+        await response.head()
+        _, page = await ask(server, "/metrics")
+        assert 'trioserve:adapters{engine="0",model_name="fake",state="ready"} 2.0' in page
+        assert 'trioserve:adapter_requests{adapter="two",engine="0",model_name="fake"} 1.0' in page
+        assert 'trioserve:adapter_requests{adapter="one",engine="0",model_name="fake"} 0.0' in page
+        assert 'running_lora_adapters="two"' in page
+        assert "vllm:lora_requests_info{" in page
+        server.engine.resume()
+        await response.read()

@@ -50,6 +50,7 @@ from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
+from trioserve.engine.adapter_metrics import show_adapters
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
@@ -195,6 +196,7 @@ class Engine:
         self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder))
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
+        show_adapters(metrics, self.adapters, self._requests)
 
     def _install(self, parts: EngineParts) -> None:
         """From here on it computes with these, and nothing of those before is known any more."""

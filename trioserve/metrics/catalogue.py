@@ -52,6 +52,7 @@ class Question(enum.Enum):
     CLIENTS = "Do clients leave, or read slowly?"
     CACHE = "Is there room for KV, and does the prefix cache help?"
     SHORTCUTS = "Do drafts and forms help?"
+    ADAPTERS = "Who uses which adapter?"
     IMAGES = "What do images cost?"
     TRANSFERS = "Does KV get from one engine to another?"
     HOST = "Does KV get to the host's memory, and back?"
@@ -336,6 +337,39 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="tokens",
         meaning="Of these tokens, those that were not computed here.",
         vllm=True,
+    ),
+    Metric(
+        name="adapters",
+        question=Question.ADAPTERS,
+        kind="gauge",
+        unit="adapters",
+        meaning="LoRA adapters in memory, or on their way there; retired ones have no name any more, and are used by "
+        "requests that had them before.",
+        labels=(Label("state", ("loading", "ready", "retired")),),
+    ),
+    Metric(
+        name="adapter_bytes",
+        question=Question.ADAPTERS,
+        kind="gauge",
+        unit="bytes",
+        meaning="Memory of LoRA adapters as they were read; the native kernels keep as much once more.",
+    ),
+    Metric(
+        name="adapter_requests",
+        question=Question.ADAPTERS,
+        kind="gauge",
+        unit="requests",
+        meaning="Requests that have each LoRA adapter, waiting ones included.",
+        labels=(Label("adapter"),),
+    ),
+    Metric(
+        name="lora_requests_info",
+        question=Question.ADAPTERS,
+        kind="gauge",
+        unit="seconds",
+        meaning="Which LoRA adapters requests have, in labels; the value is the time of the scrape, as vLLM's is.",
+        labels=(Label("max_lora"), Label("waiting_lora_adapters"), Label("running_lora_adapters")),
+        shown_as="vllm:lora_requests_info",
     ),
     Metric(
         name="resumed_requests_total",

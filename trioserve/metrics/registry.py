@@ -50,6 +50,10 @@ class Metrics:
     prompt_tokens_total: Counter
     prompt_tokens_by_source_total: Counter
     prompt_tokens_cached_total: Counter
+    adapters: Gauge
+    adapter_bytes: Gauge
+    adapter_requests: Gauge
+    lora_requests_info: Gauge
     resumed_requests_total: Counter
     resumed_tokens_total: Counter
     generation_tokens_total: Counter
