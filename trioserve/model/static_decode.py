@@ -112,6 +112,7 @@ class StaticDecode:
             and chunk.row_count == 1
             and chunk.start < self._context_tokens_max
             and chunk.request.adapter is None
+            and all(rows.end <= chunk.start for rows in chunk.request.given)
             for chunk in chunks
         )
 

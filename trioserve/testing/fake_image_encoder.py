@@ -43,7 +43,8 @@ class FakeImageEncoder:
         self.is_closed = False
 
     def hold(self) -> None:
-        self.gate = trio.Event()
+        if self.gate is None:
+            self.gate = trio.Event()
 
     def release(self) -> None:
         gate, self.gate = self.gate, None
