@@ -200,6 +200,8 @@ def test_a_row_whose_numbers_are_not_finite_fails_alone(
         return tensor._replace(read=read) if tensor.name == "embed.weight" else tensor
 
     class Damaged:
+        vision = None
+
         def __init__(self, checkpoint: Any) -> None:
             self.config, self.weight_bytes = checkpoint.config, checkpoint.weight_bytes
             self.tensors = lambda: map(damaged, checkpoint.tensors())
