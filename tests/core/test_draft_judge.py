@@ -10,6 +10,7 @@ from trioserve.core.draft_judge import (
     PLAIN_PERIOD,
     TRIAL_PERIOD_MAX,
     TRIAL_PERIOD_MIN,
+    TRIAL_STEPS,
     TRIAL_TOKENS,
     DraftJudge,
 )
@@ -64,9 +65,29 @@ def test_where_drafts_do_not_pay_they_are_tried_again_and_ever_less_often():
     counts = [made.token_count([0.9], TOKENS_MAX) for _ in range(4 * TRIAL_PERIOD_MAX)]
     trials = [place for place, count in enumerate(counts, start=1) if count]
     assert {counts[place - 1] for place in trials} == {TRIAL_TOKENS}
-    gaps = [later - earlier for earlier, later in zip([0, *trials], trials, strict=False)]
+    ends = trials[TRIAL_STEPS - 1 :: TRIAL_STEPS]
+    assert trials[:TRIAL_STEPS] == list(range(TRIAL_PERIOD_MIN, TRIAL_PERIOD_MIN + TRIAL_STEPS))
+    gaps = [later - earlier - TRIAL_STEPS + 1 for earlier, later in zip([0, *ends], ends, strict=False)]
     assert gaps[:3] == [TRIAL_PERIOD_MIN, 2 * TRIAL_PERIOD_MIN, 4 * TRIAL_PERIOD_MIN]
     assert gaps[-1] == TRIAL_PERIOD_MAX
+
+
+def test_a_trial_finds_out_that_they_pay_now():
+    made = judge(pass_seconds=2.0)
+    used, count = 0, 0
+    for _ in range(20 * TRIAL_PERIOD_MIN):
+        count = made.token_count([0.9], TOKENS_MAX)
+        if count:
+            # The first one of a trial is no usual one.
+            used += 1
+            made.note(1 + count, 1, DraftTimes(1.0, 0.1 * count, count), is_usual=used % TRIAL_STEPS != 1)
+    assert count > TRIAL_TOKENS
+
+
+def test_a_step_that_was_held_up_changes_little():
+    made = judge(pass_seconds=0.1)
+    made.note(7, 1, DraftTimes(50.0, 600.0, 6), is_usual=True)
+    assert made.token_count([0.8], TOKENS_MAX) > 2
 
 
 def test_where_they_pay_a_step_without_them_is_looked_at_now_and_then():

@@ -19,6 +19,8 @@ ROWS_APART = (
 )
 GAIN_MIN = 1.03  # below that, what is measured says nothing
 TRIAL_TOKENS = 2
+TRIAL_STEPS = 4  # one behind the other: with the first the draft model catches up, and the others tell what it takes
+OUTLIER = 2.0  # times what is known: a step that takes longer was held up by something else
 TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512  # steps without drafts until they are tried again; texts change
 PLAIN_PERIOD = 256  # steps with drafts until one without, so that what is compared is no older
 OTHER_PERIOD = 16  # steps with drafts until one with a token more, or fewer, for the same reason
@@ -54,7 +56,8 @@ class DraftJudge:
         self._plain_count += 1
         if self._plain_count < self._trial_period:
             return 0
-        self._plain_count, self._trial_period = 0, min(2 * self._trial_period, TRIAL_PERIOD_MAX)
+        if self._plain_count == self._trial_period + TRIAL_STEPS - 1:
+            self._plain_count, self._trial_period = 0, min(2 * self._trial_period, TRIAL_PERIOD_MAX)
         return min(TRIAL_TOKENS, token_count_max)
 
     def _best_count(self, acceptances: Sequence[float], token_count_max: int) -> int:
@@ -87,7 +90,7 @@ class _Means:
         key = _key(count)
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         known = self._seconds.get(key, seconds)
-        self._seconds[key] = known + max(LEARNING_RATE, 1 / seen) * (seconds - known)
+        self._seconds[key] = known + max(LEARNING_RATE, 1 / seen) * (min(seconds, OUTLIER * known) - known)
 
     def nearest(self, count: int) -> float | None:
         """What is known of fewer, rather than of more: what is not known is tried."""

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -93,17 +94,24 @@ WORKLOADS = (
 
 class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
     """One workload. Speeds are those of the best round, in tokens a second of all streams: other work on the machine
-    only ever slows one down. Counts are those of one round with drafts; steps: without drafts there are as many as one
-    stream has tokens."""
+    only ever slows one down. Those of the CPU are tokens for each second of it that this process took, in all rounds:
+    they say what there is to gain where the machine is not alone. Counts are those of one round with drafts; steps:
+    without drafts there are as many as one stream has tokens."""
 
     what: str
     streams: int
     plain_speed: float
     draft_speed: float
+    plain_cpu_speed: float
+    draft_cpu_speed: float
     drafted: int
     accepted: int
     steps: int
     tokens: int
+
+    @property
+    def cpu_ratio(self) -> float:
+        return self.draft_cpu_speed / self.plain_cpu_speed
 
     @property
     def ratio(self) -> float:
@@ -112,15 +120,19 @@ class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: int, tokens: int) -> DraftFigure:
     speeds: tuple[list[float], list[float]] = ([], [])
+    cpu_seconds, token_counts = [0.0, 0.0], [0, 0]
     counts = (0, 0, 0, 0)
     # The first one fills the prefix cache.
     for number in with_progress(range(rounds + 1), f"measuring {workload.name}", unit="rounds"):
         for index, engine in enumerate(engines):
             before = engine.stats()
+            cpu_before = time.process_time()
             speed, count = await _run(engine, workload, tokens)
             after = engine.stats()
             if number > 0:
                 speeds[index].append(speed)
+                cpu_seconds[index] += time.process_time() - cpu_before
+                token_counts[index] += count
             counts = (
                 after.draft_tokens_total - before.draft_tokens_total,
                 after.accepted_tokens_total - before.accepted_tokens_total,
@@ -132,6 +144,8 @@ async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: i
         streams=len(workload.prompts),
         plain_speed=max(speeds[0]),
         draft_speed=max(speeds[1]),
+        plain_cpu_speed=token_counts[0] / cpu_seconds[0],
+        draft_cpu_speed=token_counts[1] / cpu_seconds[1],
         drafted=counts[0],
         accepted=counts[1],
         steps=counts[2],
@@ -241,7 +255,8 @@ def run_draft_bench(
         f"second, the best of {rounds}"
     )
     print(
-        f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'drafted':>9}{'right':>8}{'tokens':>8}{'steps':>7}"
+        f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'of CPU':>8}{'drafted':>9}{'right':>8}"
+        f"{'tokens':>8}{'steps':>7}"
     )
     workloads = [workload for workload in WORKLOADS if only in workload.name]
     options = {"quantization": quantization}
@@ -254,6 +269,6 @@ def run_draft_bench(
 def _print_row(figure: DraftFigure) -> None:
     print(
         f"{figure.what:<22}{figure.streams:>8}{figure.plain_speed:>9.1f}{figure.draft_speed:>9.1f}{figure.ratio:>7.2f}"
-        f"{figure.drafted:>9}{figure.accepted:>8}{figure.tokens:>8}{figure.steps:>7}",
+        f"{figure.cpu_ratio:>8.2f}{figure.drafted:>9}{figure.accepted:>8}{figure.tokens:>8}{figure.steps:>7}",
         flush=True,
     )
