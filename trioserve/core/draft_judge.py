@@ -13,16 +13,16 @@ from trioserve.contracts.step import DraftTimes
 
 __all__ = ["DraftJudge"]
 
-LEARNING_RATE = 0.1  # of one step, when several have been seen
+LEARNING_RATE = 0.2  # of one step, when several have been seen
 ROWS_APART = (
     32  # up to here steps of so many rows and of one more are told apart; a row costs least where there are few
 )
-GAIN_MIN = 1.03  # below that, what is measured says nothing
+GAIN_MIN = 1.1  # below that, what is measured on a busy machine says nothing
 TRIAL_TOKENS = 2
 TRIAL_STEPS = 4  # one behind the other: with the first the draft model catches up, and the others tell what it takes
 OUTLIER = 2.0  # times what is known: a step that takes longer was held up by something else
 TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512  # steps without drafts until they are tried again; texts change
-PLAIN_PERIOD = 256  # steps with drafts until one without, so that what is compared is no older
+PLAIN_PERIOD = 32  # steps with drafts until one without, so that what is compared is no older
 OTHER_PERIOD = 16  # steps with drafts until one with a token more, or fewer, for the same reason
 
 
