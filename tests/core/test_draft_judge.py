@@ -40,7 +40,7 @@ def test_as_long_as_nothing_is_known_as_many_as_may_be_are_tried():
         (1.0, 0.1, TOKENS_MAX),
         (0.8, 0.1, 6),
         (0.5, 0.1, 2),
-        (0.2, 0.1, 1),
+        (0.3, 0.1, 1),
         (0.05, 0.1, 0),
         (0.8, 0.5, 2),
         (0.8, 1.0, 0),
