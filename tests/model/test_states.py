@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.device import cache_size, kv_block_bytes
 from trioserve.model.drafts.vocabulary import check_draft
 from trioserve.model.loading.checkpoint import open_checkpoint
@@ -172,3 +174,31 @@ def test_rates_are_read_as_what_they_are(
     found = {tensor.name: tensor for tensor in open_checkpoint(path).tensors()}
     rates = found["layers.0.state.rates"].read("float32")
     assert rates.tolist() == pytest.approx([-20.0855] * 6, abs=1e-3)
+
+
+async def test_an_engine_says_what_its_states_do_not_go_with(tiny_checkpoint: Callable[..., Path]) -> None:
+    transfer = {"kv_connector": "tcp", "kv_role": "kv_both"}
+    options: dict[str, Any]
+    for options, message in (
+        ({"kv_transfer_config": json.dumps(transfer)}, "which connectors do not carry"),
+        ({"speculative_ngram": 3}, "a wrong draft token would have changed for good"),
+    ):
+        with pytest.raises(StartupError, match=message):
+            async with open_engine(str(tiny_checkpoint("lfm2")), cpu_kernels="torch", **options):
+                raise AssertionError("opened")
+
+
+async def test_an_engine_goes_on_from_the_copy_of_a_state_and_gives_all_slots_back(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    path = str(tiny_checkpoint("granite-hybrid"))
+    async with open_engine(path, dtype="float32", max_num_seqs=4, kv_cache_memory=0.01) as engine:
+        said = []
+        for _ in range(2):
+            async with engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=8)) as stream:
+                said.append([token_id async for delta in stream for token_id in delta.token_ids])
+        stats = engine.stats()
+    assert said[0] == said[1]
+    assert stats.prefix_hit_tokens_total == 48
+    assert (stats.states_used, stats.states_total) == (0, 4)
+    assert stats.snapshots_kept > 0
