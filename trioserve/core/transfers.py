@@ -67,8 +67,8 @@ class Transfers:
         request asks for it, too. To the connector, one that is handed over has ended by itself, and asked for it."""
         self._abandon(live, now)
         settings, computed_count = self._settings, live.computed_count
-        if live.gone_count > settings.first_block_read(computed_count):
-            computed_count = 0  # of its hits those are gone that the window would not have reached behind its load
+        if live.gone_count > settings.first_block_kept(computed_count):
+            computed_count = 0  # it has not run: what was found or was to be loaded is less than another one needs
         table = tuple(live.blocks[: settings.blocks_for(computed_count)])
         blocks = table[live.gone_count :]
         tokens = tuple(live.tokens[:computed_count])
