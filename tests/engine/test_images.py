@@ -111,9 +111,13 @@ async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
         async def ask(colour: int) -> None:
             texts[colour] = await said(fake, chat(png(colour)), SIXTY)
 
+        fake.pause()  # until all are there, however long decoding takes
         async with trio.open_nursery() as nursery:
             for colour in range(3):
                 nursery.start_soon(ask, colour)
+            while fake.stats().waiting_count < 3:
+                await trio.sleep(0)
+            fake.resume()
         assert fake.stats().preemptions_total > 0
         assert [texts[colour] for colour in range(3)] == expected
 

@@ -76,7 +76,7 @@ async def test_texts_go_on_while_an_image_is_encoded(seeing: Path, tiny_vision: 
 
         async def read_on(task_status: trio.TaskStatus[None]) -> None:
             nonlocal between
-            sampling = SamplingParams(max_tokens=600, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
             async with engine.generate("Tell.", sampling) as stream:
                 await stream.wait_until_begun()
                 task_status.started()
