@@ -116,7 +116,7 @@ async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
             for colour in range(3):
                 nursery.start_soon(ask, colour)
             while fake.stats().waiting_count < 3:
-                await trio.sleep(0)
+                await trio.lowlevel.checkpoint()
             fake.resume()
         assert fake.stats().preemptions_total > 0
         assert [texts[colour] for colour in range(3)] == expected
