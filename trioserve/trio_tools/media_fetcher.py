@@ -7,6 +7,7 @@ a name that leads somewhere else a moment later leads nowhere. A redirection is 
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import ssl
 from collections.abc import Awaitable, Callable, Collection
@@ -142,10 +143,17 @@ async def _addresses_of(host: str, port: int) -> list[str]:
 
 
 async def _connect(address: str, port: int, host: str | None) -> trio.abc.Stream:
-    stream = await trio.open_tcp_stream(address, port)
     if host is None:
-        return stream
-    return trio.SSLStream(stream, ssl.create_default_context(), server_hostname=host, https_compatible=True)
+        return await trio.open_tcp_stream(address, port)
+    trusted = await trio.to_thread.run_sync(_trusted_certificates)
+    stream = await trio.open_tcp_stream(address, port)
+    return trio.SSLStream(stream, trusted, server_hostname=host, https_compatible=True)
+
+
+@functools.cache
+def _trusted_certificates() -> ssl.SSLContext:
+    """The system's; reads files."""
+    return ssl.create_default_context()
 
 
 def _refused(place: str, reason: str) -> InvalidRequest:
