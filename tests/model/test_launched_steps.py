@@ -259,6 +259,7 @@ def damaged_runner(path: Path) -> ModelRunner:
     changed: Any = SimpleNamespace(
         config=checkpoint.config,
         weight_bytes=checkpoint.weight_bytes,
+        vision=None,
         tensors=lambda: map(damaged, checkpoint.tensors()),
     )
     runner = ModelRunner.load(changed, settings)

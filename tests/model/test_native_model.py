@@ -88,7 +88,7 @@ def with_changed(path: Path, name: str, change: Callable[[Values], None]) -> Any
 
             yield tensor._replace(read=read) if tensor.name == name else tensor
 
-    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None)
 
 
 def logprobs_of(driver: Any, prompt: list[int], counts: list[int]) -> torch.Tensor:

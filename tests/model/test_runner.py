@@ -35,7 +35,7 @@ def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[Stored
         for tensor in checkpoint.tensors():
             yield from change(tensor)
 
-    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None)
 
 
 # --- faults of one request ------------------------------------------------------------------------------------------
@@ -240,6 +240,7 @@ def test_the_order_of_tensors_does_not_matter(
     backwards = SimpleNamespace(
         config=checkpoint.config,
         weight_bytes=checkpoint.weight_bytes,
+        vision=None,
         tensors=lambda: reversed(list(checkpoint.tensors())),
     )
     tokens = []
