@@ -35,7 +35,7 @@ from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
 from trioserve.http.limits import FrontendLimits
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
-from trioserve.model.loading.settings import generation_settings
+from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.store.settings import StoreSettings
 
 __all__ = [
@@ -436,6 +436,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
         image_limits(self.limit_mm_per_prompt)
+        lora_modules(self.lora_modules)
 
 
 def drafts_of(config: Config) -> DraftSettings | None:

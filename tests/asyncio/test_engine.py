@@ -470,8 +470,13 @@ def test_ctrl_c_ends_the_program_and_leaves_nothing():
             await text_of(fake.engine)
 
     before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(program())
+    # In a shell's background a program begins with a Ctrl-C that is ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(program())
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert not set(threading.enumerate()) - before
     assert fakes[0].engine.stats().blocks_used == 0
 

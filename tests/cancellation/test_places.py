@@ -281,13 +281,13 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
         core, engine = server.engine.core, server.engine
         if phase == "being tokenized":
             prompts = engine._prompts
-            encode = prompts.encode
+            encode = prompts.encode_prompt
 
             async def slow_encode(*arguments, **options):
                 await trio.sleep(STEP_SECONDS)
                 return await encode(*arguments, **options)
 
-            prompts.encode = slow_encode
+            prompts.encode_prompt = slow_encode
 
         async def come_and_go(index: int) -> None:
             client = (http1_client, http2_client)[index % 2](server)

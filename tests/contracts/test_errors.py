@@ -14,6 +14,7 @@ TREE = """
             ContextTooLong
             ResumeMismatch
             UnknownModel
+            AdapterRefused
             AlreadyEnded
         WrongLoop
         StartupError

@@ -153,7 +153,7 @@ def test_end_tokens_of_both_files_count_once_each() -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "architecture is MambaForCausalLM; supported are LlamaForCausalLM, M",
+            "architecture is MambaForCausalLM; supported are LlamaForCausalLM, ",
         ),
         ({"architectures": None, "model_type": "gpt2"}, "architecture is gpt2; supported are"),
         ({"architectures": None, "model_type": None}, "not named in config.json"),

@@ -198,7 +198,7 @@ def test_the_start_says_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> 
     (
         ({"dtype": "float32"}, "dtype is float32"),
         ({"dtype": "float16"}, "dtype is float16"),
-        ({"device": "cuda"}, "device is cuda"),
+        ({"device": "cuda", "gpu_kernels": "torch"}, "(device is cuda|gpu_kernels is torch)"),
         ({"cpu_kernels": "torch"}, "cpu_kernels is torch"),
     ),
 )

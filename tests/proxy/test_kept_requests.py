@@ -244,7 +244,15 @@ async def test_a_router_wants_a_model_named_too(open_setup: Any) -> None:
         assert (response.status, (await response.json())["error"]["param"]) == (400, "model")
 
 
-OF_ONE_ENGINE = ("/debug/steps", "/kv_events", "/load", "/openapi.json", "/v1/kept_streams/{stream}")
+OF_ONE_ENGINE = (
+    "/debug/steps",
+    "/kv_events",
+    "/load",
+    "/openapi.json",
+    "/v1/kept_streams/{stream}",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
 
 
 def test_whatever_an_engine_has_a_router_has_too() -> None:
