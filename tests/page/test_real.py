@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 STEP_SECONDS = 0.02
 OPTIONS: dict[str, Any] = {
+    "response": "and so on, " * 300,  # what is made up may end at any token
     "block_count": 600,
     "context_tokens_max": 2000,
     "step_tokens_max": 64,
