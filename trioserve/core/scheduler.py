@@ -351,13 +351,12 @@ class Scheduler:
         any case, and nobody waits longer for one that does not fit than that takes. A preempted request holds the line
         at once: it was begun, and whoever started before it would have its blocks.
 
-        A request is admitted only when all of its known tokens fit the pool as it is, or, where they are more than it
-        ever has blocks of at a time, these: so that a prompt that is computed
-        in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
-        prefix, n choices) is passed over: after this step the block is a hit. One whose KV can be loaded begins to
-        wait for it instead: that takes its blocks, and no place. While as many load as may it is passed over, too; at
-        most max_num_seqs are. in_flight: the step that runs, if another is planned behind it; what it computes
-        is a hit only behind that one.
+        A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
+        in chunks does not start what it cannot finish. Behind a sliding window it is enough that as many blocks fit as
+        it has at a time. One whose next block is just being computed by another (a shared prefix, n choices) is passed
+        over: after this step the block is a hit. One whose KV can be loaded begins to wait for it instead: that takes
+        its blocks, and no place. While as many load as may it is passed over, too; at most max_num_seqs are. in_flight:
+        the step that runs, if another is planned behind it; what it computes is a hit only behind that one.
         """
         free_seqs = self._settings.max_num_seqs - len(self.running)
         if self.states is not None:
