@@ -111,6 +111,7 @@ def test_an_endpoint_is_drained_by_its_button_and_its_stream_moves(browser: Brow
     with streaming(browser, router, "mine"):
         first = router.where("mine")
         other = "b" if first == "a" else "a"
+        browser.wait_text("#request-rows", f"at {first}")
         browser.click(f"[aria-label='Drain endpoint {first}']")
         browser.click("#drain-form .danger")
         browser.wait_text("#move-list", f"mine: {first} → {other}")
