@@ -89,7 +89,7 @@ def theirs(path: Path, kind: str) -> Any:
     return getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "RobertaModel"])
+@pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "ModernBertModel"])
 @pytest.mark.parametrize("method", ["mean", "cls", "last"])
 def test_vectors_of_texts_of_any_lengths_equal_transformers(kind: str, method: Any, encoders: Any) -> None:
     path = encoders(kind)
@@ -108,6 +108,48 @@ def test_vectors_of_texts_of_any_lengths_equal_transformers(kind: str, method: A
         )
 
 
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("ModernBertModel", {"max_position_embeddings": 1024}),
+        ("ModernBertForMaskedLM", {}),
+        ("ModernBertModel", {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "hidden_activation": "silu"}),
+        ("ModernBertModel", {"layer_types": ["sliding_attention", "full_attention"] * 2, "local_attention": 3}),
+        ("ModernBertModel", {"global_rope_theta": 500.0, "local_rope_theta": 50.0, "global_attn_every_n_layers": 2}),
+    ],
+)
+def test_layers_that_see_neighbours_only_equal_transformers(kind: str, changes: Any, encoders: Any) -> None:
+    path = encoders(kind, **changes)
+    texts = texts_of((*LENGTHS, 700, 523) if "max_position_embeddings" in changes else LENGTHS)
+    result = run(load(path), {name: (tokens, MEAN) for name, tokens in texts.items()})
+    model = theirs(path, "ModernBertModel")
+    for name, tokens in texts.items():
+        with torch.no_grad():
+            vector = model(torch.tensor([tokens])).last_hidden_state[0].numpy().mean(axis=0)
+        assert result is not None
+        np.testing.assert_allclose(
+            result.pooled[name].values(), vector / np.linalg.norm(vector), atol=TOLERANCE, rtol=0, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_a_config_as_older_ones_are_is_read_the_same(distance: int, encoders: Any, tmp_path: Path) -> None:
+    path = tmp_path / "older"
+    changes = {"global_rope_theta": 500.0, "local_rope_theta": 50.0, "global_attn_every_n_layers": distance}
+    shutil.copytree(encoders("ModernBertModel", **changes), path)
+    newer = opened_encoder(path)
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("layer_types")
+    assert config.pop("rope_parameters")
+    (path / "config.json").write_text(json.dumps(config | changes))
+    older = opened_encoder(path)
+    assert newer is not None
+    assert older is not None
+    assert older.config == newer.config
+    assert newer.config.modern is not None
+    assert newer.config.modern.reaches == ((None,) * 4 if distance == 1 else (None, 4, None, 4))
+
+
 @pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu"])
 def test_other_activations(activation: str, encoders: Any) -> None:
     path = encoders("BertModel", hidden_act=activation)
@@ -119,9 +161,18 @@ def test_other_activations(activation: str, encoders: Any) -> None:
     np.testing.assert_allclose(result.pooled["t"].values(), vector / np.linalg.norm(vector), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "XLMRobertaForSequenceClassification"])
-def test_scores_of_pairs_equal_transformers(kind: str, encoders: Any) -> None:
-    path = encoders(kind)
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("BertForSequenceClassification", {}),
+        ("XLMRobertaForSequenceClassification", {}),
+        ("ModernBertForSequenceClassification", {}),
+        ("ModernBertForSequenceClassification", {"classifier_pooling": "mean", "classifier_activation": "relu"}),
+        ("ModernBertForSequenceClassification", {"classifier_bias": True, "norm_bias": True}),
+    ],
+)
+def test_scores_of_pairs_equal_transformers(kind: str, changes: Any, encoders: Any) -> None:
+    path = encoders(kind, **changes)
     has_types = kind.startswith("Bert")
     texts = texts_of((9, 20, 3))
     pooling = Pooling(task="score", method="cls", normalize=False, is_whole=True, first_segment_tokens=2)
@@ -129,8 +180,9 @@ def test_scores_of_pairs_equal_transformers(kind: str, encoders: Any) -> None:
     model = theirs(path, kind)
     for name, tokens in texts.items():
         types = [[0, 0] + [1] * (len(tokens) - 2)] if has_types else [[0] * len(tokens)]
+        segments = {} if kind.startswith("Modern") else {"token_type_ids": torch.tensor(types)}
         with torch.no_grad():
-            logit = model(torch.tensor([tokens]), token_type_ids=torch.tensor(types)).logits[0]
+            logit = model(torch.tensor([tokens]), **segments).logits[0]
         assert result is not None
         assert result.pooled[name].values() == pytest.approx(torch.sigmoid(logit).tolist(), abs=TOLERANCE)
 
@@ -205,6 +257,35 @@ def test_a_damaged_or_unknown_one_is_refused_in_a_sentence(
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"hidden_activation": "tanh"}, "hidden_activation in config.json is 'tanh'"),
+        ({"classifier_activation": "tanh"}, "classifier_activation in config.json is 'tanh'"),
+        ({"classifier_pooling": "max"}, "it must be cls or mean"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types in config.json is"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types in config.json is"),
+        ({"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers is 0"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type in full_attention in"),
+        ({"local_attention": 1}, "local_attention // 2 is 0"),
+        ({"num_attention_heads": 0}, "head_count is 0"),
+        ({"num_attention_heads": 32}, "1 dimensions of each head are rotated"),
+        ({"norm_bias": True}, "the weights lack model.embeddings.norm.bias"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "the weights hold model.layers.3."),
+    ],
+)
+def test_one_with_neighbours_that_is_damaged_or_unknown_is_refused_in_a_sentence(
+    changes: dict[str, Any], words: str, encoders: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(encoders("ModernBertForSequenceClassification"), path)
+    change_config(path, **changes)
+    with pytest.raises(ModelLoadError) as caught:
+        opened_encoder(path)
+    assert str(caught.value).startswith(f"cannot load {path}: ")
+    assert words in str(caught.value)
+
+
 def test_a_head_of_several_labels_is_refused(encoders: Any) -> None:
     with pytest.raises(ModelLoadError, match="gives a text 3 labels"):
         opened_encoder(encoders("BertForSequenceClassification", num_labels=3))
@@ -251,8 +332,9 @@ def test_how_its_makers_pool_is_read(
         opened_encoder(path)
 
 
-async def test_an_engine_with_an_encoder(encoders: Any) -> None:
-    async with open_engine(str(encoders("BertModel")), served_model_name=("tiny",)) as engine:
+@pytest.mark.parametrize("kind", ["BertModel", "ModernBertModel"])
+async def test_an_engine_with_an_encoder(kind: str, encoders: Any) -> None:
+    async with open_engine(str(encoders(kind)), served_model_name=("tiny",)) as engine:
         assert engine.stats().blocks_total == 0
         assert engine.model.pooled is not None
         assert engine.model.pooled.is_encoder

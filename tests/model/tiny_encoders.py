@@ -11,7 +11,15 @@ __all__ = ["KINDS", "WORDS", "write_encoder"]
 
 WORDS = ("the", "sun", "is", "shining", "rain", "##s", "cats", "and", "dogs", "##ing", "a", "b", ",", ".")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-KINDS = ("BertModel", "BertForSequenceClassification", "RobertaModel", "XLMRobertaForSequenceClassification")
+KINDS = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "RobertaModel",
+    "XLMRobertaForSequenceClassification",
+    "ModernBertModel",
+    "ModernBertForMaskedLM",
+    "ModernBertForSequenceClassification",
+)
 
 
 def write_encoder(directory: Path, kind: str, **changes: Any) -> None:
@@ -30,6 +38,10 @@ def write_encoder(directory: Path, kind: str, **changes: Any) -> None:
         "pad_token_id": 1 if "Roberta" in kind else 0,
         "layer_norm_eps": 1e-5,
     }
+    if "ModernBert" in kind:
+        fields |= {"num_hidden_layers": 4, "local_attention": 8, "pad_token_id": 0, "norm_eps": 1e-5}
+        fields |= {"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+        del fields["type_vocab_size"], fields["layer_norm_eps"]
     if "Classification" in kind:
         fields["num_labels"] = 1
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""What an encoder is made of: a model of the BERT family, which sees all tokens of a text at once and continues none.
+"""What an encoder is made of: a model like BERT, which sees all tokens of a text at once and continues none.
 
 How it is found in a directory is settled in loading/encoder_directory.py.
 """
@@ -12,11 +12,12 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
+from trioserve.model.model_config import RotaryConfig
 from trioserve.model.number_formats import Dtype
 
-__all__ = ["EncoderActivation", "EncoderConfig", "EncoderFamily"]
+__all__ = ["LAYERS_MAX", "EncoderActivation", "EncoderConfig", "EncoderFamily", "ModernLayers"]
 
-EncoderFamily = Literal["bert", "roberta"]
+EncoderFamily = Literal["bert", "roberta", "modernbert"]
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 # A damaged config must not make us ask torch for a petabyte.
@@ -25,12 +26,30 @@ HEADS_MAX = 4_096
 DIMENSION_MAX = 2**24
 
 
+class ModernLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """How ModernBERT's layers (arXiv 2412.13663) differ from BERT's: norms come before attention and MLP, and behind
+    the last layer; an MLP has a gate; and positions turn queries and keys.
+
+    rotaries, reaches: one for each layer. A reach of N sees N tokens to either side; None sees all. What has biases is
+    said of each kind of part; head_activation: of the head that scores.
+    """
+
+    rotaries: tuple[RotaryConfig, ...]
+    reaches: tuple[int | None, ...]
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    head_bias: bool = False
+    head_activation: EncoderActivation = "gelu"
+
+
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """position_offset: the row of the table of positions that the first token has; type_count: kinds of segments.
+    modern: None has BERT's layers, and tables of positions and segments; ModernBERT has neither table.
 
     context_tokens_max: tokens of a text, as far as there are positions. context_tokens_default: as many as its makers
-    recommend. method, normalize: how they make a vector. scores_pairs: there is a head that gives a pair of texts a
-    number, and applies_sigmoid: which is then brought between 0 and 1.
+    recommend. method, normalize: how they make a vector, or what the head that scores reads. scores_pairs: there is a
+    head that gives a pair of texts a number, and applies_sigmoid: which is then brought between 0 and 1.
     """
 
     family: EncoderFamily
@@ -50,6 +69,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     scores_pairs: bool = False
     applies_sigmoid: bool = True
     dtype_name: Dtype = "float32"
+    modern: ModernLayers | None = None
 
     def __post_init__(self) -> None:
         for name, largest in (
@@ -78,6 +98,8 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
             raise ModelLoadError(f"layer_norm_eps is {self.norm_eps}, but it must be a positive number")
+        if self.modern is not None:
+            _check_modern(self.modern)
         if self.context_tokens_default < 1:
             raise ModelLoadError(f"max_seq_length is {self.context_tokens_default}, but it must be at least 1")
 
@@ -90,6 +112,20 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden_size // self.head_count
 
     @property
+    def layer_weight_count(self) -> int:
+        """Of the matrices of all layers."""
+        mlp = (2 if self.modern is None else 3) * self.intermediate_size
+        return self.layer_count * self.hidden_size * (4 * self.hidden_size + mlp)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """None: it ends no text."""
         return ()
+
+
+def _check_modern(layers: ModernLayers) -> None:
+    for reach in layers.reaches:
+        if reach is not None and not 1 <= reach <= DIMENSION_MAX:
+            raise ModelLoadError(
+                f"local_attention // 2 is {reach}, allowed is 1 to {DIMENSION_MAX}: the checkpoint's config is damaged"
+            )

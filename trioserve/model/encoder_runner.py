@@ -95,20 +95,15 @@ class EncoderRunner:
     @property
     def step_weight_bytes(self) -> int:
         """What a step has to read of the weights, however few tokens it has."""
-        return self._layer_weights * VALUE_BYTES[self.dtype]
+        return self.config.layer_weight_count * VALUE_BYTES[self.dtype]
 
     @property
     def token_flops(self) -> int:
-        return 2 * self._layer_weights
+        return 2 * self.config.layer_weight_count
 
     @property
     def attended_token_flops(self) -> int:
         return 4 * self.config.layer_count * self.config.hidden_size
-
-    @property
-    def _layer_weights(self) -> int:
-        config = self.config
-        return config.layer_count * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
 
     def kv_pages(self, model_name: str) -> KVPages:
         """Raises StartupError."""
@@ -183,7 +178,7 @@ class EncoderRunner:
         scores: dict[int, float] = {}
         if scored:
             with torch.inference_mode():
-                rows = hidden[torch.tensor([firsts[place] for place in scored], device=hidden.device)]
+                rows = [hidden[firsts[place] : firsts[place] + chunks[place].count] for place in scored]
                 scores = dict(zip(scored, encoder.scores(rows).tolist(), strict=True))
         numbers = hidden.to("cpu", torch.float32).numpy()
         found: dict[RequestId, Pooled] = {}

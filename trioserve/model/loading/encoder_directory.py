@@ -1,40 +1,33 @@
-"""A directory with an encoder of the BERT family, as transformers and sentence-transformers save them: what it is made
+"""A directory with an encoder, as transformers and sentence-transformers save them: what it is made
 of, which file holds which tensor, and how its makers make vectors of it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
-from trioserve.model.encoder_config import EncoderActivation, EncoderConfig, EncoderFamily
+from trioserve.model.encoder_config import LAYERS_MAX, EncoderActivation, EncoderConfig, ModernLayers
 from trioserve.model.loading.checkpoint import one_line
+from trioserve.model.loading.encoder_names import (
+    EMBEDDING_ENDS,
+    ENCODER_CLASSES,
+    EncoderClass,
+    encoder_shapes,
+    is_unused,
+    outside_name,
+)
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import read_json_list, read_json_object
 from trioserve.model.loading.safetensors import INDEX_NAME, stored_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
+from trioserve.model.model_config import RotaryConfig
 from trioserve.model.number_formats import Dtype
 
-__all__ = ["ENCODER_CLASSES", "EncoderDirectory", "encoder_shapes", "holds_encoder", "opened_encoder"]
+__all__ = ["EncoderDirectory", "holds_encoder", "opened_encoder"]
 
-
-class _EncoderClass(NamedTuple):
-    family: EncoderFamily
-    prefix: str
-    scores_pairs: bool = False
-
-
-ENCODER_CLASSES = {
-    "BertModel": _EncoderClass("bert", "bert."),
-    "BertForSequenceClassification": _EncoderClass("bert", "bert.", scores_pairs=True),
-    "RobertaModel": _EncoderClass("roberta", "roberta."),
-    "RobertaForSequenceClassification": _EncoderClass("roberta", "roberta.", scores_pairs=True),
-    "XLMRobertaModel": _EncoderClass("roberta", "roberta."),
-    "XLMRobertaForSequenceClassification": _EncoderClass("roberta", "roberta.", scores_pairs=True),
-}
 
 _ACTIVATIONS: dict[str, EncoderActivation] = {
     "gelu": "gelu",
@@ -44,30 +37,9 @@ _ACTIVATIONS: dict[str, EncoderActivation] = {
     "silu": "silu",
     "swish": "silu",
 }
-
-_EMBEDDINGS = {
-    "embed.weight": "embeddings.word_embeddings.weight",
-    "positions.weight": "embeddings.position_embeddings.weight",
-    "types.weight": "embeddings.token_type_embeddings.weight",
-    "norm.weight": "embeddings.LayerNorm.weight",
-    "norm.bias": "embeddings.LayerNorm.bias",
-}
-_MODULES = {
-    "q_proj": "attention.self.query",
-    "k_proj": "attention.self.key",
-    "v_proj": "attention.self.value",
-    "o_proj": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up_proj": "intermediate.dense",
-    "down_proj": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
-_HEADS: dict[EncoderFamily, dict[str, str]] = {
-    "bert": {"head_dense": "bert.pooler.dense", "head_out": "classifier"},
-    "roberta": {"head_dense": "classifier.dense", "head_out": "classifier.out_proj"},
-}
-_UNUSED = ("pooler.dense.", "cls.", "lm_head.")
-"""Beginnings of the names of tensors that no vector depends on."""
+_MODERN_LAYER_TYPES = ("full_attention", "sliding_attention")
+_MODERN_THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
+_MODERN_THETA_NAMES = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
 
 
 def holds_encoder(path: Path) -> bool:
@@ -103,10 +75,10 @@ class EncoderDirectory:
         self.sampling_defaults: dict[str, float | int] = {}
         self.tokenizer_directory = directory
         self._class = _class_of(directory)
-        dtype_names = [tensor.dtype for name, tensor in stored.items() if name.endswith(_EMBEDDINGS["embed.weight"])]
+        dtype_names = [tensor.dtype for name, tensor in stored.items() if name.endswith(EMBEDDING_ENDS)]
         self.config = _config(directory, self._class, dtype_names[0] if dtype_names else "float32")
         shapes = encoder_shapes(self.config)
-        self._outside = {name: self._outside_name(name, stored) for name in shapes}
+        self._outside = {name: outside_name(name, self._class, stored) for name in shapes}
         for name, shape in shapes.items():
             outside = self._outside[name]
             if outside not in stored:
@@ -120,7 +92,7 @@ class EncoderDirectory:
                     "weights and config are not of the same model"
                 )
         known = set(self._outside.values())
-        unknown = [name for name in stored if name not in known and not self._is_unused(name)]
+        unknown = [name for name in stored if name not in known and not is_unused(name, self._class)]
         if unknown:
             raise ModelLoadError(
                 f"the weights hold {', '.join(unknown[:3])}, which this encoder has no place for: it is a variant that "
@@ -135,51 +107,8 @@ class EncoderDirectory:
             read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
             yield StoredTensor(name, stored.shape, stored.dtype, read, stored.sample)
 
-    def _outside_name(self, name: str, stored: Container[str]) -> str:
-        *layer, module, kind = name.split(".")
-        if module in ("head_dense", "head_out"):
-            return f"{_HEADS[self.config.family][module]}.{kind}"
-        inner = f"encoder.layer.{layer[1]}.{_MODULES[module]}.{kind}" if layer else _EMBEDDINGS[name]
-        # Whoever saved the bare encoder left the prefix out.
-        return inner if inner in stored else self._class.prefix + inner
 
-    def _is_unused(self, name: str) -> bool:
-        return name.removeprefix(self._class.prefix).startswith(_UNUSED)
-
-
-def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that an encoder has, by its name in here, in the order of computing."""
-    hidden, middle = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed.weight": (config.vocab_size, hidden),
-        "positions.weight": (config.position_count, hidden),
-        "types.weight": (config.type_count, hidden),
-        "norm.weight": (hidden,),
-        "norm.bias": (hidden,),
-    }
-    matrices = {
-        "q_proj": (hidden, hidden),
-        "k_proj": (hidden, hidden),
-        "v_proj": (hidden, hidden),
-        "o_proj": (hidden, hidden),
-        "up_proj": (middle, hidden),
-        "down_proj": (hidden, middle),
-    }
-    for index in range(config.layer_count):
-        for module, (rows, columns) in matrices.items():
-            shapes[f"layers.{index}.{module}.weight"] = (rows, columns)
-            shapes[f"layers.{index}.{module}.bias"] = (rows,)
-        for module in ("attention_norm", "output_norm"):
-            shapes[f"layers.{index}.{module}.weight"] = (hidden,)
-            shapes[f"layers.{index}.{module}.bias"] = (hidden,)
-    if config.scores_pairs:
-        for module, rows in (("head_dense", hidden), ("head_out", 1)):
-            shapes[f"{module}.weight"] = (rows, hidden)
-            shapes[f"{module}.bias"] = (rows,)
-    return shapes
-
-
-def _class_of(directory: Path) -> _EncoderClass:
+def _class_of(directory: Path) -> EncoderClass:
     fields = Fields(read_json_object(directory / "config.json"), "config.json")
     named = fields.strings_or("architectures", None)
     if not named or named[0] not in ENCODER_CLASSES:
@@ -187,11 +116,10 @@ def _class_of(directory: Path) -> _EncoderClass:
     return ENCODER_CLASSES[named[0]]
 
 
-def _config(directory: Path, encoder_class: _EncoderClass, dtype_name: Dtype) -> EncoderConfig:
+def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> EncoderConfig:
     fields = Fields(read_json_object(directory / "config.json"), "config.json")
-    activation = fields.text_or("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
-        raise ModelLoadError(f"hidden_act in config.json is {activation!r}; supported are {', '.join(_ACTIVATIONS)}")
+    is_modern = encoder_class.family == "modernbert"
+    activation = _activation(fields, "hidden_activation" if is_modern else "hidden_act")
     if (kind := fields.text_or("position_embedding_type", "absolute")) != "absolute":
         raise ModelLoadError(f"position_embedding_type in config.json is {kind!r}; supported is absolute")
     if "quantization_config" in fields:
@@ -204,6 +132,8 @@ def _config(directory: Path, encoder_class: _EncoderClass, dtype_name: Dtype) ->
     position_offset = (fields.whole_or("pad_token_id", 1) or 0) + 1 if is_roberta else 0
     position_count = fields.whole("max_position_embeddings")
     method, normalize = _pooling(directory)
+    if encoder_class.scores_pairs:
+        method = _scored_method(fields) if is_modern else "cls"
     return EncoderConfig(
         family=encoder_class.family,
         vocab_size=fields.whole("vocab_size"),
@@ -213,16 +143,80 @@ def _config(directory: Path, encoder_class: _EncoderClass, dtype_name: Dtype) ->
         head_count=fields.whole("num_attention_heads"),
         position_count=position_count,
         position_offset=position_offset,
-        type_count=fields.whole_or("type_vocab_size", 2),
-        norm_eps=fields.number_or("layer_norm_eps", 1e-12),
-        activation=_ACTIVATIONS[activation],
+        type_count=1 if is_modern else fields.whole_or("type_vocab_size", 2),
+        norm_eps=fields.number_or("norm_eps", 1e-5) if is_modern else fields.number_or("layer_norm_eps", 1e-12),
+        activation=activation,
         context_tokens_default=_recommended_tokens(directory, position_count - position_offset),
-        method="cls" if encoder_class.scores_pairs else method,
+        method=method,
         normalize=normalize,
         scores_pairs=encoder_class.scores_pairs,
         applies_sigmoid=not _has_identity(fields),
         dtype_name=dtype_name,
+        modern=_modern_layers(fields) if is_modern else None,
     )
+
+
+def _activation(fields: Fields, name: str) -> EncoderActivation:
+    activation = fields.text_or(name, "gelu")
+    if activation not in _ACTIVATIONS:
+        raise ModelLoadError(f"{name} in config.json is {activation!r}; supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activation]
+
+
+def _scored_method(fields: Fields) -> PoolingMethod:
+    methods: dict[str, PoolingMethod] = {"cls": "cls", "mean": "mean"}
+    method = fields.text_or("classifier_pooling", "cls")
+    if method not in methods:
+        raise fields.wrong("classifier_pooling", "cls or mean")
+    return methods[method]
+
+
+def _modern_layers(fields: Fields) -> ModernLayers:
+    head_dim = fields.whole("hidden_size") // max(fields.whole("num_attention_heads"), 1)
+    kinds = _modern_layer_types(fields)
+    rotaries = {kind: _modern_rotary(fields, kind, head_dim) for kind in set(kinds)}
+    reach = fields.whole_or("local_attention", 128) // 2
+    return ModernLayers(
+        rotaries=tuple(rotaries[kind] for kind in kinds),
+        reaches=tuple(reach if kind == "sliding_attention" else None for kind in kinds),
+        attention_bias=fields.flag_or("attention_bias", False),
+        mlp_bias=fields.flag_or("mlp_bias", False),
+        norm_bias=fields.flag_or("norm_bias", False),
+        head_bias=fields.flag_or("classifier_bias", False),
+        head_activation=_activation(fields, "classifier_activation"),
+    )
+
+
+def _modern_layer_types(fields: Fields) -> list[str]:
+    """Of each layer; older files only say that each so many-th sees everything."""
+    layer_count = fields.whole("num_hidden_layers")
+    kinds = fields.strings_or("layer_types", None)
+    if kinds is None:
+        distance = fields.whole_or("global_attn_every_n_layers", 3)
+        if not (distance >= 1 and 1 <= layer_count <= LAYERS_MAX):
+            raise ModelLoadError(
+                f"global_attn_every_n_layers is {distance} and num_hidden_layers {layer_count}: both must be at least "
+                f"1, and the second at most {LAYERS_MAX}"
+            )
+        return [_MODERN_LAYER_TYPES[index % distance != 0] for index in range(layer_count)]
+    unknown = [kind for kind in kinds if kind not in _MODERN_LAYER_TYPES]
+    if unknown or len(kinds) != layer_count:
+        raise fields.wrong(
+            "layer_types", f"one of {' and '.join(_MODERN_LAYER_TYPES)} for each of {layer_count} layers"
+        )
+    return kinds
+
+
+def _modern_rotary(fields: Fields, kind: str, head_dim: int) -> RotaryConfig:
+    groups = fields.group_or_none("rope_parameters")
+    group = None if groups is None else groups.group_or_none(kind)
+    scaling = fields.group_or_none("rope_scaling") if group is None else group
+    if scaling is not None and scaling.text_or("rope_type", "default") != "default":
+        raise scaling.wrong("rope_type", "default for an encoder")
+    theta = None if group is None else group.number_or("rope_theta", None)
+    if theta is None:
+        theta = fields.number_or(_MODERN_THETA_NAMES[kind], _MODERN_THETAS[kind])
+    return RotaryConfig(theta=theta, rotated_dims=head_dim)
 
 
 def _label_count(fields: Fields) -> int:
