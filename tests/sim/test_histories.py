@@ -54,7 +54,7 @@ from trioserve.simulation.routers.world import RoutersWorld
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
-from trioserve.simulation.stack.plan import Client, Order, StackPlan, Stage, stack_plan_of
+from trioserve.simulation.stack.plan import Client, Load, Order, StackPlan, Stage, Unload, stack_plan_of
 from trioserve.simulation.stack.plan import script_of as stack_script_of
 
 EVERYTHING = History(
@@ -101,7 +101,10 @@ STACK_MOMENTS = [
     "answers with tools: broken off",
     "answers with tools: complete",
     *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
-    *(f"clients: refused: {what}" for what in ("draining", "full")),
+    *(f"clients: refused: {what}" for what in ("draining", "full", "no such adapter")),
+    *(f"loads: {outcome}" for outcome in ("already_loaded", "loading", "ready", "too_many")),
+    *(f"unloads: {outcome}" for outcome in ("done", "unknown")),
+    "steps with images",
     *(f"ends: {reason}" for reason in ("abort", "deadline", "length")),
     *(f"deletes: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
     "connections stalled",
@@ -138,6 +141,28 @@ STACK = StackPlan(
         Order(at=0.02, ids=("r0",)),
         Order(at=0.03, drains=True),
         Order(at=0.04, ends_all=True),
+    ),
+)
+LENDING = StackPlan(
+    Stage(
+        block_count=30,
+        max_num_seqs=2,
+        step_tokens_max=4,
+        waiting_requests_max=8,
+        step_seconds=(0.005,),
+        schedule_seed=3,
+        adapters_max=2,
+        load_seconds=0.001,
+        room_tiles=10,
+        tile_seconds=0.002,
+    ),
+    (
+        Load(at=0.0, name="a", content="x"),
+        Load(at=0.005, name="a", content="y", replaces=True),
+        Client(number=0, id="r0", at=0.001, prompt=(3,), output=4, adapter="a"),
+        Client(number=1, id="r1", at=0.001, prompt=(3,), output=4, images=(0, 2), patience=0.02),
+        Client(number=2, id="r2", at=0.006, prompt=(3,), output=4, adapter="a", images=(1,)),
+        Unload(at=0.01, name="a", seconds=0.05),
     ),
 )
 ROUTER_MOMENTS = [
@@ -261,15 +286,18 @@ def test_a_history_means_something_whatever_is_missing(missing):
         assert runs_of("core").run_script(script_of(History(EVERYTHING.world, kept))).failure is None
 
 
-def test_a_script_of_the_stack_says_everything():
-    assert stack_plan_of(stack_script_of(STACK)) == STACK
+@pytest.mark.parametrize("plan", [STACK, LENDING], ids=["connections", "lending"])
+def test_a_script_of_the_stack_says_everything(plan):
+    assert stack_plan_of(stack_script_of(plan)) == plan
 
 
-@pytest.mark.parametrize("missing", range(len(STACK.parts)))
-def test_a_plan_of_the_stack_means_something_whatever_is_missing(missing):
-    parts = STACK.parts[:missing] + STACK.parts[missing + 1 :]
+@pytest.mark.parametrize(
+    ("plan", "missing"), [(plan, missing) for plan in (STACK, LENDING) for missing in range(len(plan.parts))]
+)
+def test_a_plan_of_the_stack_means_something_whatever_is_missing(plan, missing):
+    parts = plan.parts[:missing] + plan.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
-        assert runs_of("stack").run_script(stack_script_of(StackPlan(STACK.stage, kept))).failure is None
+        assert runs_of("stack").run_script(stack_script_of(StackPlan(plan.stage, kept))).failure is None
 
 
 def test_a_script_of_a_router_says_everything():

@@ -36,7 +36,7 @@ class ReferenceEngine:
     def response(self, request: EngineRequest) -> ReferenceResponse:
         """What an engine must answer to `request`, if nobody aborts it and nothing fails."""
         model, sampling = self.model, request.sampling
-        digest = model.digest(request.prompt_token_ids)
+        digest = model.prefix_digest(request, request.prompt_token_ids)
         known = list(request.prompt_token_ids)
         if request.pooling is not None:
             asked = None if sampling.prompt_logprobs is None else self._prompt_logprobs(request)
@@ -84,5 +84,7 @@ class ReferenceEngine:
         top_count = request.sampling.prompt_logprobs or 0
         entries: list[TokenLogprob | None] = [None]
         for position in range(1, len(prompt)):
-            entries.append(self.model.logprob(prompt[position], self.model.digest(prompt[:position]), top_count))
+            entries.append(
+                self.model.logprob(prompt[position], self.model.prefix_digest(request, prompt[:position]), top_count)
+            )
         return tuple(entries)

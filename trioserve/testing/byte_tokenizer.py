@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -39,12 +41,15 @@ IMAGE_CHAT_TEMPLATE = (
 """The same, with a place for images."""
 
 
-def byte_tokenizer(chat_template: str = CHAT_TEMPLATE, *, has_images: bool = False) -> Tokenizer:
+def byte_tokenizer(
+    chat_template: str = CHAT_TEMPLATE, *, has_images: bool = False, signs: Sequence[str] = ()
+) -> Tokenizer:
     """Token i is byte i. The chat template is one line a message, where none is given. has_images: there is a token
-    for a row of an image."""
+    for a row of an image. signs: texts that are one token each, behind all others."""
     backend = byte_backend(BYTE_VOCAB_SIZE)
     if has_images:
         backend.add_special_tokens([tokenizers.AddedToken("<image>", special=True)])
+    backend.add_special_tokens([tokenizers.AddedToken(sign, special=True) for sign in signs])
     return Tokenizer(
         TokenizerParts(
             backend=backend,

@@ -20,7 +20,7 @@ from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.adapters import Adapters
+from trioserve.engine.adapters import Adapters, ReadAdapter
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.mask_rows import MasksAtOnce
@@ -43,7 +43,7 @@ from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 
-__all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "open_fake_engine"]
+__all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "fake_adapter_digest", "open_fake_engine"]
 
 
 NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
@@ -249,11 +249,19 @@ class _FakeAdapter(NamedTuple):
     byte_count: int = 1024
 
 
-async def _read_fake_adapter(path: str, is_checked: bool) -> _FakeAdapter:
-    await trio.lowlevel.checkpoint()
-    if "missing" in path:
-        raise ModelLoadError(f"{path} has no adapter_config.json: a test wants it so")
-    return _FakeAdapter(blake2b(path.encode(), digest_size=16).hexdigest())
+def fake_adapter_digest(path: str) -> str:
+    """Of the adapter that an engine without weights finds at this path."""
+    return blake2b(path.encode(), digest_size=16).hexdigest()
+
+
+def _fake_adapter_reader(seconds: float) -> ReadAdapter:
+    async def read(path: str, is_checked: bool) -> _FakeAdapter:
+        await trio.sleep(seconds)
+        if "missing" in path:
+            raise ModelLoadError(f"{path} has no adapter_config.json: a test wants it so")
+        return _FakeAdapter(fake_adapter_digest(path))
+
+    return read
 
 
 class _FakeAdapterPlace:
@@ -320,6 +328,9 @@ async def open_fake_engine(
     media: MediaFetcher | None = None,
     adapters: Mapping[str, str] | None = None,
     adapters_max: int = 8,
+    adapter_seconds: float = 0.0,
+    tile_seconds: float = 0.0,
+    new_text_threads: type[TextThreads] = TextThreads,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -345,12 +356,15 @@ async def open_fake_engine(
 
     adapters: LoRA adapters that are loaded at the start, each name with a path. Others may be loaded while it runs:
     every path is one, whose digest follows from the path, and what it says from the digest. adapters_max: so many.
+    adapter_seconds: what reading one takes, in the clock's time.
 
     encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
     vectors besides; they follow from the prompt and from what is asked.
 
     image_limits: its model sees images, as many and as large ones; None: it reads text alone. media: fetches those that
-    are elsewhere.
+    are elsewhere. tile_seconds: what encoding a tile takes, in the clock's time.
+
+    new_text_threads: TextThreads, or InlineTexts, with which the clock sees all there is.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -416,7 +430,7 @@ async def open_fake_engine(
             mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
         )
         seconds = opened[0].step_seconds if opened else step_seconds
-        images = None if image_limits is None else FakeImageEncoder()
+        images = None if image_limits is None else FakeImageEncoder(tile_seconds=tile_seconds)
         await fake_adapters.attach(_FakeAdapterPlace(executor))
         try:
             yield EngineParts(core, ControlledSteps(executor, seconds=seconds), made, image_encoder=images)
@@ -426,7 +440,9 @@ async def open_fake_engine(
                 images.close()
 
     opened: list[FakeEngine] = []
-    fake_adapters = Adapters(_read_fake_adapter, adapters_max=adapters_max, reserved_names=served_names)
+    fake_adapters = Adapters(
+        _fake_adapter_reader(adapter_seconds), adapters_max=adapters_max, reserved_names=served_names
+    )
 
     def make_engine(parts: EngineParts) -> FakeEngine:
         engine = FakeEngine(
@@ -447,7 +463,7 @@ async def open_fake_engine(
         return engine
 
     with errors_unwrapped():
-        async with TextThreads() as text_threads, trio.open_nursery() as nursery:
+        async with new_text_threads() as text_threads, trio.open_nursery() as nursery:
             engine = await nursery.start(supervise, open_parts, make_engine)
             nursery.start_soon(engine.keep_deadlines)
             for name, path in (adapters or {}).items():

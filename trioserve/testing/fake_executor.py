@@ -55,6 +55,19 @@ class FakeModel:
             parent = _mixed(parent ^ (token_id + 1))
         return parent
 
+    def root(self, request: EngineRequest) -> int:
+        """The digest of no tokens: with an adapter everything is another one."""
+        return 0 if request.adapter is None else self.digest(request.adapter.digest.encode())
+
+    def prefix_digest(self, request: EngineRequest, token_ids: Sequence[int]) -> int:
+        """Of the first tokens of this request, computed with its adapter, and with what is given of them."""
+        digest = self.root(request)
+        if not request.given:
+            return self.digest(token_ids, digest)
+        for position, token_id in enumerate(token_ids):
+            digest = self.digest((token_id,), _given_at(request, position, digest))
+        return digest
+
     def chosen_token_id(
         self, request: EngineRequest, tokens: Sequence[int], digest: int, is_allowed: IsAllowed | None
     ) -> int | None:
@@ -247,7 +260,7 @@ class FakeExecutor:
         """Write what computing the known tokens at positions start .. start + count - 1 would write, where there is a
         block for it."""
         known = request.known_token_ids
-        digest = self.model.digest(known[:start], self._root(request))
+        digest = self.model.digest(known[:start], self.model.root(request))
         for position in range(start, start + count):
             digest = self.model.digest((known[position],), digest)
             if block_table[position // self.block_size] == NO_BLOCK:
@@ -356,10 +369,6 @@ class FakeExecutor:
         """The first position that one of its tokens sees."""
         return 0 if self.window_tokens is None else max(0, chunk.start - self.window_tokens + 1)
 
-    def _root(self, request: EngineRequest) -> int:
-        """The digest of no tokens: with an adapter everything is another one."""
-        return 0 if request.adapter is None else self.model.digest(request.adapter.digest.encode())
-
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return chunk.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
@@ -377,7 +386,7 @@ class FakeExecutor:
             assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
             parent = before[0]
         else:
-            parent = self._root(chunk.request)
+            parent = self.model.root(chunk.request)
         for position, token_id in zip(positions, chunk.row_tokens, strict=True):
             parent = self.model.digest((token_id,), _given_at(chunk.request, position, parent))
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
@@ -386,7 +395,7 @@ class FakeExecutor:
         """What a state becomes depends on what it was, whoever left it there."""
         name, salt, position = chunk.request.id, chunk.request.cache_salt, chunk.start
         for span in chunk.states:
-            root = self._root(chunk.request)
+            root = self.model.root(chunk.request)
             found = (root, salt) if span.reads is None else self._states[span.reads]
             expected = (self.model.digest(chunk.tokens[:position], root), salt)
             assert found == expected, (
@@ -428,7 +437,7 @@ class FakeExecutor:
         """The digest at every position of the context, each that is seen compared with what the request's own tokens
         say."""
         digests: list[int] = []
-        expected = self._root(chunk.request)
+        expected = self.model.root(chunk.request)
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
         first = self._first_seen(chunk)
         for position, token_id in enumerate(tokens):

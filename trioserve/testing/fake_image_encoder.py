@@ -13,7 +13,7 @@ from trioserve.contracts.errors import AlreadyEnded
 from trioserve.contracts.images import ImageProcessing, Tiles
 from trioserve.testing.byte_tokenizer import IMAGE_TOKEN_ID
 
-__all__ = ["FAKE_IMAGES", "FakeImageEncoder"]
+__all__ = ["FAKE_IMAGES", "FakeImageEncoder", "rows_of"]
 
 FAKE_IMAGES = ImageProcessing(
     longest_edge=16,
@@ -32,10 +32,13 @@ FAKE_IMAGES = ImageProcessing(
 
 class FakeImageEncoder:
     """An ImageEncoder. gate: while it is set, each tile waits for it; None: none waits. tile_count: of those encoded.
-    is_closed: its engine is being opened anew. fault: raised by the next tile."""
+    tile_seconds: what each takes, in the clock's time. encoding_count: images that are under way. is_closed: its engine
+    is being opened anew. fault: raised by the next tile."""
 
-    def __init__(self, processing: ImageProcessing = FAKE_IMAGES) -> None:
+    def __init__(self, processing: ImageProcessing = FAKE_IMAGES, *, tile_seconds: float = 0.0) -> None:
         self._processing = processing
+        self.tile_seconds = tile_seconds
+        self.encoding_count = 0
         self.gate: trio.Event | None = None
         self.fault: Exception | None = None
         self.tile_count = 0
@@ -59,11 +62,16 @@ class FakeImageEncoder:
         return self._encode(tiles)
 
     async def _encode(self, tiles: Tiles) -> object:
-        pixels = memoryview(tiles).cast("B")  # type: ignore[arg-type]  # it has a buffer
-        tile_bytes = len(pixels) // tiles.shape[0]
-        rows = bytearray()
-        for first in range(0, len(pixels), tile_bytes):
-            await trio.lowlevel.checkpoint()
+        self.encoding_count += 1
+        try:
+            return await self._rows(tiles)
+        finally:
+            self.encoding_count -= 1
+
+    async def _rows(self, tiles: Tiles) -> bytes:
+        rows = b""
+        for tile in range(tiles.shape[0]):
+            await trio.sleep(self.tile_seconds)
             if self.gate is not None:
                 self.waiting_count += 1
                 try:
@@ -74,9 +82,17 @@ class FakeImageEncoder:
                 raise AlreadyEnded("the thread that computes has ended")
             if self.fault is not None:
                 raise self.fault
-            digest = zlib.crc32(pixels[first : first + tile_bytes])
-            for row in range(self._processing.tile_tokens):
-                numbers = [float(digest >> 16), float(digest & 0xFFFF) + row]
-                rows += struct.pack(f"<{self._processing.embedding_size}f", *numbers)
+            rows += rows_of(tiles, tile, self._processing)
             self.tile_count += 1
-        return bytes(rows)
+        return rows
+
+
+def rows_of(tiles: Tiles, tile: int, processing: ImageProcessing = FAKE_IMAGES) -> bytes:
+    """What one of the tiles becomes: float32 [tile_tokens, embedding_size]."""
+    pixels = memoryview(tiles).cast("B")  # type: ignore[arg-type]  # it has a buffer
+    tile_bytes = len(pixels) // tiles.shape[0]
+    digest = zlib.crc32(pixels[tile * tile_bytes : (tile + 1) * tile_bytes])
+    return b"".join(
+        struct.pack(f"<{processing.embedding_size}f", float(digest >> 16), float(digest & 0xFFFF) + row)
+        for row in range(processing.tile_tokens)
+    )

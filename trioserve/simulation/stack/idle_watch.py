@@ -1,5 +1,5 @@
 """Whether time passes while somebody waits for nothing: virtual time moves on only when no task can go on, so whoever
-waits for a step at that moment, while none runs, has been forgotten."""
+waits for a step at that moment, while none runs and no image is encoded, has been forgotten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["IdleWatch"]
 
 class IdleWatch(trio.abc.Instrument):
     """An instrument of trio.run; it sees every turn of the scheduler and changes nothing. Of an engine without a
-    connector: nobody there waits for anything but a step. engine: to be set when there is one."""
+    connector: nobody there waits for anything but a step, or an image that is encoded. engine: to be set when there
+    is one."""
 
     def __init__(self) -> None:
         self.engine: FakeEngine | None = None
@@ -35,6 +36,8 @@ class IdleWatch(trio.abc.Instrument):
     def _who_waits_in_vain(self) -> str | None:
         engine = self.engine
         if engine is None or engine.fault is not None or engine.core.flights:
+            return None
+        if engine.image_encoder is not None and engine.image_encoder.encoding_count:
             return None
         first = next(iter(engine.core.live_requests()), None)
         return engine.first_unfinished_id if first is None else first.request.id

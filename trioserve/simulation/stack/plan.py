@@ -4,6 +4,7 @@ run changes nothing of it. Times are on a coarse grid: much happens at the same 
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -20,16 +21,30 @@ from trioserve.simulation.stack.http_plan import (
     drawn_connection,
     drawn_front,
 )
+from trioserve.simulation.stack.lending_draws import (
+    IMAGE_BLOCKS,
+    LENDING_CLIENTS_MIN,
+    LENDING_SHARE,
+    drawn_loads,
+    drawn_name,
+    drawn_pictures,
+    drawn_room,
+    drawn_shelf,
+    drawn_unloads,
+)
 from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
+from trioserve.vision.image_file import why_no_images
 
 __all__ = [
     "BLOCK_SIZE",
     "Client",
+    "Load",
     "Order",
     "Part",
     "StackPlan",
     "Stage",
+    "Unload",
     "drawn_stack_plan",
     "script_of",
     "stack_plan_of",
@@ -43,7 +58,8 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     """A task with a request. number: its own; id: the request's, which others may use, too.
 
     pause: seconds between two reads. leaves_after: so many deltas; None: reads to the end. patience: seconds until its
-    scope is cancelled. timeout, queue_timeout: the request's own deadlines. form: see Ask.
+    scope is cancelled. timeout, queue_timeout: the request's own deadlines. form: see Ask. adapter: the name of the one
+    that it asks for; "": none. images: numbers of the pictures before its prompt, which is a text then.
     """
 
     number: int
@@ -61,6 +77,8 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     timeout: float | None = None
     queue_timeout: float | None = None
     form: tuple[str, ...] = ()
+    adapter: str = ""
+    images: tuple[int, ...] = ()
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
@@ -72,12 +90,30 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     ends_all: bool = False
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
+    """The operator loads an adapter. content: what it is, whatever its name. replaces: it may take the name over."""
+
+    at: float
+    name: str
+    content: str
+    replaces: bool = False
+
+
+class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="unload"):
+    """The operator takes a name away. seconds: then its users are ended; None: never."""
+
+    at: float
+    name: str
+    seconds: float | None = None
+
+
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
     """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
     not. overlaps: steps are planned ahead. draft_tokens: draft tokens of a request in a step. vocab_size: tokens that
     the model knows; of few it makes text that can be drafted. schedule_seed: decides who goes first among the tasks
     that can run. front: what clients over HTTP find. family: how the model writes calls of tools; "":
-    nobody offers it any."""
+    nobody offers it any. adapters_max: that may be loaded; load_seconds: what reading one takes. room_tiles: of which
+    the model's rows are kept; 0: it sees no images. tile_seconds: what encoding one takes."""
 
     block_count: int
     max_num_seqs: int
@@ -91,9 +127,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     vocab_size: int = BYTE_VOCAB_SIZE - 1
     front: Front = Front()
     family: str = ""
+    adapters_max: int = 1
+    load_seconds: float = 0.0
+    room_tiles: int = 0
+    tile_seconds: float = 0.0
 
 
-Part = Client | Order | Connection | Ask | Delete
+Part = Client | Order | Load | Unload | Connection | Ask | Delete
 
 
 class StackPlan(msgspec.Struct, frozen=True):
@@ -138,7 +178,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),
     )
-    return _with_seams(_with_calls(StackPlan(stage, _with_forms(stage, parts))))
+    return _with_lending(_with_seams(_with_calls(StackPlan(stage, _with_forms(stage, parts)))), draws)
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
@@ -184,6 +224,30 @@ def _with_seams(plan: StackPlan) -> StackPlan:
     return StackPlan(plan.stage, tuple(parts))
 
 
+def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
+    """Adapters and images, from a source of their own, too; for clients inside, where there are enough of them."""
+    rng = Random(f"lending {line_of(plan.stage)}")
+    clients = [part for part in plan.parts if isinstance(part, Client)]
+    if plan.stage.family or len(clients) < LENDING_CLIENTS_MIN or rng.random() >= LENDING_SHARE:
+        return plan
+    stage, parts = plan.stage, plan.parts
+    kind = rng.choice(("adapters", "images", "both"))
+    kind = kind if why_no_images() is None else "adapters"
+    if kind != "images":
+        stage = msgspec.structs.replace(stage, **drawn_shelf(rng))
+        parts = tuple(_asking_for(part, adapter=drawn_name(rng)) for part in parts)
+        parts += tuple(Load(**order) for order in drawn_loads(rng, draws.moment, draws.span))
+        parts += tuple(Unload(**order) for order in drawn_unloads(rng, draws.moment, draws.span))
+    if kind != "adapters":
+        stage = msgspec.structs.replace(stage, block_count=stage.block_count + IMAGE_BLOCKS, **drawn_room(rng))
+        parts = tuple(_asking_for(part, images=drawn_pictures(rng)) for part in parts)
+    return StackPlan(stage, parts)
+
+
+def _asking_for(part: Part, **what: Any) -> Part:
+    return msgspec.structs.replace(part, **what) if isinstance(part, Client) else part
+
+
 class _Draws:
     """What the parts of one plan have in common. span: seconds in which everything begins."""
 
@@ -191,14 +255,14 @@ class _Draws:
         self._rng = rng
         self._client_count = client_count
         self._context = context
-        self._span = span
+        self.span = span
         self._family = tuple(rng.randrange(256) for _ in range(context))
 
     def moment(self, seconds_max: float) -> float:
         return round(self._rng.randint(0, round(seconds_max / GRID_SECONDS)) * GRID_SECONDS, 3)
 
     def maybe(self, chance: float) -> float | None:
-        return round(self.moment(self._span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
+        return round(self.moment(self.span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
 
     def prompt(self) -> tuple[int, ...]:
         rng = self._rng
@@ -210,7 +274,7 @@ class _Draws:
         return Client(
             number=number,
             id=f"r{rng.randrange(self._client_count)}",
-            at=self.moment(self._span),
+            at=self.moment(self.span),
             prompt=prompt,
             output=rng.randint(1, min(8, self._context - len(prompt))),
             choices=rng.choice((1, 1, 1, 2)),
@@ -230,13 +294,13 @@ class _Draws:
         begun = number = 0
         while begun < ask_count:
             end = min(ask_count, begun + self._rng.randint(1, 4))
-            connection = drawn_connection(self._rng, number, span=self._span, moment=self.moment)
+            connection = drawn_connection(self._rng, number, span=self.span, moment=self.moment)
             parts.append(connection)
             parts += drawn_asks(
                 self._rng,
                 connection,
                 range(begun, end),
-                span=self._span,
+                span=self.span,
                 moment=self.moment,
                 prompt=self.prompt,
                 context=self._context,
@@ -251,13 +315,13 @@ class _Draws:
         for _ in range(rng.randint(0, count // 2)):
             if rng.random() < ask_count / count:
                 name = rng.choice(("h", "h", "h", "h", "r"))
-                parts.append(Delete(at=self.moment(1.5 * self._span), id=f"{name}{rng.randrange(ask_count + 1)}"))
+                parts.append(Delete(at=self.moment(1.5 * self.span), id=f"{name}{rng.randrange(ask_count + 1)}"))
             else:
                 ids = tuple(f"r{rng.randrange(count + 1)}" for _ in range(2))
-                parts.append(Order(at=self.moment(self._span), ids=ids))
+                parts.append(Order(at=self.moment(self.span), ids=ids))
         if rng.random() < 0.2:
-            at = self.moment(self._span)
+            at = self.moment(self.span)
             parts.append(Order(at=at, drains=True))
             if rng.random() < 0.5:
-                parts.append(Order(at=round(at + self.moment(self._span), 3), ends_all=True))
+                parts.append(Order(at=round(at + self.moment(self.span), 3), ends_all=True))
         return parts

@@ -17,8 +17,9 @@ from hashlib import blake2b
 import trio
 from trio.testing import MockClock
 
+from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.errors import Draining, EngineFault, Overloaded
+from trioserve.contracts.errors import Draining, EngineFault, Overloaded, UnknownModel
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
@@ -35,7 +36,9 @@ from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
 from trioserve.simulation.stack.idle_watch import IdleWatch
-from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Order, StackPlan, Stage
+from trioserve.simulation.stack.lending import Lending
+from trioserve.simulation.stack.pictures import encoded_prompt, prompt_of
+from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, Order, StackPlan, Stage, Unload
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
@@ -64,6 +67,7 @@ class StackSimulation:
         self._token_counts: dict[int, int] = {}  # of those that were aborted by id, at that moment
         self._http: HttpServer | None = None
         self._idle_watch = IdleWatch()
+        self._lending = Lending(plan.stage, tell=self.tell, count=self.count)
 
     @property
     def digest(self) -> str:
@@ -91,8 +95,8 @@ class StackSimulation:
                     speculative_ngram=stage.draft_tokens,
                     overlap_steps=stage.overlaps,
                     model=_model_of(stage),
-                    tokenizer=byte_tokenizer(CALL_TEMPLATE),
                     tool_call_parser=stage.family or "auto",
+                    **{"tokenizer": byte_tokenizer(CALL_TEMPLATE), **self._lending.engine_options()},
                 ) as fake:
                     self._idle_watch.engine = fake
                     await self._live(fake)
@@ -130,6 +134,10 @@ class StackSimulation:
                         nursery.start_soon(self._be_client, fake, part)
                     elif isinstance(part, Order):
                         nursery.start_soon(self._be_operator, fake, part)
+                    elif isinstance(part, Load):
+                        nursery.start_soon(self._lending.load, fake, part)
+                    elif isinstance(part, Unload):
+                        nursery.start_soon(self._lending.unload, fake, part)
                     elif isinstance(part, Delete):
                         nursery.start_soon(clients.be_operator, part, number)
                 clients.start(nursery)
@@ -137,6 +145,7 @@ class StackSimulation:
             await trio.sleep(2)  # the step that is in flight may still read blocks; connections say GOAWAY
             fake.assert_all_free()
             self.check(fake)
+            self._lending.check_end(fake)
             http.check_over()
         if not fake.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
             everybody = self.plan.stage.max_num_seqs + self.plan.stage.waiting_requests_max
@@ -169,18 +178,20 @@ class StackSimulation:
             structured=StructuredOutput.choice(client.form) if client.form else None,
         )
         stream = fake.generate(
-            list(client.prompt),
+            prompt_of(client),
             sampling,
             request_id=client.id,
             priority=client.priority,
             cache_salt=client.salt,
             deadlines=Deadlines(timeout=client.timeout, queue_timeout=client.queue_timeout),
+            adapter=client.adapter or None,
         )
         outcome = "left early"
         is_new_id = client.id not in self._used_ids
         # It may have to wait in the queue until it is inside, and is the engine's from now on.
         self._streams[client.number] = stream
         self._used_ids.add(client.id)
+        self._lending.begin(client, stream)
         try:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
                 async with stream:
@@ -191,11 +202,16 @@ class StackSimulation:
             outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
         except EngineFault:
             outcome = "told of a fault"
+        except UnknownModel:
+            self._lending.check_refused(client)
+            is_new_id = False  # it had a place for a moment
+            outcome = "refused: no such adapter"
         finally:
             if is_new_id and not stream._request.choices:  # refused at once: it never had a place
                 self._used_ids.remove(client.id)
             # However it leaves: from this moment on nothing of it computes but the step in flight.
             self._streams.pop(client.number, None)
+            self._lending.end(client)
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
             outcome = "out of patience"
@@ -206,9 +222,8 @@ class StackSimulation:
 
     async def _read(self, fake: FakeEngine, client: Client, stream: RequestStream) -> bool:
         """Whether everything was read."""
-        responses = [
-            ReferenceEngine(fake.executor.model).response(_sequence(client, index)) for index in range(client.choices)
-        ]
+        adapter, reference = self._lending.adapter_of(client), ReferenceEngine(fake.executor.model)
+        responses = [reference.response(_sequence(client, index, adapter)) for index in range(client.choices)]
         counts, ends = [0] * client.choices, [0] * client.choices
         if client.leaves_after == 0:
             return False
@@ -242,7 +257,8 @@ class StackSimulation:
             assert reason is whole_reason, f"{name} ended with {reason}, the reference with {whole_reason}"
             assert is_complete, f"{name} is said to be complete"
         elif reason is FinishReason.ABORT:
-            assert client.number in self._token_counts, f"{name} was aborted by nobody"
+            is_meant = client.number in self._token_counts or self._lending.may_be_ended(client)
+            assert is_meant, f"{name} was aborted by nobody"
         else:
             assert reason is FinishReason.DEADLINE, f"{name} ended with {reason}"
             assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
@@ -321,6 +337,7 @@ class StackSimulation:
         """What has to hold at any moment."""
         check_core(fake.core)
         self._idle_watch.check()
+        self._lending.check(fake)
         stage, engine, now = self.plan.stage, fake, trio.current_time()
         own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
         assert len(own) == len(self._streams), "the engine knows other requests than are inside"
@@ -336,6 +353,12 @@ class StackSimulation:
             timeout = self._clients[number].timeout
             is_over = timeout is not None and now > stream._request.entered_at + timeout
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
+
+    def check_borrowed(self, fake: FakeEngine, plan: StepPlan) -> None:
+        """What this step needs is there."""
+        self._lending.check_step(fake, (chunk.request.adapter for chunk in plan.chunks))
+        if any(chunk.request.given for chunk in plan.chunks):
+            self.count("steps with images")
 
     def tell(self, line: str) -> None:
         line = f"{trio.current_time():.3f} {line}"
@@ -369,6 +392,7 @@ class _WatchedSteps:
         if plan.step_index == self._simulation.plan.stage.fault_at:
             raise RuntimeError(BROKEN)
         self._fake.steps.seconds = next(self._seconds)
+        self._simulation.check_borrowed(self._fake, plan)
         return self._fake.executor.execute(plan, is_abandoned)
 
 
@@ -378,16 +402,19 @@ def _model_of(stage: Stage) -> FakeModel:
     return FakeModel(vocab_size=stage.vocab_size)
 
 
-def _sequence(client: Client, index: int) -> EngineRequest:
+def _sequence(client: Client, index: int, adapter: AdapterRef | None) -> EngineRequest:
     """What the engine makes of a choice, as far as the response depends on it."""
+    token_ids, given = encoded_prompt(client)
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),
-        prompt_token_ids=client.prompt,
+        prompt_token_ids=token_ids,
         sampling=SamplingParams(temperature=client.temperature),
         output_tokens_max=client.output,
         stop_token_ids=frozenset(),
         seed=(client.number + index * SEED_STRIDE) % 2**64,
         guide=guide_of(client.form),
+        adapter=adapter,
+        given=given,
     )
 
 

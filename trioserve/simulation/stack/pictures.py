@@ -1,0 +1,87 @@
+"""Prompts with images in a simulation of the stack: what a client sends, and what the model has to see of it."""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from collections.abc import Collection
+from typing import Any
+
+from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.simulation.stack.plan import Client
+from trioserve.testing.byte_tokenizer import byte_tokenizer
+from trioserve.testing.fake_image_encoder import FAKE_IMAGES, rows_of
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.vision.chat_images import ImageSource
+from trioserve.vision.image_prompt import IMAGE_SIGN, ImageReader
+from trioserve.vision.tiles import tiles_of
+
+__all__ = ["bytes_of", "encoded_prompt", "picture_tokenizer", "prompt_of"]
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+SIGNS = (
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+)
+HEIGHTS = (8, 16, 8, 16)  # of the pictures, which are 16 pixels wide
+TILES = (3, 5, 3, 5)  # that they become
+
+
+def prompt_of(client: Client) -> Prompt:
+    """What the client sends."""
+    if not client.images:
+        return list(client.prompt)
+    parts: list[dict[str, Any]] = [{"type": "image", "image": _picture(number)} for number in client.images]
+    return ChatPrompt(messages=[{"role": "user", "content": [*parts, {"type": "text", "text": _text(client.prompt)}]}])
+
+
+def encoded_prompt(client: Client) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
+    """What the model is to see of it: the tokens, and the rows that are given, whose names count for nothing here."""
+    return _encoded(client.prompt, client.images) if client.images else (client.prompt, ())
+
+
+def bytes_of(pictures: Collection[int]) -> int:
+    """What the model makes of them, each once."""
+    return sum(TILES[picture] for picture in {*pictures}) * FAKE_IMAGES.tile_bytes
+
+
+@functools.cache
+def picture_tokenizer() -> Tokenizer:
+    """The signs around tiles are one token each, so that the prompts are short."""
+    return byte_tokenizer(TEMPLATE, has_images=True, signs=SIGNS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded(prompt: tuple[int, ...], pictures: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
+    reader = ImageReader(FAKE_IMAGES, ImageLimits())
+    images = reader.read([ImageSource(f"picture {number}", _picture(number)) for number in pictures])
+    text = reader.written_out(IMAGE_SIGN * len(images) + _text(prompt), images)
+    token_ids = picture_tokenizer().encode(text, add_special_tokens=False)
+    given = []
+    for one in reader.located(token_ids, images):
+        tiles = tiles_of(one.image.content, FAKE_IMAGES, one.image.place)
+        given += [GivenRows(start, count, b"", rows_of(tiles, tile)) for tile, (start, count) in enumerate(one.runs)]
+    return tuple(token_ids), tuple(given)
+
+
+def _text(prompt: tuple[int, ...]) -> str:
+    return "".join(chr(ord("a") + token_id % 26) for token_id in prompt)
+
+
+@functools.cache
+def _picture(number: int) -> bytes:
+    """A PNG in greys, no two of its tiles alike."""
+    width, height = 16, HEIGHTS[number]
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    lines = b"".join(b"\0" + bytes(50 * number + 3 * column + row for column in range(width)) for row in range(height))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
+    )
