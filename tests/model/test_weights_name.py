@@ -60,3 +60,21 @@ def test_a_sample_comes_from_all_over_a_tensor(tmp_path):
     assert np.diff(numbers).max() < 6_000
     assert len(sample) < len(content) / 4
     assert read_sample(path, 4, 1000) == content[:1000]
+
+
+@pytest.mark.parametrize(
+    "tensor", ["vision_model.encoder.layers.1.mlp.fc1.weight", "connector.modality_projection.proj.weight"]
+)
+def test_what_sees_images_counts_too(tensor, tiny_vision, tmp_path):
+    directory = tmp_path / "model"
+    tiny_vision.write_checkpoint(directory, "smolvlm")
+    name = weights_name(open_checkpoint(directory))
+    child = changed(directory, f"model.{tensor}", tmp_path / "child")
+    assert name != weights_name(open_checkpoint(child))
+    wanting = tmp_path / "wanting"
+    shutil.copytree(directory, wanting)
+    path = wanting / "processor_config.json"
+    before = path.read_text()
+    path.write_text(before.replace('"do_image_splitting": true', '"do_image_splitting": false'))
+    assert path.read_text() != before
+    assert name != weights_name(open_checkpoint(wanting))
