@@ -18,6 +18,7 @@ from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.tracing import NO_TRACER, Tracer
+from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
@@ -111,13 +112,14 @@ async def open_memory_router(
     own_name: str | None = "router",
     tracer: Tracer = NO_TRACER,
     logs_requests: bool = False,
+    limits: FrontendLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
     clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
     whatever they say. tokenizer: for the policy kv_aware. has_peers: others are before the same endpoints, and nobody
-    asks them how they are. peers: these, by
-    name, and they are asked. own_name: this router's own; None: it finds out. settings: the router's.
+    asks them how they are. peers: these, by name, and they are asked. own_name: this router's own; None: it finds out.
+    limits: of its front end. settings: the router's.
     """
     dispatch = Dispatch(
         RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], rng=random.Random(SEED)
@@ -179,7 +181,7 @@ async def open_memory_router(
             )
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
-        server = FrontendServer(app, knows_caller=app.knows_caller)
+        server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
         router = MemoryRouter(dispatch, fleet, server, metrics, nursery, peer_watch)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
             await wait_all_tasks_blocked()  # until each has been asked how it is

@@ -1,0 +1,129 @@
+"""Chats with images through a router: bodies pass as they came, and bounds, affinity and leaving are as of texts."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.images import ImageLimits
+from trioserve.http.limits import FrontendLimits
+from trioserve.testing.byte_tokenizer import IMAGE_CHAT_TEMPLATE, byte_tokenizer
+from trioserve.testing.inline_texts import InlineTexts
+
+pytest.importorskip("PIL")
+PATH = "/v1/chat/completions"
+SEES: dict[str, Any] = {
+    "image_limits": ImageLimits(),
+    "context_tokens_max": 800,
+    "block_count": 400,
+    "new_text_threads": InlineTexts,
+}
+
+
+def png(grey: int, *, width: int = 16, height: int = 8) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    lines = zlib.compress((b"\0" + bytes((grey,)) * width) * height)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in ((b"IHDR", header), (b"IDAT", lines), (b"IEND", b""))
+    )
+
+
+def chat(file: bytes, **fields: Any) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(file).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 8, "temperature": 0, **fields}
+
+
+async def ask(client, body: dict[str, Any]) -> tuple[int, str | None, Any]:
+    response = await client.post(PATH, body)
+    return response.status, response.headers.get("x-trioserve-endpoint"), await response.json()
+
+
+def text_in(said: dict[str, Any]) -> str:
+    return said["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware", "kv_aware"])
+async def test_a_router_says_of_an_image_what_its_endpoint_says(open_setup, policy):
+    tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE) if policy == "kv_aware" else None
+    async with open_setup("ab", engine={**SEES, "kv_events_max": 100}, policy=policy, tokenizer=tokenizer) as setup:
+        texts = set()
+        for grey in (10, 200):
+            direct = await ask(setup.servers["a"].client(), chat(png(grey)))
+            routed = await ask(setup.client(), chat(png(grey)))
+            assert (direct[0], routed[0]) == (200, 200)
+            assert text_in(routed[2]) == text_in(direct[2])
+            texts.add(text_in(routed[2]))
+        assert len(texts) == 2, "it does not see which image it is"
+        await setup.router.assert_all_free()
+        for server in setup.servers.values():
+            server.engine.assert_all_free()  # the router goes on listening to what is in its cache
+
+
+async def test_the_same_image_goes_to_where_it_was_and_is_not_encoded_again(open_setup):
+    async with open_setup("ab", engine=SEES, policy="prefix_aware") as setup:
+        large = png(90) + bytes(64 * 1024)  # as a photograph would be; what is behind its end counts for nothing
+        _status, first, said = await ask(setup.client(), chat(large))
+        for _ in range(3):
+            status, where, again = await ask(setup.client(), chat(large))
+            assert (status, where, text_in(again)) == (200, first, text_in(said))
+        counts = {id: server.engine.image_encoder.tile_count for id, server in setup.servers.items()}
+        assert sorted(counts.values()) == [0, 3], "one endpoint has encoded it, once"
+        await setup.assert_all_free()
+
+
+async def test_a_body_that_is_too_large_is_refused_by_the_router_and_an_image_by_the_endpoint(open_setup):
+    limits = FrontendLimits(body_bytes_max=20_000)
+    engine = {**SEES, "image_limits": ImageLimits(image_bytes_max=6_000)}
+    async with open_setup("ab", engine=engine, limits=limits) as setup:
+        status, where, said = await ask(setup.client(), chat(png(1) + bytes(20_000)))
+        assert (status, where, said["error"]["code"]) == (413, None, "body_too_large")
+        status, where, said = await ask(setup.client(), chat(png(1) + bytes(9_000)))
+        assert (status, said["error"]["param"]) == (400, "messages[0].content[0]")
+        assert where in ("a", "b")
+        assert (await ask(setup.client(), chat(png(1) + bytes(5_000))))[0] == 200
+        await setup.assert_all_free()
+
+
+async def test_endpoints_that_see_nothing_say_so(open_setup):
+    async with open_setup("ab") as setup:
+        status, _where, said = await ask(setup.client(), chat(png(1)))
+        assert (status, said["error"]["param"]) == (400, "messages[0].content[0]")
+        assert "reads text alone" in said["error"]["message"]
+
+
+async def test_whoever_leaves_while_an_image_is_encoded_leaves_the_endpoint_too(open_setup):
+    async with open_setup("a", engine=SEES) as setup, trio.open_nursery() as nursery:
+        engine = setup.servers["a"].engine
+        engine.image_encoder.hold()
+        nursery.start_soon(ask, setup.client(), chat(png(1)))
+        await wait_all_tasks_blocked()
+        assert engine.image_encoder.waiting_count == 1
+        assert engine.image_outputs.claimed_bytes > 0
+        assert setup.leases() == {"a": 1}
+        nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await wait_all_tasks_blocked()
+            await setup.assert_all_free()
+            assert engine.image_outputs.bytes_total == 0
+
+
+async def test_a_stream_about_an_image_goes_on_at_another_endpoint(open_setup, read_cut):
+    texts = set()
+    for step, is_cut in ((60, False), (14, True)):
+        engine = {**SEES, "step_tokens_max": 256, "paused": True}
+        async with open_setup("ab", engine=engine) as setup:
+            body = chat(png(7), stream=True, max_tokens=40)
+            response, is_over = await read_cut(setup, PATH, body, step=step)
+            assert is_over != is_cut
+            events = [event async for event in response]
+            parts = [choice["delta"].get("content") or "" for event in events for choice in event.get("choices", ())]
+            texts.add("".join(parts))
+    assert len(texts) == 1
