@@ -250,8 +250,6 @@ OF_ONE_ENGINE = (
     "/load",
     "/openapi.json",
     "/v1/kept_streams/{stream}",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
 )
 
 

@@ -19,7 +19,7 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.proxy.pushed_load import PushedLoad
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, Unreachable
 
-__all__ = ["PeerReports", "WatchSettings", "load_from_metrics", "watch_endpoint"]
+__all__ = ["MODELS_PATH", "PeerReports", "ServedModels", "WatchSettings", "load_from_metrics", "watch_endpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
 SIGN_OF_LIFE_SECONDS = 2.0  # between two questions of a router with peers, whatever the endpoint sends by itself
 ROUTER_HEADER = "x-trioserve-router"
 TURNS_FOR_RESPONSES = 2  # one in which their sockets are seen, one in which they are read
+MODELS_PATH = "/v1/models"
 NO_SUCH_PAGE = frozenset({404, 405, 501})
 
 
@@ -152,15 +153,12 @@ class _Watch:
         return since is not None and trio.current_time() >= since + self._settings.hang_seconds_max
 
     async def _learn_models(self) -> bool:
-        response = await self._ask("/v1/models")
-        try:
-            models = [] if response is None else msgspec.json.decode(response[1], type=_Models).data
-        except msgspec.DecodeError:
-            models = []
-        if not models:
+        response = await self._ask(MODELS_PATH)
+        served = None if response is None else ServedModels.read(response[1])
+        if served is None:
             return False
-        self._on_adapters({model.id: model.adapter for model in models if model.parent is not None})
-        self._dispatch.set_models(self._remote.id, [model.id for model in models])
+        self._on_adapters(served.adapters)
+        self._dispatch.set_models(self._remote.id, served.names)
         return True
 
     async def ask_load(self) -> None:
@@ -259,8 +257,28 @@ class _Model(msgspec.Struct):
     adapter: str | None = None
 
 
-class _Models(msgspec.Struct):
+class ServedModels(msgspec.Struct):
+    """What an endpoint says at MODELS_PATH."""
+
     data: list[_Model]
+
+    @classmethod
+    def read(cls, body: bytes) -> ServedModels | None:
+        """None: it says nothing of models."""
+        try:
+            served = msgspec.json.decode(body, type=cls)
+        except msgspec.DecodeError:
+            return None
+        return served if served.data else None
+
+    @property
+    def names(self) -> list[str]:
+        return [model.id for model in self.data]
+
+    @property
+    def adapters(self) -> dict[str, str | None]:
+        """LoRA adapters by name, and their digests where it tells them."""
+        return {model.id: model.adapter for model in self.data if model.parent is not None}
 
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")

@@ -11,9 +11,9 @@ import trio
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import NoEndpoint, StartupError, UnknownModel
+from trioserve.contracts.errors import EndpointLost, NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.proxy.endpoint_watch import PeerReports, WatchSettings, watch_endpoint
+from trioserve.proxy.endpoint_watch import MODELS_PATH, PeerReports, ServedModels, WatchSettings, watch_endpoint
 from trioserve.proxy.hand_over import hand_over
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.residency_watch import watch_residency
@@ -21,6 +21,8 @@ from trioserve.proxy.residency_watch import watch_residency
 __all__ = ["EndpointSpec", "Fleet"]
 
 logger = logging.getLogger(__name__)
+
+MODELS_BYTES_MAX = 8 * 1024 * 1024  # thousands of adapters
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,6 +252,35 @@ class Fleet:
     def model_at(self, id: EndpointId, model: str) -> str:
         """How the endpoint itself calls it."""
         return (self._members[id].spec.models or {}).get(model, model)
+
+    def is_adapter_of(self, id: EndpointId, model: str) -> bool:
+        """Whether the endpoint has told that this is a LoRA adapter of its own."""
+        return model in self._members[id].adapters
+
+    def withdraw_model(self, id: EndpointId, model: str) -> None:
+        """The endpoint is about to serve it no more: it gets no new request for it. Where names are given by hand, they
+        stay."""
+        if self._members[id].spec.models is None:
+            state = self.dispatch.endpoint(id)
+            assert state is not None, "it is a member"
+            self.dispatch.set_models(id, state.models - {model})
+
+    async def ask_models(self, id: EndpointId) -> None:
+        """What the endpoint serves now, without waiting for the next check. Nothing changes if it does not say, or if
+        names are given by hand."""
+        member = self._members[id]
+        if member.spec.models is not None:
+            return
+        served = None
+        with trio.move_on_after(self._watch_settings.response_seconds_max):
+            try:
+                async with member.remote.request("GET", MODELS_PATH, [], b"") as response:
+                    served = ServedModels.read(await response.whole(MODELS_BYTES_MAX) or b"")
+            except EndpointLost:
+                pass
+        if served is not None and self._members.get(id) is member:
+            member.note_adapters(served.adapters)
+            self.dispatch.set_models(id, served.names)
 
     # --- inside ---
 

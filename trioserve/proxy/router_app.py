@@ -27,6 +27,7 @@ from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownMode
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.kept_objects import KeptObjects
@@ -259,6 +260,8 @@ ROUTES = {
         Route[RouterContext](path="/v1/batches", operations={"GET": forward_batch, "POST": forward_batch}),
         Route[RouterContext](path=MESSAGE_BATCHES_PATH, operations={"GET": forward_home, "POST": forward_home}),
         Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
+        Route[RouterContext](path="/v1/load_lora_adapter", operations={"POST": load_adapter}),
+        Route[RouterContext](path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}),
         Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
         Route[RouterContext](path="/api/tags", operations={"GET": list_tags}),
         Route[RouterContext](path="/api/ps", operations={"GET": list_running}),

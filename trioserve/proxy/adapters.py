@@ -1,0 +1,165 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter of a router: they go to all endpoints at a time, or to those
+that `?id=` names, and the client is told what became of it at each.
+
+Nothing is undone where some of them fail: what is loaded stays, and may be asked for. What the router knows of each
+endpoint is asked anew before it answers, so that a request that comes next goes to where its adapter is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+import trio
+
+from trioserve.api.caller import check_is_admin
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
+from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody, decode_body
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import AdapterRefused, EndpointLost, NoEndpoint
+from trioserve.proxy.forwarded_headers import request_headers
+from trioserve.proxy.router_context import ENDPOINT_PARAMETER
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+if TYPE_CHECKING:
+    from trioserve.proxy.router_context import RouterContext
+
+__all__ = ["load_adapter", "unload_adapter"]
+
+LOAD_SECONDS_MAX = 600.0  # a large adapter from a slow disk takes a minute
+UNLOAD_SECONDS = 30.0  # beyond the timeout that the request gives its users
+ANSWER_BYTES_MAX = 64 * 1024
+MANAGED_BY_ADMIN = "lora adapters are loaded with the admin's API key: see --admin-api-key"
+
+
+class _Answer(NamedTuple):
+    """Of one endpoint. status: 502, if there is none, and 504, if it took too long."""
+
+    endpoint: EndpointId
+    status: int
+    message: str
+
+    @property
+    def is_good(self) -> bool:
+        return self.status < 300
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+async def load_adapter(context: RouterContext) -> None:
+    """Responds when each endpoint has said what became of it."""
+    check_is_admin(context.caller, MANAGED_BY_ADMIN)
+    body = await context.exchange.body()
+    asked = decode_body(body, LoadAdapterBody)
+    if not asked.lora_name or not asked.lora_path:
+        raise AdapterRefused("Both 'lora_name' and 'lora_path' must be provided.", reason="missing", param=None)
+    answers = await _ask(context, _chosen(context), body, seconds_max=LOAD_SECONDS_MAX)
+    await _respond(context, f"the lora adapter '{asked.lora_name}' was not loaded everywhere", answers)
+
+
+async def unload_adapter(context: RouterContext) -> None:
+    """The same. An endpoint that does not list it is as good as one that had it, if there is one that had."""
+    check_is_admin(context.caller, MANAGED_BY_ADMIN)
+    body = await context.exchange.body()
+    asked = decode_body(body, UnloadAdapterBody)
+    if not asked.lora_name:
+        raise AdapterRefused("'lora_name' needs to be provided to unload a LoRA adapter.", reason="missing", param=None)
+    chosen = _chosen(context)
+    for id in chosen:
+        if context.fleet.is_adapter_of(id, asked.lora_name):
+            context.fleet.withdraw_model(id, asked.lora_name)
+    seconds_max = None if asked.timeout is None else asked.timeout + UNLOAD_SECONDS
+    answers = await _ask(context, chosen, body, seconds_max=seconds_max)
+    if any(answer.is_good for answer in answers):
+        answers = [
+            answer._replace(status=200, message="It is not loaded here.")
+            if answer.status == 404 and not context.fleet.is_adapter_of(answer.endpoint, asked.lora_name)
+            else answer
+            for answer in answers
+        ]
+    await _respond(context, f"the lora adapter '{asked.lora_name}' was not unloaded everywhere", answers)
+
+
+def _chosen(context: RouterContext) -> list[EndpointId]:
+    """All that are not about to leave, or those that the query names. Raises AdapterRefused for a name that is none,
+    and NoEndpoint."""
+    ids = [state.id for state in context.fleet.dispatch.endpoints if not context.fleet.is_draining(state.id)]
+    named = [EndpointId(value) for key, value in parse_qsl(context.exchange.query) if key == ENDPOINT_PARAMETER]
+    for id in named:
+        if id not in ids:
+            raise AdapterRefused(
+                f'id is "{id[:160]}", and no endpoint has this id: GET /endpoints lists them',
+                reason="endpoint_not_found",
+                param=ENDPOINT_PARAMETER,
+            )
+    if not ids:
+        raise NoEndpoint("there is no endpoint: add one first", reason="no_endpoint", retry_after_seconds=5)
+    return list(dict.fromkeys(named)) or ids
+
+
+async def _ask(
+    context: RouterContext, ids: list[EndpointId], body: bytes, *, seconds_max: float | None
+) -> list[_Answer]:
+    """All of them at a time. Leaving leaves them, too; what an endpoint has begun it ends."""
+    answers: dict[EndpointId, _Answer] = {}
+
+    async def ask(id: EndpointId) -> None:
+        answers[id] = _Answer(id, 504, f"It did not answer within {seconds_max} s.")
+        with trio.move_on_after(math.inf if seconds_max is None else seconds_max):
+            answers[id] = await _answer(context, id, body)
+        if id in context.fleet.specs():
+            await context.fleet.ask_models(id)
+
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            for id in ids:
+                nursery.start_soon(ask, id)
+    return [answers[id] for id in ids]
+
+
+async def _answer(context: RouterContext, id: EndpointId, body: bytes) -> _Answer:
+    headers = request_headers(context, None)
+    try:
+        async with context.fleet.remote(id).request("POST", context.exchange.path, headers, body) as response:
+            said = await response.whole(ANSWER_BYTES_MAX) or b""
+    except EndpointLost as error:
+        return _Answer(id, 502, str(error))
+    return _Answer(id, response.status, _message(said))
+
+
+def _message(said: bytes) -> str:
+    """Of our errors and vLLM's; else what stands there."""
+    try:
+        return msgspec.json.decode(said, type=_ErrorBody).error.message
+    except msgspec.DecodeError:
+        return said.decode("utf-8", "replace")[:500]
+
+
+async def _respond(context: RouterContext, failure: str, answers: list[_Answer]) -> None:
+    """data: what each endpoint said. The status of all of them, if they agree; 502 if they do not."""
+    data = [{"endpoint": answer.endpoint, "status": answer.status, "message": answer.message} for answer in answers]
+    bad = [answer for answer in answers if not answer.is_good]
+    if not bad:
+        await context.respond_json({"object": "list", "data": data})
+        return
+    statuses = {answer.status for answer in answers}
+    status = statuses.pop() if len(statuses) == 1 else 502
+    code = "adapter_failed" if len(bad) == len(answers) else "adapter_failed_in_part"
+    good = ", ".join(answer.endpoint for answer in answers if answer.is_good)
+    parts = [f"{answer.endpoint}: {answer.status} {answer.message}" for answer in bad]
+    message = f"{failure}. {'; '.join(parts)}" + (f". It is done at {good}, and stays so." if good else "")
+    error = ErrorResponse(
+        status=status,
+        type="invalid_request_error" if status < 500 else "server_error",
+        code=code,
+        message=message,
+    )
+    await context.respond_json({**error.body(), "data": data}, status=status, headers=((REASON_HEADER, code),))
