@@ -38,6 +38,7 @@ __all__ = [
     "QK_NORMS",
     "CONV_KERNEL_MAX",
     "SCORINGS",
+    "STATE_NORMS",
     "Engine",
     "ExpertsStruct",
     "LatentStruct",
@@ -61,6 +62,7 @@ DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1}
 QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
+STATE_NORMS = {"gated": 0, "ungated": 1, "none": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 KV_FORMATS = {"plain": 0, "int8": 1, "fp8": 2}
 """Of keys and values: in the model's dtype, or in 8 bits; see cpu/kv_format.h."""
@@ -165,8 +167,11 @@ class RecurrentStruct(ctypes.Structure):
     """Recurrent of cpu/step.h."""
 
     _fields_ = (
+        *((name, MatrixStruct) for name in ("input", "output")),
+        *((name, _pointer) for name in ("input_bias", "output_bias")),
         *((name, _pointer) for name in ("conv_weights", "conv_bias", "rates", "skips", "time_step_bias", "gate_norm")),
         *((name, _int) for name in ("channels", "kernel", "projected", "heads", "head_dim", "groups", "vectors")),
+        ("norm", _int),
         *((name, _float) for name in ("time_step_min", "time_step_max")),
     )
 

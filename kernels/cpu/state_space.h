@@ -122,20 +122,25 @@ inline void scan(const Recurrent& layer, float* memory, const StateSpan* spans, 
     }
 }
 
-// What the scan gave of a row, with its gate, normed by groups. numbers: [inner], which is changed.
+// numbers, so many of a group, divided by the root of the mean of their squares, and weighed.
+inline void norm_group(float* numbers, const float* weights, int64_t size, float eps) {
+    Lanes squares = zero();
+    for (int64_t n = 0; n < size; n += LANES) squares = fma(load(numbers + n), load(numbers + n), squares);
+    const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
+    for (int64_t n = 0; n < size; n += LANES) store(numbers + n, mul(mul(load(numbers + n), share), load(weights + n)));
+}
+
+// What the scan gave of a row, with its gate, and normed by groups where the layer has a norm. numbers: [inner], which is
+// changed.
 template <class T>
 void gate_and_norm(const Recurrent& layer, float eps, const float* gate, float* numbers, const Rows<T>& to, int64_t row) {
     const int64_t inner = int64_t(layer.heads) * layer.head_dim, size = inner / layer.groups;
     for (int64_t first = 0; first < inner; first += size) {
-        Lanes squares = zero();
-        for (int64_t n = first; n < first + size; n += LANES) {
-            const Lanes value = mul(load(numbers + n), silu_of(load(gate + n)));
-            store(numbers + n, value);
-            squares = fma(value, value, squares);
-        }
-        const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
+        if (layer.norm == NORM_BEFORE_GATE) norm_group(numbers + first, layer.gate_norm + first, size, eps);
         for (int64_t n = first; n < first + size; n += LANES)
-            store(to.at(row, n), mul(mul(load(numbers + n), share), load(layer.gate_norm + n)));
+            store(numbers + n, mul(load(numbers + n), silu_of(load(gate + n))));
+        if (layer.norm == NORM_OF_GATED) norm_group(numbers + first, layer.gate_norm + first, size, eps);
+        for (int64_t n = first; n < first + size; n += LANES) store(to.at(row, n), load(numbers + n));
     }
     to.pad(row, inner);
 }

@@ -120,7 +120,12 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
 // How many numbers of a head are turned by angles.
 int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
 
-// What the first product of a layer gives of a row.
+bool attends(const Layer& layer) { return layer.qkv.parts[0].block_count > 0; }
+
+// That a layer's rows are multiplied with first.
+const Matrix& first_matrix(const Layer& layer) { return layer.recurrent != nullptr ? layer.recurrent->input : layer.qkv; }
+
+// What attention's first product gives of a row.
 int64_t qkv_size(const Model& model, const Layer& layer) {
     if (layer.latent != nullptr) return queries_size(*layer.latent, model.head_count) + model.head_dim;
     return (model.head_count + int64_t(2) * model.kv_head_count) * model.head_dim;
@@ -1145,7 +1150,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     int64_t qkv_size_max = 0, input_size_max = std::max({hidden_size, query_size, middle});  // of products
     for (int32_t index = 0; index < model.layer_count; index++) {
         const Layer& layer = model.layers[index];
-        qkv_size_max = std::max(qkv_size_max, qkv_size(model, layer));
+        if (attends(layer)) qkv_size_max = std::max(qkv_size_max, qkv_size(model, layer));
         if (layer.latent == nullptr) continue;
         input_size_max = std::max<int64_t>(input_size_max, model.head_count * layer.latent->value_dim);
         input_size_max = std::max<int64_t>(input_size_max, layer.latent->query_rank);
@@ -1235,26 +1240,34 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
-            Rows<const T> found = attended.rows;
+            const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
             if (layer.recurrent != nullptr) {
+                const Recurrent& recurring = *layer.recurrent;
                 float* projected = projected_.of<float>(0);
-                const int64_t stride = projected_stride(*layer.recurrent);
-                product(thread, x, rows, layer.qkv, nullptr,
+                const int64_t stride = projected_stride(recurring);
+                product(thread, x, rows, recurring.input, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                             for (int row = 0; row < count; row++) {
                                 for (int block = 0; block < blocks && (first_block + block) * LANES < stride; block++) {
                                     const int64_t n = (first_block + block) * LANES;
                                     Lanes value = load(sums + row * PANEL + block * LANES);
-                                    if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
+                                    if (recurring.input_bias != nullptr) value = add(value, load(recurring.input_bias + n));
                                     store(projected + (first_row + row) * stride + n, value);
                                 }
                             }
                         });
                 team.meet();
                 if (is_abandoned_) return;
-                const auto mixed = rows_for<T>(recurrent, rows, inner_size(*layer.recurrent));
-                recur<T>(thread, step, *layer.recurrent, model.norm_eps, step.states[index], mixed);
-                found = mixed;
+                const auto mixed = rows_for<T>(recurrent, rows, inner_size(recurring));
+                recur<T>(thread, step, recurring, model.norm_eps, step.states[index], mixed);
+                const Rows<const T> given = mixed;
+                product<T>(thread, given, rows, recurring.output,
+                           first_read<T>(thread, attends(layer) ? layer.qkv : after, rows),
+                           add_to_hidden(recurring.output_bias, layer.attention_output_norm, layer.residual_scale));
+                team.meet();
+            }
+            if (!attends(layer)) {
+                // The sum is there.
             } else if (layer.pairs_together && !shape.is_coded()) {
                 lower(x, &AdapterLayer::qkv, index);
                 const auto turn = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -1282,23 +1295,23 @@ bool Engine::compute(const Model& model, const Step& step) {
                     for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
                         turn_and_store(model, layer, qkv, row, queries, pages);
             }
-            if (layer.recurrent == nullptr) {
+            if (attends(layer)) {
                 team.meet();
                 if (is_abandoned_) return;
                 attend<T>(thread, shape_of(model, layer), plans_.at({layer.window, layer.section}), layer.window, queries,
                           pages, attended, first_read<T>(thread, layer.output, rows));
                 team.meet();
-            }
-            if (layer.latent != nullptr) {
-                found = raise_values<T>(thread, model, layer, attended);
+                Rows<const T> found = attended.rows;
+                if (layer.latent != nullptr) {
+                    found = raise_values<T>(thread, model, layer, attended);
+                    team.meet();
+                }
+                lower(found, &AdapterLayer::output, index);
+                const auto add_attended = add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale);
+                product<T>(thread, found, rows, layer.output, first_read<T>(thread, after, rows),
+                           adapted(&AdapterLayer::output, index, add_attended));
                 team.meet();
             }
-            lower(found, &AdapterLayer::output, index);
-            const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
-            const auto add_attended = add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale);
-            product<T>(thread, found, rows, layer.output, first_read<T>(thread, after, rows),
-                       adapted(&AdapterLayer::output, index, add_attended));
-            team.meet();
             if (layer.attention_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
                            hidden);
@@ -1316,7 +1329,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             lower(activated, &AdapterLayer::down, index);
             const uint8_t* next = nullptr;
             if (index + 1 < model.layer_count)
-                next = first_read<T>(thread, model.layers[index + 1].qkv, rows);
+                next = first_read<T>(thread, first_matrix(model.layers[index + 1]), rows);
             else if (sampled > 0)
                 next = first_read<T>(thread, model.head, sampled);
             const auto add_activated = add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale);

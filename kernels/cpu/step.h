@@ -44,14 +44,21 @@ struct Experts {
     float scale;
 };
 
-// What a layer has in the place of attention that keeps a state for a whole sequence (see state_space.h); qkv is its first
-// projection, `projected` numbers of a row, and output its last. heads: 0 is a short convolution: three times `channels`
+// In state_space.h.
+enum StateNorm : int32_t { NORM_OF_GATED = 0, NORM_BEFORE_GATE = 1, NO_STATE_NORM = 2 };
+
+// What a layer has in the place of attention or beside it that keeps a state for a whole sequence (see state_space.h); input
+// is its first projection, `projected` numbers of a row, and output its last. heads: 0 is a short convolution: three times `channels`
 // are projected, b, c and x, and b * x is convolved and multiplied with c. Else z, x, b, c and time steps are, of
 // which x, b and c are the convolution's channels: x has heads * head_dim, b and c groups * vectors each. conv_weights:
-// [kernel][channels]; conv_bias: [channels] or null; gate_norm: [heads * head_dim]; the others: [heads].
+// [kernel][channels]; conv_bias: [channels] or null; gate_norm: [heads * head_dim], or null without a norm; the others:
+// [heads]. input_bias, output_bias: or null.
 struct Recurrent {
+    Matrix input, output;
+    const float *input_bias, *output_bias;
     const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm;
     int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
+    int32_t norm;  // a StateNorm
     float time_step_min, time_step_max;
 };
 
@@ -79,7 +86,7 @@ struct StateSpan {
 // for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
 // reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of
 // queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in the place of gate_up and
-// down, or null. recurrent: in the place of attention, or null. latent: attention is latent, and qkv gives queries, or their
+// down, or null. recurrent: in the place of attention, whose qkv has no blocks then, or beside it, or null. latent: attention is latent, and qkv gives queries, or their
 // latents, and then the token's own latent and its key that is turned; or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;

@@ -41,6 +41,20 @@ GRANITE: dict[str, Any] = {
 }
 
 
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 3,
+    "mamba_d_state": 16,
+}
+
+
 def read(**fields: Any) -> ModelConfig:
     return model_config_from({**GRANITE, **fields}, {}, dtype_name="float32")
 
@@ -80,6 +94,47 @@ def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, A
         read(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    (
+        ({"mamba_d_ssm": 100}, "3 heads of 33 in its state spaces"),
+        (
+            {"projectors_bias": True},
+            "projectors_bias in config.json is True, but it must be the same as mamba_proj_bias",
+        ),
+        ({"mlp_multipliers": [1.0]}, "mlp_multipliers in config.json is .*, but it must be a list of 2 numbers"),
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers in config.json is .*, but it must be a list of 5 numbers"),
+        ({"key_multiplier": 0.0}, "a multiplier of k_proj.weight is 0.0"),
+        ({"ssm_out_multiplier": float("nan")}, "a multiplier of out_proj.weight is nan"),
+        ({"embedding_multiplier": -1.0}, "the embeddings' scale is -1.0"),
+        ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
+    ),
+)
+def test_a_falcon_that_is_damaged_or_unknown_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        model_config_from({**FALCON, **fields}, {}, dtype_name="float32")
+
+
+def test_what_a_falcon_multiplies_is_in_its_weights(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """A row's factor is that of its part, and a bias has only what is multiplied behind a product."""
+    from safetensors.torch import load_file
+
+    path = tiny_checkpoint("falcon-h1-biased")
+    stored = load_file(path / "model.safetensors")
+    found = {tensor.name: torch.from_numpy(tensor.read("float32")) for tensor in open_checkpoint(path).tensors()}
+    for kind, before in (("weight", 1.25), ("bias", 1.0)):
+        theirs, ours = stored[f"model.layers.1.mamba.in_proj.{kind}"], found[f"layers.1.in_proj.{kind}"]
+        for row, factor in ((0, 0.9), (192, 0.7), (384, 0.5), (384 + 32, 1.5), (-1, 0.6)):
+            torch.testing.assert_close(ours[row], theirs[row] * factor * before)
+    for kind, factor in (("weight", 0.9 * 0.4), ("bias", 0.4)):
+        torch.testing.assert_close(
+            found[f"layers.0.k_proj.{kind}"], stored[f"model.layers.0.self_attn.k_proj.{kind}"] * factor
+        )
+    assert torch.equal(found["layers.0.up_proj.weight"], stored["model.layers.0.feed_forward.up_proj.weight"])
+
+
 def test_infinity_is_what_transformers_writes() -> None:
     limited = read(time_step_limit=[0.0, {"__float__": "Infinity"}])
     assert limited == read()
@@ -105,6 +160,13 @@ def test_a_layer_without_attention_has_no_kv(tiny_checkpoint: Callable[..., Path
     assert kinds == [ShortConvConfig, AttentionConfig, ShortConvConfig]
     assert [pages.numel() > 0 for pages in runner.storage.pages] == [False, True, False]
     assert [memory is not None for memory in runner.states.buffers] == [True, False, True]
+
+
+def test_a_layer_that_keeps_both_has_both(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("falcon-h1"), cpu_kernels="torch")
+    assert all(pages.numel() > 0 for pages in runner.storage.pages)
+    assert all(memory is not None for memory in runner.states.buffers)
+    assert runner.config.state_bytes == 2 * 4 * (3 * (192 + 2 * 2 * 16) + 192 * 16)
 
 
 def test_what_the_native_kernels_do_not_compute_is_said() -> None:
@@ -136,11 +198,12 @@ def test_no_model_that_keeps_a_state_drafts() -> None:
         check_draft(config, config, "small")
 
 
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1"))
 def test_a_step_of_many_kinds_gives_what_each_gives_alone(
-    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+    kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """More tokens than a piece of the scan, beside decodes, and one whose state another had before it."""
-    runner = step_driver.load_runner(tiny_checkpoint("granite-hybrid"), cpu_kernels=cpu_kernels)
+    runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels=cpu_kernels)
     prompts = {"a": list(range(5, 150)), "b": list(range(40, 49)), "c": list(range(100, 300))}
     alone = {}
     for name, prompt in prompts.items():
@@ -188,10 +251,11 @@ async def test_an_engine_says_what_its_states_do_not_go_with(tiny_checkpoint: Ca
                 raise AssertionError("opened")
 
 
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1"))
 async def test_an_engine_goes_on_from_the_copy_of_a_state_and_gives_all_slots_back(
-    tiny_checkpoint: Callable[..., Path],
+    kind: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    path = str(tiny_checkpoint("granite-hybrid"))
+    path = str(tiny_checkpoint(kind))
     async with open_engine(path, dtype="float32", max_num_seqs=4, kv_cache_memory=0.01) as engine:
         said = []
         for _ in range(2):

@@ -376,6 +376,16 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 8,
 }
+_FALCON_H1: dict[str, Any] = {**_MAMBA, "mamba_d_ssm": 192, "head_dim": 32}
+_FALCON_H1_MULTIPLIERS: dict[str, Any] = {
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.9, 0.7, 0.5, 1.5, 0.6],
+    "mlp_multipliers": [0.8, 0.4],
+}
 FAMILY_KINDS |= {
     "lfm2": (
         "lfm2",
@@ -444,6 +454,31 @@ FAMILY_KINDS |= {
             "attention_multiplier": 0.1,
         },
     ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            **_FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            **_FALCON_H1_MULTIPLIERS,
+        },
+    ),
+    "falcon-h1-biased": (
+        "falcon_h1",
+        {
+            **_FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "embedding_multiplier": 5.5,
+            "lm_head_multiplier": 0.25,
+            **_FALCON_H1_MULTIPLIERS,
+        },
+    ),
+    "falcon-h1-unnormed": ("falcon_h1", {**_FALCON_H1, "mamba_conv_bias": False, "tie_word_embeddings": True}),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
 _LLAMA4 = {
@@ -656,6 +691,7 @@ _ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
+    "falcon_h1": "falcon-h1",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "llama4_text": "llama4",
@@ -703,6 +739,8 @@ def write_family_gguf(
             getattr(writer, method)(config[field])
     if model_type in _HYBRIDS:
         _add_hybrid_metadata(writer, config)
+    if model_type == "falcon_h1":
+        _add_state_space_metadata(writer, config, config["mamba_d_ssm"])
     if model_type in _ROUTED_BY_SIGMOID:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -737,6 +775,8 @@ def write_family_gguf(
     stacked = _with_stacked_experts(load_file(checkpoint / "model.safetensors"))
     written = [part for name, values in stacked.items() for part in _as_hybrids_are_written(name, values, config)]
     for name, values in written:
+        if model_type == "falcon_h1":
+            values = _with_multipliers(name, values, config)
         if model_type.startswith("gemma") and "norm" in name:
             values = values + 1.0
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
@@ -774,14 +814,37 @@ def _add_hybrid_metadata(writer: Any, config: dict[str, Any]) -> None:
             writer.add_leading_dense_block_count(config["num_dense_layers"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         return
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    _add_state_space_metadata(writer, config, config["mamba_expand"] * config["hidden_size"])
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     if config["num_local_experts"]:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def _add_state_space_metadata(writer: Any, config: dict[str, Any], inner_size: int) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(inner_size)
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+def _with_multipliers(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """As llama.cpp's converter multiplies Falcon-H1's projections."""
+    inner, vectors = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    read = config["attention_in_multiplier"]
+    sizes = (inner, inner, vectors, vectors, config["mamba_n_heads"])
+    projected = np.repeat(config["ssm_in_multiplier"] * np.array(config["ssm_multipliers"]), sizes)
+    factors = {
+        "q_proj": read,
+        "k_proj": read * config["key_multiplier"],
+        "v_proj": read,
+        "o_proj": config["attention_out_multiplier"],
+        "in_proj": projected[:, None],
+        "out_proj": config["ssm_out_multiplier"],
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+    }
+    return values * np.float32(factors.get(name.split(".")[-2], 1.0))
 
 
 def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:

@@ -249,6 +249,9 @@ class _Layer:
             self._attention = ShortConv(name, config, attention, dtype=dtype, device=device)
         else:
             self._attention = StateSpace(name, config, attention, dtype=dtype, device=device)
+        self._beside: StateSpace | None = None
+        if layer.beside is not None:
+            self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
         self._mlp: _Mlp | _Experts
         if isinstance(mlp, ExpertsConfig):
             self._mlp = _Experts(linear, name, hidden, mlp, kernels, device)
@@ -258,7 +261,8 @@ class _Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return *self._attention.linears, *self._mlp.linears
+        beside = () if self._beside is None else self._beside.linears
+        return *self._attention.linears, *beside, *self._mlp.linears
 
     @property
     def saved_bytes(self) -> int:
@@ -272,6 +276,7 @@ class _Layer:
             self._mlp_norm,
             self._mlp_output_norm,
             self._attention,
+            self._beside,
             *self._mlp.linears,
         ):
             if part is not None:
@@ -299,9 +304,9 @@ class _Layer:
             assert angles is not None
             attended = self._attention(normed, step, angles, pages, slots_of_layer)
         else:
-            assert states is not None, "a layer that keeps states"
-            assert step.states is not None, "chunks of such a model have states"
-            attended = self._attention(normed, step.states, states)
+            attended = _recurred(self._attention, normed, step, states)
+        if self._beside is not None:
+            attended += _recurred(self._beside, normed, step, states)
         if self._layer.is_parallel:
             attended += self._mlp(normed, step.adapters)
             return self._scaled(attended)
@@ -312,6 +317,12 @@ class _Layer:
     def _scaled(self, product: Tensor) -> Tensor:
         scale = self._layer.residual_scale
         return product if scale == 1.0 else product.mul_(scale)
+
+
+def _recurred(layer: ShortConv | StateSpace, normed: Tensor, step: StepTensors, states: Tensor | None) -> Tensor:
+    assert states is not None, "a layer that keeps states"
+    assert step.states is not None, "chunks of such a model have states"
+    return layer(normed, step.states, states)
 
 
 def _added(hidden: Tensor, product: Tensor | None, norm: Norm | None) -> Tensor:

@@ -159,12 +159,13 @@ def _attended_numbers(layer: LayerConfig) -> int:
 
 
 def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
-    """Of what is in its place, too."""
-    attention, hidden = layer.attention, config.hidden_size
+    """Of what is in its place or beside it, too."""
+    attention, recurrent, hidden = layer.attention, layer.recurrent, config.hidden_size
+    states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
     if isinstance(attention, AttentionConfig):
-        return 2 * hidden * (attention.query_size + attention.key_size)
+        return states + 2 * hidden * (attention.query_size + attention.key_size)
     if not isinstance(attention, LatentAttentionConfig):
-        return hidden * (attention.projected_size + attention.inner_size)
+        return states
     rank = attention.query_rank
     queries = hidden * attention.query_size if rank is None else rank * (hidden + attention.query_size)
     heads = attention.head_count * attention.latent_dim * (attention.plain_dim + attention.value_dim)

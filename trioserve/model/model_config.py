@@ -27,8 +27,10 @@ __all__ = [
     "NormKind",
     "QkNorm",
     "RopeScaling",
+    "RowFactors",
     "RotaryConfig",
     "ShortConvConfig",
+    "StateNorm",
     "StateSpaceConfig",
     "Scoring",
     "Temperature",
@@ -39,6 +41,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 NormKind = Literal["rms", "layer"]
 QkNorm = Literal["none", "head", "heads", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid"]
+StateNorm = Literal["gated", "ungated", "none"]
 
 # A damaged header must not make us build a tuple with a billion layers or ask torch for a petabyte. The largest models
 # of these families have 126 layers, 128 heads and dimensions below 200,000.
@@ -422,7 +425,7 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
     c and time steps, x, b and c are convolved, each channel by weights of its own, and go through silu. Each head keeps
     a state of [vector_size, head_dim] numbers, which a token multiplies with exp(time step * rate), the head's rate
     being negative, and adds time step * b * x to; what comes out is c * state + skip * x. It is multiplied with
-    silu(z), and normed by groups.
+    silu(z), and normed by groups ("gated"); or normed before it is multiplied ("ungated"), or not at all ("none").
 
     group_count: heads of a group share b and c, and are normed together. kernel_size: tokens that a convolution sees.
     has_bias: of both projections; has_conv_bias: of the convolution. time_step_min, _max: what softplus(time step + the
@@ -436,6 +439,7 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
     kernel_size: int
     has_bias: bool = False
     has_conv_bias: bool = True
+    norm: StateNorm = "gated"
     time_step_min: float = 0.0
     time_step_max: float = math.inf
 
@@ -482,6 +486,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Attention, or what is in its place, and an MLP or a mixture of experts; each with a norm before (input) and a
     norm behind (output), where there is one, and a sum.
 
+    beside: a state space that reads what attention reads, and whose result is added to attention's.
     is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
     residual_scale: what either is multiplied by before it is added.
     """
@@ -492,9 +497,38 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_output_norms: bool = False
     is_parallel: bool = False
     residual_scale: float = 1.0
+    beside: StateSpaceConfig | None = None
 
     def __post_init__(self) -> None:
         _positive_number("residual_multiplier", self.residual_scale)
+        if self.beside is None:
+            return
+        attends = isinstance(self.attention, AttentionConfig)
+        assert attends, "what is beside attention has the layer to itself otherwise"
+        assert self.has_input_norms, "what attention reads is there twice"
+        assert not self.has_output_norms, "a norm of two results"
+        assert not self.is_parallel, "a sum of three results"
+
+    @property
+    def recurrent(self) -> ShortConvConfig | StateSpaceConfig | None:
+        """What keeps a state, in the place of attention or beside it."""
+        return self.beside if isinstance(self.attention, KVAttention) else self.attention
+
+
+class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of a tensor of each layer are multiplied by when they are read: by parts, one behind the other,
+    the number of rows and their factor. name: in here without the layer's, such as "q_proj.weight"."""
+
+    name: str
+    parts: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        for _count_of_rows, factor in self.parts:
+            if not (math.isfinite(factor) and factor != 0):
+                raise ModelLoadError(
+                    f"a multiplier of {self.name} is {factor}, but it must be a number other than 0: the checkpoint's "
+                    "config is damaged"
+                )
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -502,8 +536,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     family: the name of a Family, see families/registry.py. norm: "rms", or "layer" for LayerNorm without biases.
     embedding_scale: what embeddings are multiplied by. logit_scale: what logits are multiplied by, before logit_cap, c,
-    bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized
-    one that of its embeddings, and "bfloat16" for a GGUF file.
+    bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized one that of its
+    embeddings, and "bfloat16" for a GGUF file. row_factors: what tensors of its files are multiplied by when they are
+    read; whoever computes finds them in the weights.
     Raises ModelLoadError, naming the field, when the values cannot belong together.
     """
 
@@ -521,6 +556,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype_name: Dtype
+    row_factors: tuple[RowFactors, ...] = ()
 
     def __post_init__(self) -> None:
         _count("vocab_size", self.vocab_size, DIMENSION_MAX)
@@ -584,8 +620,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> int:
         """Of the states that layers keep of one sequence, float32; 0 where none does."""
-        mixers = (layer.attention for layer in self.layers)
-        return 4 * sum(mixer.state_size for mixer in mixers if not isinstance(mixer, KVAttention))
+        return 4 * sum(layer.recurrent.state_size for layer in self.layers if layer.recurrent is not None)
 
     @property
     def has_experts(self) -> bool:

@@ -85,7 +85,7 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for layer in config.layers:
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
-        elif reason := why_not_recurrent(layer.attention):
+        if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):
             return reason
         sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
@@ -404,7 +404,7 @@ class _Layer:
     def __init__(self, layer: LayerConfig, hidden: int) -> None:
         attention, mlp = layer.attention, layer.mlp
         self._layer = layer
-        self._recurrent: NativeRecurrent | None = None
+        self._recurrent = None if layer.recurrent is None else NativeRecurrent(layer.recurrent, hidden)
         self.query_norm: Float32Array | None = None
         self.key_norm: Float32Array | None = None
         self.qkv_bias: Float32Array | None = None
@@ -416,9 +416,6 @@ class _Layer:
             # The norms of queries' latents, and of those from which keys and values are computed.
             self.query_norm = None if attention.query_rank is None else _singles(attention.query_rank)
             self.key_norm = _singles(attention.latent_dim)
-        else:
-            self._recurrent = NativeRecurrent(attention, hidden)
-            self.qkv_bias, self.output_bias = self._recurrent.input_bias, self._recurrent.output_bias
         self.attention_norm = _singles(hidden) if layer.has_input_norms else None
         self.mlp_norm = _singles(hidden) if layer.has_input_norms and not layer.is_parallel else None
         self.attention_output_norm = _singles(hidden) if layer.has_output_norms else None
@@ -458,7 +455,8 @@ class _Layer:
     def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
         """name: such as layers.0. rotaries: the model's."""
         attention, mlp = self._layer.attention, self._layer.mlp
-        own = ("qkv", "output", "gate_up", "down") if isinstance(mlp, MlpConfig) else ("qkv", "output")
+        own: tuple[str, ...] = ("qkv", "output") if isinstance(attention, KVAttention) else ()
+        own += ("gate_up", "down") if isinstance(mlp, MlpConfig) else ()
         matrices = {matrix: weights.matrix(f"{name}.{matrix}") for matrix in own}
         if isinstance(mlp, ExpertsConfig):
             self._experts = self._experts_struct(name, mlp, weights)
@@ -492,7 +490,7 @@ class _Layer:
             is_parallel=self._layer.is_parallel,
             residual_scale=self._layer.residual_scale,
             experts=None if self._experts is None else ctypes.addressof(self._experts),
-            recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct),
+            recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct(name, weights)),
             latent=None if self._latent is None else ctypes.addressof(self._latent),
         )
 

@@ -1,4 +1,4 @@
-"""The vectors of one layer that keeps a state, as the native kernels read them: float32, which holds every dtype
+"""What keeps a state in one layer, as the native kernels read it: its vectors in float32, which holds every dtype
 exactly. Its matrices are where all are, in PackedWeights."""
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import numpy as np
 
 from trioserve.model.model_config import ShortConvConfig, StateSpaceConfig
 from trioserve.model.number_formats import Float32Array, Values
+from trioserve.model.packed_weights import PackedWeights
 from trioserve.model.weights import Slot
-from trioserve_kernels.native import BLOCK_OUTPUTS, CONV_KERNEL_MAX, RecurrentStruct, address
+from trioserve_kernels.native import BLOCK_OUTPUTS, CONV_KERNEL_MAX, STATE_NORMS, RecurrentStruct, address
 
 __all__ = ["NativeRecurrent", "why_not_recurrent"]
 
@@ -29,23 +30,27 @@ def why_not_recurrent(layer: ShortConvConfig | StateSpaceConfig) -> str | None:
 
 
 class NativeRecurrent:
-    """input_bias, output_bias: of the projections; the first has zeros behind its end, up to a whole block."""
+    """What one layer has of it."""
 
     def __init__(self, layer: ShortConvConfig | StateSpaceConfig, hidden: int) -> None:
         self._layer = layer
         has_conv_bias = layer.has_bias if isinstance(layer, ShortConvConfig) else layer.has_conv_bias
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
-        self.input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
-        self.output_bias = _singles(hidden) if layer.has_bias else None
+        # Of the projections; the first has zeros behind its end, up to a whole block.
+        self._input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
+        self._output_bias = _singles(hidden) if layer.has_bias else None
         self._conv_weights = _singles(layer.kernel_size, layer.convolved_size)
         self._conv_bias = _singles(layer.convolved_size) if has_conv_bias else None
         self._vectors: dict[str, Float32Array] = {}
         self._limits = (0.0, 0.0)
         if isinstance(layer, StateSpaceConfig):
             self._vectors = {name: _singles(layer.head_count) for name in ("rates", "skips", "time_step_bias")}
-            self._vectors["gate_norm"] = _singles(layer.inner_size)
+            if layer.norm != "none":
+                self._vectors["gate_norm"] = _singles(layer.inner_size)
             self._limits = (layer.time_step_min, layer.time_step_max)
-        self.struct = RecurrentStruct(
+        self._struct = RecurrentStruct(
+            input_bias=None if self._input_bias is None else address(self._input_bias),
+            output_bias=None if self._output_bias is None else address(self._output_bias),
             conv_weights=address(self._conv_weights),
             conv_bias=None if self._conv_bias is None else address(self._conv_bias),
             **{name: address(vector) for name, vector in self._vectors.items()},
@@ -56,8 +61,14 @@ class NativeRecurrent:
             time_step_max=self._limits[1],
         )
         if isinstance(layer, StateSpaceConfig):
-            self.struct.heads, self.struct.head_dim = layer.head_count, layer.head_dim
-            self.struct.groups, self.struct.vectors = layer.group_count, layer.vector_size
+            self._struct.heads, self._struct.head_dim = layer.head_count, layer.head_dim
+            self._struct.groups, self._struct.vectors = layer.group_count, layer.vector_size
+            self._struct.norm = STATE_NORMS[layer.norm]
+
+    def struct(self, name: str, weights: PackedWeights) -> RecurrentStruct:
+        """name: as for slots. It lives as long as this does."""
+        self._struct.input, self._struct.output = weights.matrix(f"{name}.input"), weights.matrix(f"{name}.mixed")
+        return self._struct
 
     def slots(self, name: str) -> Iterator[Slot]:
         """name: the layer's, such as layers.0."""
@@ -65,8 +76,8 @@ class NativeRecurrent:
         shape = (layer.convolved_size, layer.kernel_size)
         yield Slot(f"{name}.conv.weight", shape, "float32", functools.partial(_fill, self._conv_weights.T))
         places = {
-            "in_proj.bias": None if self.input_bias is None else self.input_bias[: layer.projected_size],
-            "out_proj.bias": self.output_bias,
+            "in_proj.bias": None if self._input_bias is None else self._input_bias[: layer.projected_size],
+            "out_proj.bias": self._output_bias,
             "conv.bias": self._conv_bias,
             "gate_norm.weight": self._vectors.get("gate_norm"),
             **{f"state.{kind}": self._vectors.get(kind) for kind in ("rates", "skips", "time_step_bias")},

@@ -198,9 +198,9 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
                 part(keys, hidden, f"{layer}.v_proj.weight"),
             )
             matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
-        else:
-            matrices[f"{layer}.qkv"] = (part(attention.projected_size, hidden, f"{layer}.in_proj.weight"),)
-            matrices[f"{layer}.output"] = (part(hidden, attention.inner_size, f"{layer}.out_proj.weight"),)
+        if (recurrent := described.recurrent) is not None:
+            matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
+            matrices[f"{layer}.mixed"] = (part(hidden, recurrent.inner_size, f"{layer}.out_proj.weight"),)
         if isinstance(mlp, MlpConfig):
             gated(layer, mlp.intermediate_size)
             continue

@@ -105,8 +105,9 @@ class StateSpace:
             f"{name}.state.rates": self._rates,
             f"{name}.state.skips": self._skips,
             f"{name}.state.time_step_bias": self._time_step_bias,
-            f"{name}.gate_norm.weight": self._norm,
         }
+        if layer.norm != "none":
+            self._vectors[f"{name}.gate_norm.weight"] = self._norm
         self.linears = (self._input, self._output)
 
     def slots(self) -> Iterator[TensorSlot]:
@@ -135,10 +136,17 @@ class StateSpace:
             steps,
             memory[:, kept:].view(-1, layer.head_count, layer.vector_size, layer.head_dim),
         )
-        gated = scanned.flatten(1) * functional.silu(gate)
-        groups = gated.view(len(gated), layer.group_count, -1)
+        mixed, gate = scanned.flatten(1), functional.silu(gate)
+        if layer.norm == "gated":
+            mixed = self._normed(mixed * gate)
+        else:
+            mixed = (mixed if layer.norm == "none" else self._normed(mixed)) * gate
+        return self._output(mixed.to(normed.dtype))
+
+    def _normed(self, values: Tensor) -> Tensor:
+        groups = values.view(len(values), self._layer.group_count, -1)
         normal = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)
-        return self._output((normal.flatten(1) * self._norm).to(normed.dtype))
+        return normal.flatten(1) * self._norm
 
     def _of_heads(self, vectors: Tensor) -> Tensor:
         """[T, heads, vector_size]"""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from trioserve.model.model_config import KVAttention, ModelConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["StateStorage"]
 
@@ -26,6 +26,6 @@ class StateStorage(Generic[Buffer]):
         """make: gives a float32 buffer of this shape, not yet written."""
         self.slot_count = slot_count
         self.buffers: tuple[Buffer | None, ...] = tuple(
-            None if isinstance(layer.attention, KVAttention) else make((slot_count, layer.attention.state_size))
+            None if layer.recurrent is None else make((slot_count, layer.recurrent.state_size))
             for layer in config.layers
         )

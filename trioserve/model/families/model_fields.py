@@ -23,6 +23,7 @@ from trioserve.model.model_config import (
     RopeScaling,
     RotaryConfig,
     Scoring,
+    StateNorm,
     StateSpaceConfig,
 )
 
@@ -279,11 +280,13 @@ class ModelFields(Fields):
             )
         return [allowed[name] for name in types]
 
-    def state_space(self) -> StateSpaceConfig:
-        """By the names that hybrids of attention and Mamba-2 have in common."""
+    def state_space(self, inner_size: int | None = None, norm: StateNorm = "gated") -> StateSpaceConfig:
+        """By the names that hybrids of attention and Mamba-2 have in common. inner_size: where it is not a multiple of
+        the hidden size."""
         if (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
-        inner_size = self.whole_or("mamba_expand", 2) * self.whole("hidden_size")
+        if inner_size is None:
+            inner_size = self.whole_or("mamba_expand", 2) * self.whole("hidden_size")
         head_count = self.interval("mamba_n_heads", 128)
         head_dim = inner_size // head_count
         if not self.is_one_of("mamba_d_head", ("auto",)):
@@ -291,7 +294,7 @@ class ModelFields(Fields):
         if head_dim * head_count != inner_size:
             raise ModelLoadError(
                 f"{self.source} has {head_count} heads of {head_dim} in its state spaces (mamba_n_heads, "
-                f"mamba_d_head), but mamba_expand makes {inner_size}: the checkpoint's config is damaged"
+                f"mamba_d_head), but mamba_expand or mamba_d_ssm makes {inner_size}: the checkpoint's config is damaged"
             )
         limits = self.numbers("time_step_limit") if "time_step_limit" in self else (0.0, math.inf)
         if len(limits) != 2:
@@ -306,6 +309,7 @@ class ModelFields(Fields):
             has_conv_bias=self.flag_or("mamba_conv_bias", True),
             time_step_min=limits[0],
             time_step_max=limits[1],
+            norm=norm,
         )
 
     def layer_types(self) -> list[str] | None:

@@ -12,6 +12,7 @@ from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from trioserve.model.families.dots import DOTS1
 from trioserve.model.families.ernie import ERNIE45
 from trioserve.model.families.exaone import EXAONE, EXAONE4
+from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
@@ -66,6 +67,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_HYBRID,
     BAMBA,
+    FALCON_H1,
     LFM2,
     LFM2_MOE,
     GLM4_MOE,

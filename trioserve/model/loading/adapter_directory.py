@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from trioserve.model.loading.names import TRANSFORMERS, TensorPlace, tensor_plac
 from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.loading.stored_tensor import read_plain
 from trioserve.model.model_config import AttentionConfig, ModelConfig
-from trioserve.model.number_formats import Dtype, convert, empty_values
+from trioserve.model.number_formats import Dtype, Float32Array, convert, empty_values
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "allowed_directory", "read_adapter"]
 
@@ -275,7 +275,8 @@ def _read(pair: _Factors, place: TensorPlace, scale: float, dtype: Dtype) -> Ada
     """b: with the scale in it, its rows where those of the model's own matrix lie."""
     rows = place.shape[0]
     part = pair.b.part(place.first_row, (rows, pair.rank))
-    b = place.ordered(read_plain(part.path, part.offset, part.shape, part.dtype, "float32"))
+    read = cast(Float32Array, read_plain(part.path, part.offset, part.shape, part.dtype, "float32"))
+    b = place.multiplied(place.ordered(read))
     scaled = empty_values((rows, pair.rank), dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         convert(np.multiply(b, np.float32(scale), dtype=np.float32), scaled)

@@ -10,7 +10,7 @@ from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
-from trioserve.model.loading.gguf_hybrids import hybrid_values
+from trioserve.model.loading.gguf_hybrids import falcon_h1_values, hybrid_values
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
@@ -126,7 +126,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         values["topk_method"] = "group_limited_greedy"
     if further := further_layers(file):
         values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
-    values |= hybrid
+    values |= hybrid | falcon_h1_values(raw, name, file.tensors)
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]

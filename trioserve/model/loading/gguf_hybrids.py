@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 
-__all__ = ["hybrid_values"]
+__all__ = ["falcon_h1_values", "hybrid_values"]
 
 _OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe": "conv"}
 
@@ -48,4 +50,19 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
         "mamba_expand": inner_size // hidden_size,
         f"{architecture}.expert_count": expert_count,
         f"{architecture}.expert_shared_feed_forward_length": shared_size,
+    }
+
+
+def falcon_h1_values(fields: Fields, architecture: str | None, tensors: Container[str]) -> dict[str, object]:
+    """Nothing for another architecture. tensors: the names of those that the file has. Its multipliers are in them."""
+    if architecture != "falcon-h1":
+        return {}
+    has_bias = "blk.0.ssm_in.bias" in tensors
+    return {
+        "mamba_d_ssm": fields.whole(f"{architecture}.ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
+        "mamba_proj_bias": has_bias,
+        "projectors_bias": has_bias,
     }

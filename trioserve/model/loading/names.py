@@ -76,7 +76,7 @@ class TensorPlace:
     from; None: the same. first_row: where these begin in it. is_turned: their columns are the rows that are meant.
     order: int64, row i is row order[i], counted from the first; None leaves them as they are. turned_count: these are
     so many matrices, one behind the other, whose rows and columns change places; 0: they stay. offset: is added.
-    is_log: what is wanted is -exp of what is there.
+    is_log: what is wanted is -exp of what is there. factors: float32, what each row of shape is multiplied by.
     """
 
     name: str
@@ -88,11 +88,12 @@ class TensorPlace:
     turned_count: int = 0
     offset: float = 0.0
     is_log: bool = False
+    factors: npt.NDArray[np.float32] | None = None
 
     @property
     def has_whole_rows(self) -> bool:
         """Whether its rows are rows of the file, so that their blocks can be taken as they are."""
-        return not self.is_turned and self.turned_count == 0
+        return not self.is_turned and self.turned_count == 0 and self.factors is None
 
     @property
     def rows_shape(self) -> Shape:
@@ -101,14 +102,20 @@ class TensorPlace:
 
     def read(self, read: Callable[[Dtype], Values], wanted: Dtype) -> Values:
         """read: gives the rows from first_row on as they lie there."""
-        if not (self.offset or self.is_log):
+        if not (self.offset or self.is_log) and self.factors is None:
             return self.ordered(read(wanted))
-        values = self.ordered(cast(Float32Array, read("float32"))) + np.float32(self.offset)
+        values = self.multiplied(self.ordered(cast(Float32Array, read("float32")))) + np.float32(self.offset)
         if self.is_log:
             values = -np.exp(values)
         result = empty_values(self.shape, wanted)
         convert(values, result)
         return result
+
+    def multiplied(self, rows: Float32Array) -> Float32Array:
+        """rows: in the order that is meant."""
+        if self.factors is None:
+            return rows
+        return cast(Float32Array, rows * self.factors.reshape(-1, *(1,) * (rows.ndim - 1)))
 
     def ordered(self, rows: AnyArray) -> AnyArray:
         ordered = self.in_order(rows.T if self.is_turned else rows)
@@ -264,20 +271,22 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     if isinstance(attention, LatentAttentionConfig):
         norms += [] if attention.query_rank is None else [("q_a_norm", attention.query_rank)]
         norms += [("kv_a_norm", attention.latent_dim)]
-    elif isinstance(attention, StateSpaceConfig):
-        norms += [("gate_norm", attention.inner_size)]
     elif isinstance(attention, AttentionConfig):
         if attention.qk_norm == "head":
             norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
         elif attention.qk_norm not in ("none", "unit"):
             norms += [("q_norm", attention.query_size), ("k_norm", attention.key_size)]
+    recurrent = layer.recurrent
+    if isinstance(recurrent, StateSpaceConfig) and recurrent.norm != "none":
+        norms += [("gate_norm", recurrent.inner_size)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
-    if isinstance(attention, StateSpaceConfig):
-        shapes += [(f"state.{name}", (attention.head_count,)) for name in ("rates", "skips", "time_step_bias")]
+    if isinstance(recurrent, StateSpaceConfig):
+        shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
     for module, rows, columns, has_bias in (
-        *_mixer_matrices(attention, hidden),
+        *(_attention_matrices(attention, hidden) if isinstance(attention, KVAttention) else ()),
+        *(() if recurrent is None else _recurrent_matrices(recurrent, hidden)),
         *_mlp_matrices(layer.mlp, hidden),
     ):
         shapes.append((f"{module}.weight", (rows, columns)))
@@ -288,19 +297,21 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     return shapes
 
 
-def _mixer_matrices(
-    mixer: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig, hidden: int
+def _attention_matrices(
+    attention: AttentionConfig | LatentAttentionConfig, hidden: int
 ) -> Iterator[tuple[str, int, int, bool]]:
     """As _mlp_matrices."""
-    if isinstance(mixer, AttentionConfig):
-        yield "q_proj", mixer.query_size, hidden, mixer.has_bias
-        yield "k_proj", mixer.key_size, hidden, mixer.has_bias
-        yield "v_proj", mixer.key_size, hidden, mixer.has_bias
-        yield "o_proj", hidden, mixer.query_size, mixer.has_output_bias
+    if isinstance(attention, LatentAttentionConfig):
+        yield from _latent_matrices(attention, hidden)
         return
-    if isinstance(mixer, LatentAttentionConfig):
-        yield from _latent_matrices(mixer, hidden)
-        return
+    yield "q_proj", attention.query_size, hidden, attention.has_bias
+    yield "k_proj", attention.key_size, hidden, attention.has_bias
+    yield "v_proj", attention.key_size, hidden, attention.has_bias
+    yield "o_proj", hidden, attention.query_size, attention.has_output_bias
+
+
+def _recurrent_matrices(mixer: ShortConvConfig | StateSpaceConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
+    """As _mlp_matrices."""
     has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias
     yield "in_proj", mixer.projected_size, hidden, mixer.has_bias
     yield "conv", mixer.convolved_size, mixer.kernel_size, has_conv_bias
@@ -454,6 +465,10 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
         place = replace(place, offset=naming.norm_offset)
     if name.endswith(".state.rates"):
         place = replace(place, is_log=format.has_log_rates)
+    for found in config.row_factors:
+        if layer is not None and name == f"layers.{layer}.{found.name}":
+            rows, factors = zip(*found.parts, strict=True)
+            place = replace(place, factors=np.repeat(np.array(factors, dtype=np.float32), rows))
     if layer is not None and module in ("q_proj", "k_proj", "q_norm", "k_norm", "q_b_proj", "kv_a_proj"):
         attention = config.layers[int(layer)].attention
         assert isinstance(attention, KVAttention), "what else has queries"
