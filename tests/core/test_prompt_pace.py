@@ -194,6 +194,30 @@ def test_wide_prompts_whose_decodes_lose_their_blocks_go_on(drive, seed):
     driver.run()
 
 
+def test_a_wide_prompt_goes_on_where_all_others_of_its_step_have_lost_their_blocks(drive):
+    """It is left out, since the one before it takes all that decodes allow; that one then takes the blocks of the
+    decode, which are too few, and loses its own."""
+    driver = drive(block_count=11, block_size=4, step_tokens_max=16)
+    allowed = 0
+    driver.core.scheduler.pace.tokens_max = lambda decodes, wide: allowed if decodes else None
+    driver.add("decode", (1,), 8, priority=1)
+    driver.step()
+    driver.add("second", range(100, 140), priority=0)
+    driver.step()
+    driver.add("first", range(200, 217), priority=-1)
+    driver.step()
+    assert [(live.request.id, live.computed_count) for live in driver.core.scheduler.running.values()] == [
+        ("decode", 3),
+        ("second", 15),
+        ("first", 15),
+    ]
+    allowed = 15
+    plan = driver.step()
+    assert plan.preempted == ("decode", "second")
+    assert [(chunk.request.id, chunk.start, chunk.count) for chunk in plan.chunks] == [("first", 15, 2)]
+    driver.run()
+
+
 def test_steps_that_overlap_and_steps_that_are_dropped():
     """A step's time begins when the one before it has landed; one that nobody waited for says nothing."""
     timed = Timed(Costs(), 32, overlap_steps=True)
