@@ -305,7 +305,7 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     int64_t partials = 0;
     for (int32_t layer = 0; layer < model.layer_count; layer++) {
         const Reach reach{model.layers[layer].window, model.layers[layer].section};
-        if (plans_.count(reach)) continue;
+        if (!attends(model.layers[layer]) || plans_.count(reach)) continue;
         partials = std::max(partials, (plans_[reach] = plan_attention(shape, reach)).part_count);
     }
     temperatures_.resize(rows_);
@@ -499,9 +499,10 @@ static Pieces pieces_of(const Matrix& weight, int64_t rows, int threads) {
     return Pieces(rows, panels, weight.parts[0].inputs, threads);
 }
 
-// What a thread reads first of a weight.
+// What a thread reads first of a weight; null of one that is not there.
 template <class T>
 const uint8_t* Engine::first_read(int thread, const Matrix& weight, int64_t rows) const {
+    if (weight.parts[0].block_count == 0) return nullptr;
     const Pieces pieces = pieces_of(weight, rows, team.thread_count());
     return PanelPlace(weight, pieces.at(team.share_of(thread, pieces.count())).panel).template data<T>();
 }
@@ -1315,6 +1316,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.attention_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
                            hidden);
+            if (layer.experts == nullptr && layer.gate_up.parts[0].block_count == 0) continue;  // there is no MLP
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             if (layer.experts != nullptr) {
                 mix(thread, model, layer, x, hidden);

@@ -86,7 +86,7 @@ struct StateSpan {
 // for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
 // reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of
 // queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in the place of gate_up and
-// down, or null. recurrent: in the place of attention, whose qkv has no blocks then, or beside it, or null. latent: attention is latent, and qkv gives queries, or their
+// down, or null; without either the layer has no MLP. recurrent: in the place of attention, whose qkv has no blocks then, or beside it, or null. latent: attention is latent, and qkv gives queries, or their
 // latents, and then the token's own latent and its key that is turned; or null.
 struct Layer {
     Matrix qkv, output, gate_up, down;

@@ -281,7 +281,7 @@ def test_histories_are_what_they_are_said_to_be(
     assert (played.drafts > 0) == ("draft_tokens_max" in way)
 
 
-@pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid", "falcon-h1"))
+@pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2"))
 @pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: next(iter(way)))
 def test_states_are_preempted_and_gone_on_from(
     way: dict[str, Any], kind: str, histories: ModuleType, load: Callable[..., ModelRunner]

@@ -57,6 +57,7 @@ GGUF_KINDS = (
     "granite-hybrid-unturned-moe",
     "falcon-h1",
     "falcon-h1-unnormed",
+    "mamba2",
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",

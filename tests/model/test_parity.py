@@ -79,6 +79,7 @@ KINDS = (
     "falcon-h1",
     "falcon-h1-biased",
     "falcon-h1-unnormed",
+    "mamba2",
     "bamba",
     "glm4-moe",
     "dots1",

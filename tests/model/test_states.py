@@ -78,7 +78,6 @@ def test_a_granite_of_attention_alone_keeps_no_state() -> None:
     (
         ({"layer_types": ["mamba", "rwkv"]}, "layer_types in config.json holds 'rwkv'"),
         ({"layer_types": ["mamba"]}, "layer_types in config.json has 1 entries"),
-        ({"layer_types": ["mamba", "mamba"]}, "no layer has attention"),
         ({"mamba_d_head": 24}, "8 heads of 24 in its state spaces"),
         ({"mamba_n_groups": 3}, "8 heads in 3 groups"),
         ({"mamba_d_conv": 100}, "kernel size is 100"),
@@ -169,6 +168,49 @@ def test_a_layer_that_keeps_both_has_both(tiny_checkpoint: Callable[..., Path], 
     assert runner.config.state_bytes == 2 * 4 * (3 * (192 + 2 * 2 * 16) + 192 * 16)
 
 
+MAMBA: dict[str, Any] = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 16,
+    "vocab_size": 320,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    (
+        ({"head_dim": 24}, "num_heads in config.json is 8, but it must be 128"),
+        ({"n_groups": 3}, "8 heads in 3 groups"),
+        ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
+        ({"time_step_limit": [1.0]}, "time_step_limit in config.json is"),
+    ),
+)
+def test_a_mamba_that_is_damaged_or_unknown_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        model_config_from({**MAMBA, **fields}, {}, dtype_name="float32")
+
+
+def test_without_attention_blocks_take_no_memory_and_do_not_end(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    config = model_config_from(MAMBA, {}, dtype_name="float32")
+    assert config.context_tokens_max == 2**20  # which its config does not name
+    assert (config.has_attention, config.window_max, config.has_latents) == (False, None, False)
+    assert kv_block_bytes(config, 16, "float32") == 0
+    size = cache_size(config, ModelSettings(kv_cache_bytes=config.state_bytes * 8), "cpu", "float32")
+    assert size == (2**20 // 16, 4, 2)
+    with pytest.raises(StartupError, match="those of one sequence need"):
+        cache_size(config, ModelSettings(kv_cache_bytes=config.state_bytes), "cpu", "float32")
+    for kernels in ("torch", "native"):
+        runner = step_driver.load_runner(tiny_checkpoint("mamba2"), cpu_kernels=kernels)
+        assert sum(pages.nbytes for pages in runner.storage.pages) == runner.kv_cache_bytes == 0
+        assert not runner.claim_memory()
+
+
 def test_what_the_native_kernels_do_not_compute_is_said() -> None:
     assert why_not_native(read(), "float32") is None
     assert "state space's head_dim is 8" in str(why_not_native(read(mamba_n_heads=16), "float32"))
@@ -198,7 +240,7 @@ def test_no_model_that_keeps_a_state_drafts() -> None:
         check_draft(config, config, "small")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1"))
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2"))
 def test_a_step_of_many_kinds_gives_what_each_gives_alone(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
@@ -251,7 +293,7 @@ async def test_an_engine_says_what_its_states_do_not_go_with(tiny_checkpoint: Ca
                 raise AssertionError("opened")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1"))
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2"))
 async def test_an_engine_goes_on_from_the_copy_of_a_state_and_gives_all_slots_back(
     kind: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:

@@ -479,6 +479,21 @@ FAMILY_KINDS |= {
         },
     ),
     "falcon-h1-unnormed": ("falcon_h1", {**_FALCON_H1, "mamba_conv_bias": False, "tie_word_embeddings": True}),
+    "mamba2": (
+        "mamba2",
+        {
+            "num_heads": 6,
+            "head_dim": 32,
+            "expand": 3,
+            "n_groups": 2,
+            "state_size": 16,
+            "conv_kernel": 4,
+            "num_hidden_layers": 3,
+            "layer_norm_epsilon": 1e-5,
+            "chunk_size": 8,
+            "pad_token_id": 0,
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
 _LLAMA4 = {
@@ -744,6 +759,8 @@ def write_family_gguf(
     if model_type in _ROUTED_BY_SIGMOID:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if model_type == "mamba2":
+        _add_mamba2_metadata(writer, config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if "kv_lora_rank" in config:
         head_dim = config["qk_rope_head_dim"]
@@ -751,7 +768,7 @@ def write_family_gguf(
     else:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
     whole = rope.get("full_attention", rope)
     writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(whole["rope_theta"])
@@ -828,6 +845,16 @@ def _add_state_space_metadata(writer: Any, config: dict[str, Any], inner_size: i
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
 
 
+def _add_mamba2_metadata(writer: Any, config: dict[str, Any]) -> None:
+    """As the converter does it: there are no heads of attention, and no MLP."""
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    names = {"mamba_d_conv": "conv_kernel", "mamba_d_state": "state_size", "mamba_n_groups": "n_groups"}
+    config |= {ours: config[theirs] for ours, theirs in names.items()} | {"mamba_n_heads": config["num_heads"]}
+    _add_state_space_metadata(writer, config, config["expand"] * config["hidden_size"])
+
+
 def _with_multipliers(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     """As llama.cpp's converter multiplies Falcon-H1's projections."""
     inner, vectors = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
@@ -866,10 +893,11 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
         return [(name, values.squeeze(1))]
     if name.endswith("A_log"):
         return [(name, -np.exp(values)[:, None])]
-    if name.endswith("mamba.D"):
+    if name.endswith((".mamba.D", ".mixer.D")):
         return [(name, values[:, None])]
-    if name.endswith("mamba.norm.weight"):
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return [(name, values.reshape(config["mamba_n_groups"], -1))]
+    name = name.replace("mixer.dt_bias", "mixer.dt.bias")
     return [(name.replace("dt_bias", "dt_proj.bias"), values)]
 
 

@@ -238,7 +238,7 @@ class _Layer:
 
         self._attention_norm = norm("attention_norm", layer.has_input_norms)
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
-        self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel)
+        self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel and mlp is not None)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
         self._attention: _Attention | LatentAttention | ShortConv | StateSpace
         if isinstance(attention, AttentionConfig):
@@ -252,22 +252,26 @@ class _Layer:
         self._beside: StateSpace | None = None
         if layer.beside is not None:
             self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
-        self._mlp: _Mlp | _Experts
+        self._mlp: _Mlp | _Experts | None = None
         if isinstance(mlp, ExpertsConfig):
             self._mlp = _Experts(linear, name, hidden, mlp, kernels, device)
-        else:
+        elif mlp is not None:
             middle, activation = mlp.intermediate_size, mlp.activation
             self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         beside = () if self._beside is None else self._beside.linears
-        return *self._attention.linears, *beside, *self._mlp.linears
+        return *self._attention.linears, *beside, *self._mlp_linears
+
+    @property
+    def _mlp_linears(self) -> tuple[Linear, ...]:
+        return () if self._mlp is None else self._mlp.linears
 
     @property
     def saved_bytes(self) -> int:
         own: tuple[Linear, ...] = self._attention.linears
-        return sum(linear.saved_bytes for linear in own) + self._mlp.saved_bytes
+        return sum(linear.saved_bytes for linear in own) + (0 if self._mlp is None else self._mlp.saved_bytes)
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (
@@ -277,7 +281,7 @@ class _Layer:
             self._mlp_output_norm,
             self._attention,
             self._beside,
-            *self._mlp.linears,
+            *self._mlp_linears,
         ):
             if part is not None:
                 yield from part.slots()
@@ -307,6 +311,8 @@ class _Layer:
             attended = _recurred(self._attention, normed, step, states)
         if self._beside is not None:
             attended += _recurred(self._beside, normed, step, states)
+        if self._mlp is None:
+            return self._scaled(_normed(attended, self._attention_output_norm))
         if self._layer.is_parallel:
             attended += self._mlp(normed, step.adapters)
             return self._scaled(attended)

@@ -40,6 +40,7 @@ DeviceType = Literal["cpu", "cuda"]
 KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # the rest of a host's memory is not ours to take unasked
 KV_CACHE_SHARE_CPU = 0.25  # of what is free
 SNAPSHOTS_MAX = 1_024  # of states; small ones would else take memory that is better used for blocks
+FREE_BLOCKS_TOKENS, FREE_BLOCKS_TOKENS_MAX = 2**20, 2**24  # of blocks without memory; their books take some
 
 
 def has_torch() -> bool:
@@ -174,6 +175,8 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
 
 def _mlp_columns(layer: LayerConfig) -> int:
     mlp = layer.mlp
+    if mlp is None:
+        return 0
     if isinstance(mlp, MlpConfig):
         return 3 * mlp.intermediate_size
     return mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
@@ -200,9 +203,10 @@ def cache_size(
 
     In all it has kv_cache_bytes if that is set. Else on a CPU 4 GiB or a quarter of the free memory, whichever is less;
     on CUDA memory_share of the whole less what is in use. Of these, states have half at most, and copies of states a
-    quarter. More than sequences of the model's whole context could ever fill is not avoided here: the core limits how
-    many run. draft_block_bytes: of a draft model, for each block; draft_block_count: blocks that only the draft model
-    has.
+    quarter. Where no layer has attention, blocks take no memory, and there are as many as a context has, or more: they
+    only name what lies before a copy of a state. More than sequences of the model's whole context could ever fill is
+    not avoided here: the core limits how many run. draft_block_bytes: of a draft model, for each block;
+    draft_block_count: blocks that only the draft model has.
     """
     budget = settings.kv_cache_bytes
     if budget is None and device == "cuda":
@@ -226,6 +230,9 @@ def cache_size(
         snapshots = min(SNAPSHOTS_MAX, budget // 4 // config.state_bytes)
         budget -= (states + snapshots) * config.state_bytes
     block_bytes = kv_block_bytes(config, settings.block_size, dtype, kv_format_of(settings)) + draft_block_bytes
+    if block_bytes == 0:
+        tokens = min(max(config.context_tokens_max, FREE_BLOCKS_TOKENS), FREE_BLOCKS_TOKENS_MAX)
+        return CacheSize(-(-tokens // settings.block_size), states, snapshots)
     if budget < block_bytes:
         raise StartupError(
             f"the KV cache may take {max(budget, 0)} bytes, but one block of {settings.block_size} tokens needs "

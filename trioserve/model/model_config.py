@@ -486,13 +486,14 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Attention, or what is in its place, and an MLP or a mixture of experts; each with a norm before (input) and a
     norm behind (output), where there is one, and a sum.
 
-    beside: a state space that reads what attention reads, and whose result is added to attention's.
+    mlp: None: the layer ends with the first sum. beside: a state space that reads what attention reads, and whose
+    result is added to attention's.
     is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
     residual_scale: what either is multiplied by before it is added.
     """
 
     attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig
-    mlp: MlpConfig | ExpertsConfig
+    mlp: MlpConfig | ExpertsConfig | None
     has_input_norms: bool = True
     has_output_norms: bool = False
     is_parallel: bool = False
@@ -568,8 +569,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         _positive_number("the logits' scale", self.logit_scale)
         if self.logit_cap is not None:
             _positive_number("final_logit_softcapping", self.logit_cap)
-        if not self._attentions:
-            raise ModelLoadError("no layer has attention, which is not supported")
         if len({(attention.kv_entry, attention.head_count) for attention in self._attentions}) > 1:
             raise ModelLoadError(
                 "what the KV cache keeps of a token, or the number of heads, differs from layer to layer, which is not "
@@ -596,6 +595,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the KV cache keeps anything of a token."""
+        return bool(self._attentions)
+
+    @property
     def heads(self) -> AttentionConfig:
         """The first attention of a layer: the shape of its heads is that of all layers. For models without latents."""
         attention = self.kv_attention
@@ -604,7 +608,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_attention(self) -> AttentionConfig | LatentAttentionConfig:
-        """The first attention of a layer: what the KV cache keeps of a token for it, it keeps for all."""
+        """The first attention of a layer: what the KV cache keeps of a token for it, it keeps for all. For models with
+        attention."""
         return self._attentions[0]
 
     @property
@@ -615,7 +620,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_latents(self) -> bool:
-        return isinstance(self.kv_attention, LatentAttentionConfig)
+        return self.has_attention and isinstance(self.kv_attention, LatentAttentionConfig)
 
     @property
     def state_bytes(self) -> int:
@@ -635,7 +640,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def window_max(self) -> int | None:
         """How far back any layer sees; None: some layer sees everything."""
         found = [window for window in self.windows if window is not None]
-        return max(found) if len(found) == len(self.windows) else None
+        return max(found) if found and len(found) == len(self.windows) else None
 
     @property
     def sections(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from trioserve.model.model_config import (
     AttentionConfig,
     ExpertsConfig,
     KVAttention,
+    KVEntry,
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
@@ -93,11 +94,11 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
-    turned_dim = config.kv_attention.turned_dim
+    turned_dim = config.kv_attention.turned_dim if config.has_attention else 0
     if turned_dim > HEAD_DIM_MAX:
         return f"head_dim is {turned_dim}, above {HEAD_DIM_MAX}"
     for layer in config.layers:
-        if layer.mlp.activation not in ACTIVATIONS:
+        if layer.mlp is not None and layer.mlp.activation not in ACTIVATIONS:
             return f"they do not compute {layer.mlp.activation}"
     return None
 
@@ -114,7 +115,9 @@ def _attention_sizes(attention: AttentionConfig | LatentAttentionConfig) -> tupl
     )
 
 
-def _middles(mlp: MlpConfig | ExpertsConfig) -> tuple[int, ...]:
+def _middles(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
+    if mlp is None:
+        return ()
     if isinstance(mlp, MlpConfig) or not mlp.shared_size:
         return (mlp.intermediate_size,)
     return mlp.intermediate_size, mlp.shared_size
@@ -162,9 +165,10 @@ class NativeModel:
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
         self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
-        attention, rotaries = config.kv_attention, config.rotaries
-        entry = attention.kv_entry
-        tables = [rotary_frequencies(rotary, attention.turned_dim) for rotary in rotaries]
+        attention, rotaries = (config.kv_attention if config.has_attention else None), config.rotaries
+        entry = KVEntry(part_count=2, head_count=1, head_dim=0) if attention is None else attention.kv_entry
+        turned_dim = 0 if attention is None else attention.turned_dim
+        tables = [rotary_frequencies(rotary, turned_dim) for rotary in rotaries or (None,)]
         temperature = (*config.temperatures, Temperature(scale=0.0, interval=1))[0]
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._layer_structs = (LayerStruct * config.layer_count)(
@@ -174,8 +178,8 @@ class NativeModel:
             dtype=DTYPES[dtype],
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
-            intermediate_size=max(size for layer in config.layers for size in _middles(layer.mlp)),
-            head_count=attention.head_count,
+            intermediate_size=max((size for layer in config.layers for size in _middles(layer.mlp)), default=0),
+            head_count=0 if attention is None else attention.head_count,
             kv_head_count=entry.head_count,
             head_dim=entry.head_dim,
             latent_dim=attention.latent_dim if isinstance(attention, LatentAttentionConfig) else 0,
@@ -384,7 +388,7 @@ def _tapped(tapped: Float32Array, first_rows: Sequence[int], chunks: Sequence[Sc
 
 def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
     """In the order in which blocks are first used: the beginning of every layer's memory, then what comes behind it."""
-    for start in range(0, pages[0].nbytes, CLAIMED_BYTES):
+    for start in range(0, max((buffer.nbytes for buffer in pages), default=0), CLAIMED_BYTES):
         for buffer in pages:
             yield address(buffer) + start, min(CLAIMED_BYTES, buffer.nbytes - start)
 
@@ -417,12 +421,13 @@ class _Layer:
             self.query_norm = None if attention.query_rank is None else _singles(attention.query_rank)
             self.key_norm = _singles(attention.latent_dim)
         self.attention_norm = _singles(hidden) if layer.has_input_norms else None
-        self.mlp_norm = _singles(hidden) if layer.has_input_norms and not layer.is_parallel else None
+        has_mlp_norm = layer.has_input_norms and not layer.is_parallel and mlp is not None
+        self.mlp_norm = _singles(hidden) if has_mlp_norm else None
         self.attention_output_norm = _singles(hidden) if layer.has_output_norms else None
         self.mlp_output_norm = _singles(hidden) if layer.has_output_norms else None
         self._latent: LatentStruct | None = None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
-        self.gate_up_bias = _singles(2 * mlp.intermediate_size) if has_bias else None
+        self.gate_up_bias = _singles(2 * _middles(mlp)[0]) if has_bias else None
         self.down_bias = _singles(hidden) if has_bias else None
         has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
         self.shared_gate = _singles(hidden) if has_gate else None
@@ -486,7 +491,7 @@ class _Layer:
             **matrices,
             **addresses,
             **own_fields,
-            activation=ACTIVATIONS[self._layer.mlp.activation],
+            activation=0 if mlp is None else ACTIVATIONS[mlp.activation],
             is_parallel=self._layer.is_parallel,
             residual_scale=self._layer.residual_scale,
             experts=None if self._experts is None else ctypes.addressof(self._experts),

@@ -203,6 +203,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             matrices[f"{layer}.mixed"] = (part(hidden, recurrent.inner_size, f"{layer}.out_proj.weight"),)
         if isinstance(mlp, MlpConfig):
             gated(layer, mlp.intermediate_size)
+        if not isinstance(mlp, ExpertsConfig):
             continue
         # What chooses is not rounded further.
         router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)

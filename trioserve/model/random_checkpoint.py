@@ -34,6 +34,7 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     assert isinstance(attention, AttentionConfig), "others are not written"
     assert attention.window is None, "not written"
     assert attention.rotary is not None, "others are not written"
+    assert mlp is not None, "others are not written"
     assert not mlp.has_bias, "not written"
     fields: dict[str, Any] = {
         "model_type": config.family,

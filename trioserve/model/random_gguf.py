@@ -106,6 +106,7 @@ def _type_of(name: str, shape: Shape, matrix_type: GgufType, config: ModelConfig
 
 def _add_metadata(writer: Any, config: ModelConfig) -> None:
     heads, mlp = config.heads, config.layers[0].mlp
+    assert mlp is not None, "others are not written"
     assert heads.rotary is not None, "others are not written"
     writer.add_block_count(config.layer_count)
     writer.add_context_length(config.context_tokens_max)

@@ -23,7 +23,7 @@ from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_format import kv_format_of
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
-from trioserve.model.model_config import LatentAttentionConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.pooling import needed_rows, pooled_vector
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
@@ -111,19 +111,18 @@ class TorchStepModel:
                 "batch_invariant is set, but the model's attention is latent, which the Triton kernels leave to plain "
                 "torch, whose results on a GPU depend on the batch: leave batch_invariant out, or take a CPU"
             )
-        attention = config.kv_attention
-        entry = attention.kv_entry
+        attention = config.kv_attention if config.has_attention else None
         # Fused kernels know nothing of latents, which are attended to in plain torch then.
         walks = kernels.WALKS and not (config.has_latents and kernels.FUSED)
         self._shape = StepShape(
             block_size=settings.block_size,
             hidden_size=config.hidden_size,
-            token_kv_bytes=entry.size * VALUE_BYTES[dtype],
+            token_kv_bytes=0 if attention is None else attention.kv_entry.size * VALUE_BYTES[dtype],
             windows=config.windows,
             sections=config.sections,
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walked_heads=HeadShape(attention.head_count, entry.head_count, entry.head_dim) if walks else None,
+            walked_heads=_head_shape(attention) if attention is not None and walks else None,
         )
 
     @property
@@ -388,6 +387,11 @@ def _four_bits(
             "or an AWQ, GPTQ or compressed-tensors checkpoint"
         )
     return {} if settings.quantization == "auto" and dtype == "float32" else kept
+
+
+def _head_shape(attention: AttentionConfig | LatentAttentionConfig) -> HeadShape:
+    entry = attention.kv_entry
+    return HeadShape(attention.head_count, entry.head_count, entry.head_dim)
 
 
 def _check_places(model: Decoder) -> None:

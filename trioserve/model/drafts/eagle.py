@@ -54,6 +54,7 @@ class EagleHead:
         self._norms_residual = checkpoint.norms_residual
         attention, mlp = self.config.layers[0].attention, self.config.layers[0].mlp
         assert isinstance(attention, AttentionConfig), "a Llama's layer"
+        assert mlp is not None, "a Llama's layer"
         heads = self.config.heads
         self._head_count, self._kv_head_count, self._head_dim = heads.head_count, heads.kv_head_count, heads.head_dim
         size, middle = self.config.hidden_size, mlp.intermediate_size

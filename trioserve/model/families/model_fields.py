@@ -98,7 +98,7 @@ class ModelFields(Fields):
 
     def described(self, family: str, layers: Sequence[LayerConfig], **choices: Any) -> ModelConfig:
         """choices: what differs from the usual, by ModelConfig's names."""
-        context_tokens = self.whole("max_position_embeddings")
+        context_tokens = choices.get("context_tokens_max") or self.whole("max_position_embeddings")
         rotaries = (layer.attention.rotary for layer in layers if isinstance(layer.attention, AttentionConfig))
         scalings = {rotary.scaling for rotary in rotaries if rotary is not None}
         reach = (context_tokens if scaling is None else scaling.context_tokens(context_tokens) for scaling in scalings)
@@ -296,9 +296,7 @@ class ModelFields(Fields):
                 f"{self.source} has {head_count} heads of {head_dim} in its state spaces (mamba_n_heads, "
                 f"mamba_d_head), but mamba_expand or mamba_d_ssm makes {inner_size}: the checkpoint's config is damaged"
             )
-        limits = self.numbers("time_step_limit") if "time_step_limit" in self else (0.0, math.inf)
-        if len(limits) != 2:
-            raise self.wrong("time_step_limit", "a list of two numbers")
+        limits = self.time_step_limits()
         return StateSpaceConfig(
             head_count=head_count,
             head_dim=head_dim,
@@ -311,6 +309,12 @@ class ModelFields(Fields):
             time_step_max=limits[1],
             norm=norm,
         )
+
+    def time_step_limits(self) -> tuple[float, float]:
+        limits = self.numbers("time_step_limit") if "time_step_limit" in self else (0.0, math.inf)
+        if len(limits) != 2:
+            raise self.wrong("time_step_limit", "a list of two numbers")
+        return limits[0], limits[1]
 
     def layer_types(self) -> list[str] | None:
         layer_types = self.strings_or("layer_types", None)

@@ -24,6 +24,7 @@ from trioserve.model.families.internlm import INTERNLM3
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import LLAMA
 from trioserve.model.families.llama4 import LLAMA4
+from trioserve.model.families.mamba2 import MAMBA2
 from trioserve.model.families.mistral import MISTRAL
 from trioserve.model.families.mixtral import MIXTRAL
 from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
@@ -68,6 +69,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_HYBRID,
     BAMBA,
     FALCON_H1,
+    MAMBA2,
     LFM2,
     LFM2_MOE,
     GLM4_MOE,

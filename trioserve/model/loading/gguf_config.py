@@ -10,7 +10,7 @@ from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
-from trioserve.model.loading.gguf_hybrids import falcon_h1_values, hybrid_values
+from trioserve.model.loading.gguf_hybrids import falcon_h1_values, hybrid_values, mamba2_values
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
@@ -55,6 +55,10 @@ _KEYS = {
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_state": "ssm.state_size",
     "mamba_d_conv": "ssm.conv_kernel",
+    "n_groups": "ssm.group_count",
+    "state_size": "ssm.state_size",
+    "conv_kernel": "ssm.conv_kernel",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
     "conv_L_cache": "shortconv.l_cache",
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "q_lora_rank": "attention.q_lora_rank",
@@ -127,6 +131,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     if further := further_layers(file):
         values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
     values |= hybrid | falcon_h1_values(raw, name, file.tensors)
+    values |= mamba2_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]

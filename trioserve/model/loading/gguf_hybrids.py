@@ -7,7 +7,7 @@ from collections.abc import Container
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 
-__all__ = ["falcon_h1_values", "hybrid_values"]
+__all__ = ["falcon_h1_values", "hybrid_values", "mamba2_values"]
 
 _OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe": "conv"}
 
@@ -65,4 +65,25 @@ def falcon_h1_values(fields: Fields, architecture: str | None, tensors: Containe
         "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
         "mamba_proj_bias": has_bias,
         "projectors_bias": has_bias,
+    }
+
+
+def mamba2_values(
+    fields: Fields, architecture: str | None, hidden_size: int, tensors: Container[str]
+) -> dict[str, object]:
+    """As falcon_h1_values. Raises ModelLoadError."""
+    if architecture != "mamba2":
+        return {}
+    inner_size, head_count = (fields.whole(f"{architecture}.ssm.{key}") for key in ("inner_size", "time_step_rank"))
+    if hidden_size < 1 or head_count < 1:
+        raise ModelLoadError(
+            f"the hidden size is {hidden_size} and {architecture}.ssm.time_step_rank {head_count}, but both must be at "
+            "least 1: the file is damaged"
+        )
+    return {
+        "num_heads": head_count,
+        "head_dim": inner_size // head_count,
+        "expand": inner_size / hidden_size,
+        "use_bias": "blk.0.ssm_in.bias" in tensors,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
     }

@@ -265,7 +265,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     norms: list[tuple[str, int]] = []
     if layer.has_input_norms:
         norms += [("attention_norm", hidden)]
-        norms += [] if layer.is_parallel else [("mlp_norm", hidden)]
+        norms += [] if layer.is_parallel or layer.mlp is None else [("mlp_norm", hidden)]
     if layer.has_output_norms:
         norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
     if isinstance(attention, LatentAttentionConfig):
@@ -287,7 +287,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     for module, rows, columns, has_bias in (
         *(_attention_matrices(attention, hidden) if isinstance(attention, KVAttention) else ()),
         *(() if recurrent is None else _recurrent_matrices(recurrent, hidden)),
-        *_mlp_matrices(layer.mlp, hidden),
+        *(() if layer.mlp is None else _mlp_matrices(layer.mlp, hidden)),
     ):
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:

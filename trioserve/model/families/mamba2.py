@@ -1,0 +1,65 @@
+"""Mamba-2: every layer is a state space and nothing else. So nothing is kept of single tokens."""
+
+from __future__ import annotations
+
+from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, ModelConfig, StateSpaceConfig
+
+__all__ = ["MAMBA2"]
+
+CONTEXT_TOKENS = 2**20  # of a config that names no length, as states have none; llama.cpp writes as many
+
+
+def _describe(fields: ModelFields) -> ModelConfig:
+    if (name := fields.text_or("hidden_act", "silu")) not in ("silu", "swish"):
+        raise fields.wrong("hidden_act", f"'silu' for this family, and not {name!r}")
+    head_count, head_dim = fields.whole_or("num_heads", 128), fields.whole_or("head_dim", 64)
+    inner_size = int(fields.number_or("expand", 2.0) * fields.whole("hidden_size"))
+    if head_count * head_dim != inner_size:
+        raise fields.wrong("num_heads", f"{inner_size} (expand * hidden_size) by head_dim, which is {head_dim}")
+    limits = fields.time_step_limits()
+    layer = LayerConfig(
+        attention=StateSpaceConfig(
+            head_count=head_count,
+            head_dim=head_dim,
+            group_count=fields.whole_or("n_groups", 8),
+            vector_size=fields.whole_or("state_size", 128),
+            kernel_size=fields.whole_or("conv_kernel", 4),
+            has_bias=fields.flag_or("use_bias", False),
+            has_conv_bias=fields.flag_or("use_conv_bias", True),
+            time_step_min=limits[0],
+            time_step_max=limits[1],
+        ),
+        mlp=None,
+    )
+    return fields.described(
+        "mamba2",
+        [layer] * fields.layer_count,
+        norm_eps=fields.number_or("layer_norm_epsilon", 1e-5),
+        context_tokens_max=fields.whole_or("max_position_embeddings", CONTEXT_TOKENS),
+    )
+
+
+MAMBA2 = Family(
+    name="mamba2",
+    classes=("Mamba2ForCausalLM",),
+    model_type="mamba2",
+    describe=_describe,
+    transformers=Naming(
+        layers="backbone.layers",
+        modules={
+            "embed": "backbone.embeddings",
+            "norm": "backbone.norm_f",
+            "attention_norm": "norm",
+            "in_proj": "mixer.in_proj",
+            "conv": "mixer.conv1d",
+            "out_proj": "mixer.out_proj",
+            "gate_norm": "mixer.norm",
+            "state.rates": "mixer.A_log",
+            "state.skips": "mixer.D",
+            "state.time_step_bias": "mixer.dt_bias",
+        },
+    ),
+    gguf=GgufNaming(architecture="mamba2"),
+)
