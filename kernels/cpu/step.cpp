@@ -120,7 +120,7 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
 // How many numbers of a head are turned by angles.
 int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
 
-bool attends(const Layer& layer) { return layer.qkv.parts[0].block_count > 0; }
+bool attends(const Layer& layer) { return layer.recurrent == nullptr || layer.qkv.parts[0].block_count > 0; }
 
 // That a layer's rows are multiplied with first.
 const Matrix& first_matrix(const Layer& layer) { return layer.recurrent != nullptr ? layer.recurrent->input : layer.qkv; }
