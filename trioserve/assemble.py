@@ -42,6 +42,7 @@ from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
+from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.drafts.vocabulary import check_draft, check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of
@@ -210,7 +211,8 @@ async def open_engine(
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
         overlap_steps: plan the next step while one is computed; not with drafts.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
-        speculative_model: a small model of the same vocabulary that drafts tokens, which a step verifies; None is off.
+        speculative_model: a small model of the same vocabulary that drafts tokens, which a step verifies; "mtp" is the
+            model's own further layer; None is off.
         speculative_tokens: that it may draft for a request in a step; fewer, or none, where more do not pay.
         speculative_quantization: how its weights are kept, as quantization.
         speculative_config: the same as vLLM takes it, as a dict or as JSON.
@@ -373,7 +375,8 @@ class _Opening:
                     self._draft_path = await call_abandonable(resolve, self._drafts.model, thread_name=DOWNLOAD_THREAD)
                 if self._drafts is not None and self._drafts.ignored:
                     logger.warning("of --speculative-config ignored=%s", ",".join(self._drafts.ignored))
-            checkpoint = await text.run_cancellable(_opened, self._path, config.max_model_len)
+            uses_further = self._drafts is not None and self._drafts.source == "mtp"
+            checkpoint = await text.run_cancellable(_opened, self._path, config.max_model_len, uses_further)
             draft = await text.run_cancellable(self._open_draft, checkpoint)
             self._defaults = await text.run_cancellable(self._read_defaults, checkpoint)
             runners: list[Runner] = []
@@ -511,14 +514,17 @@ class _Opening:
     def _open_draft(self, checkpoint: Checkpoint | EncoderDirectory) -> DraftSource | None:
         """Raises StartupError if nothing can be drafted for this model."""
         drafts, path = self._drafts, self._draft_path
-        if drafts is None or drafts.model is None or isinstance(checkpoint, EncoderDirectory):
+        if drafts is None or drafts.source == "text" or isinstance(checkpoint, EncoderDirectory):
             return None
-        assert path is not None, "it is found before"
         from trioserve.model.runner import DraftSource
 
         settings = msgspec.structs.replace(
             _model_settings(self._config), quantization=drafts.quantization, context_tokens_max=None
         )
+        if drafts.source == "mtp":
+            return DraftSource("mtp", MtpCheckpoint(checkpoint), settings, drafts.token_count)
+        assert path is not None, "it is found before"
+        assert drafts.model is not None, "it has a name"
         if is_eagle(path):
             eagle = open_eagle(path)
             check_draft(checkpoint.config, eagle.config, drafts.model)
@@ -701,8 +707,10 @@ class _AdapterPlace:
         await self._compute.run(self._runner.remove_adapter, id)
 
 
-def _opened(path: Path, context_tokens: int | None) -> Checkpoint | EncoderDirectory:
-    return opened_encoder(path) or open_checkpoint(path, context_tokens=context_tokens)
+def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool = False) -> Checkpoint | EncoderDirectory:
+    return opened_encoder(path) or open_checkpoint(
+        path, context_tokens=context_tokens, uses_further_layers=uses_further_layers
+    )
 
 
 def _fingerprint(

@@ -300,7 +300,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
     speculative_model: Annotated[str | None, _about(
         "a small model with the same vocabulary that drafts tokens, which a step of the model verifies; named as "
-        "--model; default: none", "NAME")] = None
+        "--model, or mtp: the model's own further layer; default: none", "NAME")] = None
     speculative_tokens: Annotated[int, _about(
         "tokens that it may draft for a request in a step; fewer, or none, where more do not pay", "TOKENS", ge=1,
         le=DRAFT_TOKENS_MAX)] = 4
@@ -432,7 +432,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
         drafts = drafts_of(self)
         if drafts is not None:
-            check_overlap(self.overlap_steps, drafts.token_count, drafts.source)
+            check_overlap(self.overlap_steps, drafts.token_count, "head" if drafts.source == "mtp" else drafts.source)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
         image_limits(self.limit_mm_per_prompt)

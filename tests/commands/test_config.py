@@ -139,9 +139,18 @@ def test_a_draft_model_may_be_named_as_in_vllm_and_shorter():
     assert drafts_of(config()) is None
 
 
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp"])
+def test_the_models_own_further_layer_may_draft(method):
+    drafts = DraftSettings(source="mtp", token_count=2)
+    assert drafts_of(config("--speculative-model", "mtp", "--speculative-tokens", "2")) == drafts
+    assert drafts_of(make_config(speculative_config={"method": method, "num_speculative_tokens": 2})) == drafts
+    assert drafts_of(make_config(speculative_config={"model": "mtp", "num_speculative_tokens": 2})) == drafts
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        ('{"method": "mtp", "model": "small", "num_speculative_tokens": 4}', 'leave "model" out'),
         ("{", "is no JSON"),
         ("[]", "is no object"),
         ('{"model": "small"}', "num_speculative_tokens in --speculative-config is None, allowed is 1 to 15"),

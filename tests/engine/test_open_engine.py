@@ -115,7 +115,7 @@ def runner_class(monkeypatch):
     monkeypatch.setattr(FakeRunner, "made", [])
     monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
     monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
-    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path, *, context_tokens: Checkpoint)
+    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path, **_options: Checkpoint)
     monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
     monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
     threads_before = threading.active_count()
@@ -325,7 +325,8 @@ async def test_steps_are_prepared_for_what_may_run(runner_class):
 async def test_the_checkpoint_is_opened_for_the_context_that_is_served(runner_class, monkeypatch):
     asked: list[int | None] = []
 
-    def opened(_path, *, context_tokens):
+    def opened(_path, *, context_tokens, uses_further_layers):
+        assert not uses_further_layers
         asked.append(context_tokens)
         return Checkpoint
 

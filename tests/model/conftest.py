@@ -101,6 +101,12 @@ def tiny_eagle() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_mtp() -> ModuleType:
+    """The module tiny_mtp itself: write_mtp, PlainMtp."""
+    return _neighbour("tiny_mtp")
+
+
+@pytest.fixture(scope="session")
 def histories() -> ModuleType:
     """The module histories itself: History, play, alone."""
     return _neighbour("histories")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "Driver",
     "add_all",
     "check_equal",
+    "check_proposed",
     "opened",
     "prompt_of",
     "settings",
@@ -174,3 +175,27 @@ def check_equal(responses: dict[str, Response], expected: dict[str, Response]) -
         for mine, other in zip(responses[name][1], logprobs, strict=True):
             assert mine.token_id == other.token_id
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def check_proposed(runner: ModelRunner, expected: Callable[[list[int], int], list[int]]) -> None:
+    """A head proposes what is expected, behind each step of several requests whose drafts are wrong, right and cut off,
+    from prompts in chunks on. expected: the tokens so far and a count to what is to follow."""
+    driver = Driver(runner, source="head", step_tokens_max=24)
+    prompts = {"a": prompt_of(9, 1), "b": prompt_of(30, 2)}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, SamplingParams(temperature=0.0), tokens=12)
+    proposed_count = 0
+    while driver.step():
+        plan, result = driver.plans[-1], driver.results[-1]
+        assert result is not None
+        for chunk in plan.chunks:
+            name = chunk.request.id
+            proposed = result.proposed.get(name)
+            assert chunk.draft_task is not None
+            assert proposed is not None
+            assert len(proposed) == chunk.draft_task.token_count
+            if proposed:
+                tokens = [*prompts[name], *driver.responses[name][0]]
+                assert list(proposed) == expected(tokens, len(proposed)), (name, len(tokens))
+            proposed_count += len(proposed)
+    assert proposed_count > 20

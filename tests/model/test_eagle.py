@@ -18,7 +18,6 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.invariants import check_idle
 
 TARGET = "smollm3"  # four layers
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -47,32 +46,15 @@ def test_it_proposes_what_its_weights_say(
     reference: Any,
     tmp_path: Path,
 ) -> None:
-    """Behind each step of several requests whose drafts are wrong, right and cut off, from prompts in chunks on."""
     directory = tiny_eagle.write_eagle(tmp_path / "head", **changes)
     plain = tiny_eagle.PlainHead(directory, reference.get_input_embeddings().weight.detach())
     runner = draft_driver.opened(tiny_checkpoint(TARGET), directory, (cpu_kernels, "auto"))
-    driver = draft_driver.Driver(runner, source="head", step_tokens_max=24)
-    prompts = {"a": draft_driver.prompt_of(9, 1), "b": draft_driver.prompt_of(30, 2)}
-    for name, prompt in prompts.items():
-        driver.add(name, prompt, GREEDY, tokens=12)
-    proposed_count = 0
-    while driver.step():
-        plan, result = driver.plans[-1], driver.results[-1]
-        assert result is not None
-        for chunk in plan.chunks:
-            name = chunk.request.id
-            proposed = result.proposed.get(name)
-            assert chunk.draft_task is not None
-            assert proposed is not None
-            assert len(proposed) == chunk.draft_task.token_count
-            if not proposed:
-                continue
-            tokens = [*prompts[name], *driver.responses[name][0]]
-            with torch.inference_mode():
-                expected = plain.proposed(tokens, tapped_of(reference, tokens), len(proposed))
-            assert list(proposed) == expected, (name, len(tokens))
-            proposed_count += len(proposed)
-    assert proposed_count > 20
+
+    @torch.inference_mode()
+    def expected(tokens: list[int], count: int) -> list[int]:
+        return plain.proposed(tokens, tapped_of(reference, tokens), count)
+
+    draft_driver.check_proposed(runner, expected)
     runner.close()
 
 

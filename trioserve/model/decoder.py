@@ -412,7 +412,8 @@ class Decoder:
     ) -> Tensor | None:
         """Compute every row of the step and write its KV and its states, if layers keep some. Returns [T, hidden_size]
         after the last layer; None if it was abandoned, which is asked before each layer: some states are then those
-        behind the step, and some are not. tapped: gets what goes into the tapped layers, by layer."""
+        behind the step, and some are not. tapped: gets what goes into the tapped layers, by layer;
+        their number stands for what comes out of the last."""
         hidden = self._embedding(step.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden *= self._embedding_scale
@@ -428,7 +429,10 @@ class Decoder:
                 tapped[index] = hidden.clone() if product is None else hidden + product
             slots_of_layer = pages.flatten(0, 1).flatten(1)
             product = layer(hidden, product, step, angles.get(layer.rotary), pages, slots_of_layer, memory)
-        return hidden if product is None else hidden.add_(product)
+        result = hidden if product is None else hidden.add_(product)
+        if tapped is not None and len(self._layers) in tapped_layers:
+            tapped[len(self._layers)] = result
+        return result
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] as forward returns it, to [n, vocab_size]."""

@@ -271,7 +271,8 @@ class NativeModel:
             place for place, chunk in enumerate(chunks) if chunk.request.sampling.prompt_logprobs is not None
         ]
         pooling = [place for place, chunk in enumerate(chunks) if chunk.pools]
-        needs_hidden = bool(with_logprobs or pooling)
+        last = self.config.layer_count
+        needs_hidden = bool(with_logprobs or pooling) or last in self.tapped_layers
         hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
         given = given_rows(chunks, arrays.first_rows, self.config.hidden_size)
         step = StepStruct(
@@ -295,10 +296,11 @@ class NativeModel:
             spans=start_of(arrays.spans),
         )
         tapped = np.empty((len(self.tapped_layers), arrays.row_count, self.config.hidden_size), dtype=np.float32)
-        tapped_addresses = (ctypes.c_void_p * self.config.layer_count)()
+        tapped_addresses = (ctypes.c_void_p * last)()
         if self.tapped_layers:
             for place, layer in enumerate(self.tapped_layers):
-                tapped_addresses[layer] = address(tapped[place])
+                if layer < last:
+                    tapped_addresses[layer] = address(tapped[place])
             step.tapped = ctypes.addressof(tapped_addresses)
         adapters = self._adapters_of(chunks)
         if adapters is not None:
@@ -306,6 +308,8 @@ class NativeModel:
         samplings.put_into(step)
         if not self._engine.step(self._struct, step):
             return None
+        if last in self.tapped_layers:
+            tapped[self.tapped_layers.index(last)] = hidden
         return ComputedStep(
             samplings.samples() if len(arrays.sampled_rows) else None,
             {

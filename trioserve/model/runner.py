@@ -35,6 +35,7 @@ from trioserve.model.device import (
 )
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
+from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
 from trioserve.model.drafts.vocabulary import check_draft
 from trioserve.model.kv_format import kv_format_of
 from trioserve.model.kv_pages import make_kv_pages
@@ -65,18 +66,19 @@ class DraftSource:
     """A draft model: its name for people, its checkpoint, how it is run, and how many tokens it proposes at most."""
 
     name: str
-    checkpoint: Checkpoint | EagleCheckpoint
+    checkpoint: Checkpoint | EagleCheckpoint | MtpCheckpoint
     settings: ModelSettings
     token_count: int
 
     @property
     def kind(self) -> Literal["model", "head"]:
-        return "head" if isinstance(self.checkpoint, EagleCheckpoint) else "model"
+        return "head" if isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint) else "model"
 
     @property
     def context_tokens_max(self) -> int | None:
         """A head goes as far as its model, whatever it was trained on."""
-        return None if isinstance(self.checkpoint, EagleCheckpoint) else self.checkpoint.config.context_tokens_max
+        is_head = isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint)
+        return None if is_head else self.checkpoint.config.context_tokens_max
 
 
 class ModelRunner:
@@ -145,13 +147,15 @@ class ModelRunner:
         draft_model = None
         if draft is not None:
             check_draft(checkpoint.config, draft.checkpoint.config, draft.name)
-            if not isinstance(draft.checkpoint, EagleCheckpoint):
+            if not isinstance(draft.checkpoint, EagleCheckpoint | MtpCheckpoint):
                 draft_model = _loaded_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
         try:
             model = _loaded_model(checkpoint, settings, progress, on_compile)
             try:
                 if draft is not None and isinstance(draft.checkpoint, EagleCheckpoint):
                     draft_model = _loaded_head(draft, draft.checkpoint, checkpoint, model, settings.block_size)
+                if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
+                    draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
                 # First: what it takes is not the KV cache's.
                 vision = _load_vision(checkpoint, model.dtype, model.device)
                 return cls(model, settings, draft_model, vision)
@@ -422,6 +426,33 @@ def _loaded_head(
         head,
         block_size=block_size,
         block_bytes=head.block_bytes,
+        token_count_max=draft.token_count,
+        take_tapped=head.take_tapped,
+    )
+
+
+def _loaded_mtp(
+    draft: DraftSource,
+    mtp: MtpCheckpoint,
+    model: StepModel,
+    block_size: int,
+    progress: Callable[[int, int], None] | None,
+    on_compile: Callable[[str, float], None],
+) -> DraftModel:
+    torch_now("a layer that predicts further tokens")
+    from trioserve.model.drafts.mtp import MtpHead
+
+    layer = _loaded_model(mtp.layer, draft.settings, progress, on_compile)
+    try:
+        head = MtpHead(mtp, layer)
+    except BaseException:
+        layer.close()
+        raise
+    model.tapped_layers = (model.config.layer_count,)
+    return DraftModel(
+        head,
+        block_size=block_size,
+        block_bytes=kv_block_bytes(layer.config, block_size, layer.dtype, kv_format_of(draft.settings)),
         token_count_max=draft.token_count,
         take_tapped=head.take_tapped,
     )

@@ -24,7 +24,8 @@ class StepModel(Protocol):
     """A model that computes whole steps, and its KV cache."""
 
     tapped_layers: tuple[int, ...]
-    """What goes into these layers is given out with each step, for a head that drafts. Set before allocate_kv."""
+    """What goes into these layers is given out with each step, for a head that drafts; the number of layers stands for
+    what comes out of the last. Set before allocate_kv."""
 
     @property
     def config(self) -> ModelConfig: ...

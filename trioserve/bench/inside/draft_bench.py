@@ -203,7 +203,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization", default="auto", metavar="NAME", help="of the model's weights, as serve has it"
     )
     parser.add_argument(
-        "--draft-model", metavar="NAME", help="drafts come from this model; default: from a request's own text"
+        "--draft-model",
+        metavar="NAME",
+        help="drafts come from this model, or from the model's own further layer (mtp); default: from a request's "
+        "own text",
     )
     parser.add_argument("--draft-quantization", default="auto", metavar="NAME", help="of the draft model's weights")
     parser.add_argument("--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="at most, a step")

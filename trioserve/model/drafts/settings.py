@@ -16,16 +16,18 @@ FLAG = "--speculative-config"
 EXAMPLE = '{"model": "NAME", "num_speculative_tokens": 4}'
 DRAFT_TOKENS_MAX = 15  # with the token before them a step of 16 rows, beyond which a row costs what it can save
 
+MTP = "mtp"
+MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp")  # the longer ones as older versions of vLLM name it
 IGNORED = frozenset({"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"})
 """What vLLM has besides, and what is found out here."""
 
 
 class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """source: the request's own text, or a draft model; whether that is a head is seen in its files. token_count: of
-    a draft, at most. model: named like any model; None for text. quantization: how its weights are kept. ignored: keys
-    of vLLM's that mean nothing here, to be said in the log."""
+    """source: the request's own text, a draft model, whose files show whether it is a head, or the model's own further
+    layer (mtp). token_count: of a draft, at most. model: named like any model; None for the other sources.
+    quantization: how its weights are kept. ignored: keys of vLLM's that mean nothing here, to be said in the log."""
 
-    source: Literal["text", "model"]
+    source: Literal["text", "model", "mtp"]
     token_count: int
     model: str | None = None
     revision: str | None = None
@@ -44,8 +46,10 @@ def draft_settings(
     if model is not None:
         if ngram:
             raise StartupError("drafts come from --speculative-model or from --speculative-ngram: give one of them")
+        source: Literal["model", "mtp"] = "mtp" if model == MTP else "model"
+        name = None if source == "mtp" else model
         return DraftSettings(
-            source="model", token_count=token_count, model=model, quantization=_quantization(quantization)
+            source=source, token_count=token_count, model=name, quantization=_quantization(quantization)
         )
     return DraftSettings(source="text", token_count=ngram) if ngram else None
 
@@ -65,9 +69,12 @@ def _from_config(fields: dict[str, Any]) -> DraftSettings:
     if method == "ngram":
         _nothing_else(fields)
         return DraftSettings(source="text", token_count=count, ignored=ignored)
-    if method not in (None, "draft_model", "eagle3"):
-        raise StartupError(f'method in {FLAG} is {method!r}, allowed is "draft_model", "eagle3" or "ngram"')
-    if not isinstance(model, str) or not model:
+    if method not in (None, "draft_model", "eagle3", *MTP_METHODS):
+        raise StartupError(f'method in {FLAG} is {method!r}, allowed is "draft_model", "eagle3", "mtp" or "ngram"')
+    is_own = method in MTP_METHODS or (method is None and model == MTP)
+    if is_own and model not in (None, MTP):
+        raise StartupError(f'{FLAG} has method {method!r}, whose layer is the model\'s own: leave "model" out')
+    if not is_own and (not isinstance(model, str) or not model):
         raise StartupError(f'{FLAG} has no "model": name one, as in {EXAMPLE}')
     devices = fields.pop("draft_tensor_parallel_size", 1)
     if devices != 1:
@@ -77,9 +84,9 @@ def _from_config(fields: dict[str, Any]) -> DraftSettings:
     if revision is not None and not isinstance(revision, str):
         raise StartupError(f"revision in {FLAG} is {revision!r}, it must be a name")
     return DraftSettings(
-        source="model",
+        source="mtp" if is_own else "model",
         token_count=count,
-        model=model,
+        model=None if is_own else model,
         revision=revision,
         quantization=_quantization("auto" if quantization is None else quantization),
         ignored=ignored,

@@ -49,15 +49,16 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(path: Path, *, context_tokens: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, *, context_tokens: int | None = None, uses_further_layers: bool = False) -> Checkpoint:
     """A directory with safetensors, a directory with exactly one .gguf, or a .gguf file.
 
     context_tokens: of the longest context that is to be served, which decides between longrope's factors for short and
-    for long ones; None is what the model takes.
+    for long ones; None is what the model takes. uses_further_layers: those behind the model's own draft
+    for it, and nobody has to be told that they do not.
     Raises ModelLoadError, one sentence that begins with the path, for everything else and for damaged files.
     """
     try:
-        return _opened(path, context_tokens)
+        return _opened(path, context_tokens, uses_further_layers)
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load {path}: {one_line(str(error))}") from error
     except OSError as error:
@@ -69,10 +70,10 @@ def one_line(message: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
 
 
-def _opened(path: Path, context_tokens: int | None) -> Checkpoint:
+def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool) -> Checkpoint:
     if path.is_dir():
         if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-            return SafetensorsCheckpoint(path, context_tokens)
+            return SafetensorsCheckpoint(path, context_tokens, uses_further_layers=uses_further_layers)
         path = _only_gguf(path)
     elif not path.exists():
         raise ModelLoadError("there is no such file or directory")

@@ -236,6 +236,11 @@ class FurtherLayers:
         self._prefixes = tuple(f"{prefix}.{index}." for index in range(first, first + min(count, LAYERS_MAX)))
         self._tensor_count = 0
 
+    @property
+    def first_prefix(self) -> str | None:
+        """Of the tensors of the first of them, out there; None: there are none."""
+        return self._prefixes[0] if self._prefixes else None
+
     def has(self, name: str) -> bool:
         """Whether a tensor out there is one of theirs."""
         is_theirs = name.startswith(self._prefixes)

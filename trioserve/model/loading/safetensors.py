@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -33,9 +33,18 @@ from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["INDEX_NAME", "SafetensorsCheckpoint", "stored_tensors", "tensors_in_file"]
+__all__ = [
+    "EMBEDDING_NAME",
+    "INDEX_NAME",
+    "FurtherTensor",
+    "SafetensorsCheckpoint",
+    "stored_tensors",
+    "tensors_in_file",
+]
 
 logger = logging.getLogger(__name__)
+
+FurtherTensor: TypeAlias = FileTensor | QuantizedMatrix | Mxfp4Matrix
 
 # What the part for texts is called in models that see images, by transformers 5 and before; then what it is without.
 _TEXT_PREFIXES = (
@@ -67,8 +76,10 @@ class _Entry(msgspec.Struct, frozen=True):
 class SafetensorsCheckpoint:
     """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known model."""
 
-    def __init__(self, directory: Path, context_tokens: int | None = None) -> None:
-        """context_tokens: see open_checkpoint."""
+    def __init__(
+        self, directory: Path, context_tokens: int | None = None, *, uses_further_layers: bool = False
+    ) -> None:
+        """See open_checkpoint."""
         if not (directory / "config.json").is_file():
             raise ModelLoadError("the directory has safetensors but no config.json: fetch the checkpoint again")
         config = read_json_object(directory / "config.json")
@@ -103,12 +114,13 @@ class SafetensorsCheckpoint:
             else:
                 logger.warning("images are not served: of this model, the part for texts alone is")
         self._matrices = matrices
-        self._stored: dict[str, FileTensor | QuantizedMatrix | Mxfp4Matrix] = {**stored, **matrices}
+        self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         further = Fields(config, "config.json").whole_or("num_nextn_predict_layers", 0)
         self._further = FurtherLayers(self.config, TRANSFORMERS, further)
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
-        self._further.tell()
+        if not uses_further_layers:
+            self._further.tell()
         for place in self._places.values():
             if place.name in matrices and place.rows_shape[1:] != matrices[place.name].shape[-1:]:
                 raise ModelLoadError(
@@ -123,6 +135,14 @@ class SafetensorsCheckpoint:
     def tensors(self) -> Iterator[StoredTensor]:
         for name, place in self._places.items():
             yield self._stored[place.name].stored(name, place)
+
+    def further_tensors(self) -> dict[str, FurtherTensor]:
+        """Of the first layer behind the model's own, by their names behind the layer's number; empty: there is none."""
+        prefix = self._further.first_prefix
+        if prefix is None:
+            return {}
+        names = [name for name in self._stored if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._stored[name] for name in names}
 
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.

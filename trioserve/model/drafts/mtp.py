@@ -1,0 +1,122 @@
+"""The model's own further layer (MTP) as a head: it reads what the model has made of a token, and the token behind it.
+
+Its row for a token is eh_proj of the embedding of the token behind it and the model's last hidden state at the token,
+each behind a norm; where the model has not been yet, its own result stands in the place of that. The row then goes
+through a layer like the model's, with KV of its own, which whatever computes models computes. It stands at the position
+of the token that it continues, as an EAGLE-3 head's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
+from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
+from trioserve.model.sampler import sample
+from trioserve.model.samples import ComputedStep, Samples, is_largest_wanted
+from trioserve.model.step_model import StepModel
+from trioserve.model.torch_formats import TORCH_DTYPES
+
+__all__ = ["MtpHead"]
+
+
+class MtpHead:
+    """What a draft model is to DraftModel, with hidden states of the model beside its chunks (take_tapped)."""
+
+    def __init__(self, checkpoint: MtpCheckpoint, layer: StepModel) -> None:
+        """layer: the layer by itself, which is this one's to close once it is made. Raises ModelLoadError."""
+        config = checkpoint.config
+        self._layer = layer
+        self._device = torch.device(layer.device)
+        self._eps = config.norm_eps
+        dtype, size, vocab = TORCH_DTYPES[layer.dtype], config.hidden_size, config.vocab_size
+
+        def kept(values: Any) -> Tensor:
+            return torch.from_numpy(values).to(self._device, dtype)
+
+        self._token_norm = kept(checkpoint.read("enorm", size))
+        self._hidden_norm = kept(checkpoint.read("hnorm", size))
+        self._projection = kept(checkpoint.read("eh_proj", size, 2 * size))
+        self._norm = kept(checkpoint.read("shared_head.norm", size))
+        self._model_norm = kept(checkpoint.read_shared("norm.weight"))
+        self._embedding = kept(checkpoint.read_or_shared("embed_tokens", "embed.weight", vocab, size))
+        own_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+        self._head = kept(checkpoint.read_or_shared("shared_head.head", own_head, vocab, size))
+        layer.tapped_layers = (layer.config.layer_count,)
+        self._hidden: dict[RequestId, Tensor] = {}  # by request, in front of its next rows
+
+    def allocate_kv(self, block_count: int) -> None:
+        self._layer.allocate_kv(block_count)
+
+    @torch.inference_mode()
+    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+        """What came out of the last layer in the step that is just over, by request, [rows, hidden_size]."""
+        self._hidden = {id: self._normed(self._kept(rows), self._model_norm) for id, rows in tapped.items()}
+
+    @torch.inference_mode()
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None:
+        """The rows before the chunks' tokens; their hidden states are those that were tapped, or this head's own."""
+        token_ids = [token for chunk in chunks for token in chunk.row_tokens]
+        embedded = self._embedding[torch.tensor(token_ids, device=self._device)]
+        hidden = torch.cat([self._hidden[chunk.request.id][: chunk.count] for chunk in chunks])
+        both = torch.cat((self._normed(embedded, self._token_norm), self._normed(hidden, self._hidden_norm)), -1)
+        values = linear(both, self._projection).float().cpu().numpy()
+        firsts = np.cumsum([0, *(chunk.count for chunk in chunks)]).tolist()
+        rows = [_given(chunk, values[first:]) for chunk, first in zip(chunks, firsts, strict=False)]
+        computed = self._layer.compute(rows, is_abandoned)
+        if computed is None:
+            return None
+        assert computed.tapped is not None, "its layer is tapped"
+        for chunk, result in zip(chunks, computed.tapped, strict=True):
+            self._hidden[chunk.request.id] = self._kept(result[-1:])
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        if not sampling:
+            return ComputedStep(None)
+        last = torch.cat([self._hidden[chunk.request.id] for chunk in sampling])
+        return ComputedStep(_samples(linear(self._normed(last, self._norm), self._head), sampling))
+
+    def claim_memory(self) -> bool:
+        return self._layer.claim_memory()
+
+    def warm_up(self) -> None:
+        self._layer.warm_up()
+
+    def close(self) -> None:
+        self._layer.close()
+
+    def _kept(self, rows: Any) -> Tensor:
+        """A copy: the model goes on with its own."""
+        tensor = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+        return tensor.to(self._device, self._norm.dtype, copy=True)
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows, weight.shape, weight, self._eps)
+
+
+def _given(chunk: ScheduledChunk, values: Any) -> ScheduledChunk:
+    """The chunk one position earlier, its rows given. The tokens that stand there are never read."""
+    start, end = chunk.start - 1, chunk.start - 1 + chunk.count
+    rows = GivenRows(start, chunk.count, bytes(16), np.ascontiguousarray(values[: chunk.count]))
+    tokens = [0] * end
+    request = msgspec.structs.replace(chunk.request, given=(rows,))
+    return ScheduledChunk(request, tokens, start, chunk.count, chunk.block_table, samples=False)
+
+
+def _samples(logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
+    if all(is_largest_wanted(chunk) for chunk in chunks):
+        finite = logits.isfinite().all(-1).tolist()
+        ids = logits.argmax(-1).tolist()
+        return Samples([token if good else None for token, good in zip(ids, finite, strict=True)])
+    return sample(logits.float(), chunks)
