@@ -75,18 +75,21 @@ class Browser:
 
         ActionChains(self.driver).send_keys(key).perform()
 
-    def wait(self, condition: Callable[[], Value], what: str = "it") -> Value:
-        """Until the condition holds; returns what it says. Looks again whenever the browser has painted."""
+    def wait(self, condition: Callable[[], Value], what: str | Callable[[], str] = "it") -> Value:
+        """Until the condition holds; returns what it says. Looks again whenever the browser has painted. what: it waits
+        for; a function where that is to say what there is in the end."""
         deadline = time.monotonic() + SECONDS_MAX
         while True:
             value = condition()
             if value:
                 return value
-            assert time.monotonic() < deadline, f"{what} did not come: {self.problems()}"
+            if time.monotonic() >= deadline:
+                named = what if isinstance(what, str) else what()
+                raise AssertionError(f"{named} did not come: {self.problems()}")
             self.driver.execute_async_script("requestAnimationFrame(arguments[0])")
 
     def wait_text(self, selector: str, part: str) -> None:
-        self.wait(lambda: part in self.text(selector), f"{part!r} in {selector}: {self.text(selector)!r}")
+        self.wait(lambda: part in self.text(selector), lambda: f"{part!r} in {selector}: {self.text(selector)!r}")
 
     def problems(self) -> list[str]:
         messages = [entry["message"] for entry in self.driver.get_log("browser")]

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +35,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cpu" if INTERPRETED else "cuda"
+
+
+class _InOrder:
+    """numpy, but products add in the order of what is added. The numpy of some processors adds a row in one order here
+    and in another there, which a GPU never does; tl.dot is a product of numpy in the interpreter."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(numpy, name)
+
+    @staticmethod
+    def matmul(left: numpy.ndarray, right: numpy.ndarray, dtype: numpy.dtype) -> numpy.ndarray:
+        return (left.astype(dtype)[..., None] * right.astype(dtype)[..., None, :, :]).sum(axis=-2, dtype=dtype)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _products_in_order() -> Iterator[None]:
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "np", _InOrder())
+        yield
 
 
 @pytest.fixture(params=(torch.float32, torch.float16, torch.bfloat16), ids=str)
