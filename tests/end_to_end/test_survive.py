@@ -17,15 +17,16 @@ RUN_SECONDS_MAX = 400  # generous: it takes about 40, half of it for starting se
 @pytest.mark.timeout(RUN_SECONDS_MAX + 30)  # the bench has to end before, and take its servers along
 def test_streams_are_whole_and_the_same_while_endpoints_die(tmp_path: Path):
     path = tmp_path / "survive.json"
+    # Of this seed the first three come early, and not all at once.
     command = (
-        f"{sys.executable} -m trioserve bench survive --json {path} --logs {tmp_path} --requests 160 --concurrency 6 "
-        "--output-tokens 32 --period 4 --flags='--batch-invariant --kv-cache-memory 0.2 --threads 1'"
+        f"{sys.executable} -m trioserve bench survive --json {path} --logs {tmp_path} --requests 200 --concurrency 6 "
+        "--seed 1635 --output-tokens 32 --period 4 --flags='--batch-invariant --kv-cache-memory 0.2 --threads 1'"
     )
     result = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=RUN_SECONDS_MAX, check=False)
     assert path.exists(), result.stderr
     report = json.loads(path.read_bytes())
     assert result.returncode == 0, result.stdout
     assert report["all_hold"], result.stdout
-    assert report["compared"] == 160
+    assert report["compared"] == 200
     assert sum(report["interruptions"].values()) >= 2, result.stdout
     assert sum(report["continued"].values()) + report["retries"] > 0, "nobody noticed anything"
