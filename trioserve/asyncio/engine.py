@@ -130,7 +130,8 @@ class Engine:
 
 @asynccontextmanager
 async def in_a_thread(open_engine: Callable[[], AbstractAsyncContextManager[TrioEngine]]) -> AsyncIterator[Engine]:
-    """An engine that is opened in a Trio run of its own. Leaving is what leaving it there is, and leaves no thread.
+    """An engine that is opened in a Trio run of its own. Leaving is what leaving it there is, and leaves no thread;
+    its requests end together with it: whoever reads one elsewhere gets AlreadyEnded.
 
     Raises what that raises: EngineFault cancels the body before, as on Trio."""
     async with TrioThread() as thread:
@@ -148,7 +149,6 @@ async def in_a_thread(open_engine: Callable[[], AbstractAsyncContextManager[Trio
             with contextlib.suppress(_Broken):
                 async with _cancelled_at_the_end_of(task):
                     yield Engine(thread, opened[0])
-            task.cancel()
     task.raise_failure()
     assert opened, "it ended before it was opened, and nobody knows why"
 
