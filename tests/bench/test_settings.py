@@ -124,12 +124,14 @@ def test_every_flag_of_a_soak_reaches_its_setting():
 
 def test_flags_of_a_suite_reach_their_settings():
     settings = parse(
-        "suite --peer http://localhost:9000 --peer http://localhost:9001 --rows a,o1 --rounds 3 --markdown ./table.md"
+        "suite --peer http://localhost:9000 --peer http://localhost:9001 --rows a,o1 --rounds 3 "
+        "--request-share 0.5 --markdown ./table.md"
     )
     assert settings == SuiteSettings(
         peers=("http://localhost:9000", "http://localhost:9001"),
         rows=("a", "o1"),
         rounds=3,
+        request_share=0.5,
         markdown_path="./table.md",
     )
 

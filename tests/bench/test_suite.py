@@ -247,3 +247,13 @@ def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
     assert len(set(drawn)) == len(drawn) == 2 * len(ROWS)
     assert not set(drawn) & set(seeds_of(None))
     assert seeds_of(7) == seeds_of(7)
+
+
+def test_a_share_of_the_requests_is_enough_where_as_many_are_left_as_run_at_a_time():
+    rows = SuiteSettings(rows=("a", "c"), request_share=0.5).chosen_rows
+    assert [row.load["requests"] for row in rows] == [3, 96]
+    rows = SuiteSettings(rows=("a", "c"), request_share=0.001).chosen_rows
+    assert [row.load["requests"] for row in rows] == [1, 64]
+    assert SuiteSettings().chosen_rows == ROWS
+    with pytest.raises(StartupError, match="--request-share"):
+        SuiteSettings(request_share=0.0)

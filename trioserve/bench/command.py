@@ -187,6 +187,9 @@ _FLAGS = {
     ),
     "rows": Flag("--rows", "names of rows, separated by commas", {"type": _names, "metavar": "NAMES"}, unset="all"),
     "rounds": Flag("--rounds", "how often each is measured", _INTEGER),
+    "request_share": Flag(
+        "--request-share", "of each row's requests, for slow models; never fewer than run at a time", _NUMBER
+    ),
     "concurrency": Flag("--concurrency", "requests in flight", _INTEGER),
     "requests": Flag("--requests", "requests to measure", _INTEGER),
     "period_seconds": Flag("--period", "seconds between two interruptions, on the average", _NUMBER),

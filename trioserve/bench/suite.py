@@ -281,8 +281,10 @@ async def _cost(url: str, api_key: str | None) -> Cost | None:
 
 def _notes(settings: SuiteSettings) -> list[str]:
     rounds = "" if settings.rounds == 1 else f" Medians of {settings.rounds} rounds, servers in turn."
+    share = settings.request_share
+    fewer = "" if share == 1.0 else f" With {share:g} of each row's requests, or as many as run at a time."
     return [
         "Greedy, streamed, over HTTP/1.1, the clients on the same cores. The bound: prompts at the rate of torch's "
         "products, and every other step as fast as what it must read can be read; of decoding alone: such steps and "
-        f"nothing else.{rounds} Seed {settings.seed}."
+        f"nothing else.{rounds}{fewer} Seed {settings.seed}."
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -30,6 +31,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     load: dict[str, Any]
     is_decode: bool = False
     counts_requests: bool = False
+
+    def with_share(self, share: float) -> Row:
+        """With this share of its requests, but as many at least as run at a time; the rest is as it was."""
+        requests = self.load["requests"]
+        fewer = max(min(requests, self.load["concurrency"]), math.ceil(requests * share))
+        return msgspec.structs.replace(self, load={**self.load, "requests": fewer})
 
 
 ROWS = (
@@ -101,13 +108,14 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     peers: other servers, measured row by row in turn with the first, so that a noisy machine is noisy for all.
     rows: names of ROWS; empty is all. seed: None is another one each time, so that no prompt is in a prefix cache since
-    the last suite.
+    the last suite. request_share: see Row.with_share.
     """
 
     url: str = "http://127.0.0.1:8000"
     peers: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     rounds: int = 1
+    request_share: float = 1.0
     vocab_size: int = 32_000
     seed: int | None = None
     timeout_seconds: float = 600.0
@@ -119,7 +127,7 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chosen_rows(self) -> tuple[Row, ...]:
-        return tuple(row for row in ROWS if not self.rows or row.name in self.rows)
+        return tuple(row.with_share(self.request_share) for row in ROWS if not self.rows or row.name in self.rows)
 
     def __post_init__(self) -> None:
         for url in (self.url, *self.peers):
@@ -129,6 +137,7 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
             if name not in names:
                 raise StartupError(f"--rows names {name!r}, there are: {', '.join(names)}")
         check_integer("--rounds", self.rounds, 1, 100)
+        check_number("--request-share", self.request_share, 0.001, 1.0)
         check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
         if self.seed is not None:
             check_integer("--seed", self.seed, 0, 2**31 - 1)
