@@ -17,6 +17,7 @@ import trioserve
 import trioserve.asyncio
 from trioserve.asyncio.delta_box import DeltaBox
 from trioserve.asyncio.engine import Engine, in_a_thread
+from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import (
     AlreadyEnded,
@@ -385,8 +386,17 @@ def test_an_engine_that_was_closed_takes_nothing(run):
     run(program)
 
 
-def test_requests_end_where_the_engine_is_closed_around_them(run):
+def test_requests_end_where_the_engine_is_closed_around_them(run, monkeypatch):
+    stop = TrioThread.stop
+
+    def stop_late(thread: TrioThread) -> None:
+        """Whatever was cancelled before has its turns, and could end a request in a way of its own."""
+        for _ in range(20):
+            thread.call(lambda: None)
+        stop(thread)
+
     async def program() -> None:
+        monkeypatch.setattr(TrioThread, "stop", stop_late)
         async with open_fake(paused=True) as fake:
             reader = asyncio.create_task(text_of(fake.engine))
             await fake.until_queued(1)
