@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from .conftest import ServerProcess
+
 WAIT_SECONDS_MAX = 120
 SMALL = ("--max-num-seqs=4", "--threads=1", "--dtype=float32", "--kv-cache-memory=0.25", "--quantization=none")
 LONG = "The keeper of the lighthouse writes down each ship that passes, its flag, its colours and its captain. " * 40
@@ -37,6 +39,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.05)
+
+
+def wait_until_well(router: ServerProcess) -> None:
+    """Its endpoints are all healthy: before, a router has one of a pair do the work of both."""
+    wait_until(lambda: all(each["health"] == "healthy" for each in get(f"{router.url}/endpoints")["data"]))
 
 
 class Asker(threading.Thread):
@@ -150,14 +157,11 @@ class Pair:
             "--load-interval=0.1",
             command="route",
         )
-        self.wait_until_well()
+        wait_until_well(self.router)
 
     def _connector(self, name: str, **options: object) -> str:
         config = {"kv_connector": name, "kv_connector_extra_config": {"key": "a secret of some length", **options}}
         return f"--kv-transfer-config={json.dumps(config)}"
-
-    def wait_until_well(self) -> None:
-        wait_until(lambda: all(each["health"] == "healthy" for each in get(f"{self.router.url}/endpoints")["data"]))
 
     def ask(self, prompt: str = LONG, max_tokens: int = 16, **fields: object) -> Asker:
         return Asker(self.router.url, prompt, max_tokens, **fields)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ..end_to_end.conftest import ServerProcess, start_shared_server  # noqa: F401, a fixture
-from ..end_to_end.test_pair import LONG, SMALL, Asker, get, wait_until
+from ..end_to_end.test_pair import LONG, SMALL, Asker, wait_until_well
 from .conftest import Browser
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
@@ -30,8 +30,7 @@ class Pair:
             "--health-interval=600",
             command="route",
         )
-        # Else the prefill server makes the response, too.
-        wait_until(lambda: all(each["health"] == "healthy" for each in get(f"{self.router.url}/endpoints")["data"]))
+        wait_until_well(self.router)
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ def device() -> str:
 
 
 class _InOrder:
-    """numpy, but products add in the order of what is added. The numpy of some processors adds a row in one order here
-    and in another there, which a GPU never does; tl.dot is a product of numpy in the interpreter."""
+    """numpy, whose matmul is tl.dot in the interpreter, but with sums in the order of what is added. On some processors
+    numpy adds one row of a product in another order than the next; a tile on a GPU has one order for all."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(numpy, name)
