@@ -188,7 +188,7 @@ _FLAGS = {
     "rows": Flag("--rows", "names of rows, separated by commas", {"type": _names, "metavar": "NAMES"}, unset="all"),
     "rounds": Flag("--rounds", "how often each is measured", _INTEGER),
     "request_share": Flag(
-        "--request-share", "of each row's requests, for slow models; never fewer than run at a time", _NUMBER
+        "--request-share", "share of each row's requests, for slow models; as many at least as run at a time", _NUMBER
     ),
     "concurrency": Flag("--concurrency", "requests in flight", _INTEGER),
     "requests": Flag("--requests", "requests to measure", _INTEGER),

@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     counts_requests: bool = False
 
     def with_share(self, share: float) -> Row:
-        """With this share of its requests, but as many at least as run at a time; the rest is as it was."""
+        """With this share of its requests, above 0 and at most 1, but as many at least as run at a time."""
         requests = self.load["requests"]
         fewer = max(min(requests, self.load["concurrency"]), math.ceil(requests * share))
         return msgspec.structs.replace(self, load={**self.load, "requests": fewer})
@@ -108,7 +108,8 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     peers: other servers, measured row by row in turn with the first, so that a noisy machine is noisy for all.
     rows: names of ROWS; empty is all. seed: None is another one each time, so that no prompt is in a prefix cache since
-    the last suite. request_share: see Row.with_share.
+    the last suite. request_share: how much of each row's requests is sent, 0.001 to 1; as many at least as run at a
+    time.
     """
 
     url: str = "http://127.0.0.1:8000"
