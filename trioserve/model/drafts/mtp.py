@@ -4,6 +4,9 @@ Its row for a token is eh_proj of the embedding of the token behind it and the m
 each behind a norm; where the model has not been yet, its own result stands in the place of that. The row then goes
 through a layer like the model's, with KV of its own, which whatever computes models computes. It stands at the position
 of the token that it continues, as an EAGLE-3 head's does.
+
+Source: DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. It writes the hidden state first; eh_proj of the
+released checkpoints has the embedding first.
 """
 
 from __future__ import annotations
