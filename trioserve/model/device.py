@@ -27,6 +27,7 @@ __all__ = [
     "kv_block_bytes",
     "pick_device",
     "pick_dtype",
+    "set_torch_threads",
     "takes_every_cpu",
     "step_weight_bytes",
     "token_flops",
@@ -60,6 +61,13 @@ def torch_now(purpose: str = "this") -> ModuleType:
     import torch
 
     return torch
+
+
+def set_torch_threads(settings: ModelSettings) -> None:
+    """Have torch compute with settings.threads threads, if they are set; otherwise its own default stays. Call it in
+    the thread that will compute: OpenMP keeps the number for each thread that calls it."""
+    if settings.threads is not None:
+        torch_now().set_num_threads(settings.threads)
 
 
 def pick_device(settings: ModelSettings) -> DeviceType:

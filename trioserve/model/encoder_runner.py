@@ -12,7 +12,7 @@ from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.device import default_thread_count, pick_device, takes_every_cpu, torch_now
+from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu, torch_now
 from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.loading.encoder_directory import EncoderDirectory
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
@@ -72,8 +72,7 @@ class EncoderRunner:
         from trioserve.model.encoder import Encoder
         from trioserve.model.torch_formats import TORCH_DTYPES
 
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        set_torch_threads(settings)
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         encoder = Encoder(config, dtype=TORCH_DTYPES[dtype], device=place)
         fill_slots(

@@ -29,6 +29,7 @@ from trioserve.model.device import (
     kv_block_bytes,
     pick_device,
     pick_dtype,
+    set_torch_threads,
     takes_every_cpu,
     token_flops,
     torch_now,
@@ -157,7 +158,7 @@ class ModelRunner:
                 if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
                     draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
                 # First: what it takes is not the KV cache's.
-                vision = _load_vision(checkpoint, model.dtype, model.device)
+                vision = _load_vision(checkpoint, settings, model)
                 return cls(model, settings, draft_model, vision)
             except BaseException:
                 model.close()
@@ -411,6 +412,7 @@ def _loaded_head(
     from trioserve.model.drafts.eagle import EagleHead
     from trioserve.model.torch_formats import TORCH_DTYPES
 
+    set_torch_threads(draft.settings)
     model.tapped_layers = eagle.tapped_of(model.config.layer_count)
     stored = next(tensor for tensor in checkpoint.tensors() if tensor.name == "embed.weight")
     embedding = torch.from_numpy(stored.read("float32")).to(model.device, TORCH_DTYPES[model.dtype])
@@ -442,6 +444,7 @@ def _loaded_mtp(
     torch_now("a layer that predicts further tokens")
     from trioserve.model.drafts.mtp import MtpHead
 
+    set_torch_threads(draft.settings)
     layer = _loaded_model(mtp.layer, draft.settings, progress, on_compile)
     try:
         head = MtpHead(mtp, layer)
@@ -530,7 +533,7 @@ class _Step:
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
 
 
-def _load_vision(checkpoint: Checkpoint, dtype: Dtype, device: DeviceType) -> VisionTower | None:
+def _load_vision(checkpoint: Checkpoint, settings: ModelSettings, model: StepModel) -> VisionTower | None:
     part = checkpoint.vision
     if part is None:
         return None
@@ -543,7 +546,9 @@ def _load_vision(checkpoint: Checkpoint, dtype: Dtype, device: DeviceType) -> Vi
     from trioserve.model.torch_formats import TORCH_DTYPES
     from trioserve.model.vision_tower import VisionTower
 
-    tower = VisionTower(part.config, part.processing, dtype=TORCH_DTYPES[dtype], device=torch.device(device))
+    set_torch_threads(settings)  # native kernels have their own, and leave torch's alone
+    dtype, device = TORCH_DTYPES[model.dtype], torch.device(model.device)
+    tower = VisionTower(part.config, part.processing, dtype=dtype, device=device)
     fill_slots(
         (slot.for_values() for slot in tower.slots()),
         part.tensors(),

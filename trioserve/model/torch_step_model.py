@@ -18,7 +18,7 @@ from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.decoder import Decoder
-from trioserve.model.device import DeviceType, step_weight_bytes
+from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_format import kv_format_of
 from trioserve.model.kv_storage import KVStorage
@@ -88,8 +88,7 @@ class TorchStepModel:
                 f"kv_cache_dtype is {settings.kv_cache_dtype} and gpu_kernels is triton, which reads no KV in 8 bits: "
                 "take gpu_kernels torch, or kv_cache_dtype auto"
             )
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        set_torch_threads(settings)
         self.config = config
         self.dtype: Dtype = dtype
         self.device: DeviceType = device
