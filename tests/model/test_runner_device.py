@@ -17,8 +17,10 @@ from trioserve.model.device import (
     default_thread_count,
     free_host_bytes,
     kv_block_bytes,
+    multiplies_bfloat16,
     pick_device,
     pick_dtype,
+    pick_vision_dtype,
     takes_every_cpu,
 )
 from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig
@@ -126,6 +128,30 @@ def test_a_step_takes_every_cpu_where_it_has_as_many_threads(monkeypatch: pytest
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         assert takes_every_cpu(ModelSettings(), "cpu") is takes_every
     assert not takes_every_cpu(ModelSettings(threads=4), "cuda")
+
+
+@pytest.mark.parametrize(
+    "line, multiplies",
+    (
+        ("flags\t\t: fpu avx2 fma avx512f avx512_bf16 avx512_vnni", True),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd i8mm bf16", True),
+        ("flags\t\t: fpu avx2 fma avx512f avx512_vnni", False),
+        ("Features\t: fp asimd", False),
+        ("bugs\t\t: avx512_bf16", False),
+    ),
+)
+def test_images_are_encoded_in_float32_where_a_cpu_does_not_multiply_bfloat16(
+    line: str, multiplies: bool, tmp_path: Path
+) -> None:
+    assert not multiplies_bfloat16(tmp_path)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{line}\npower management:\n")
+    assert multiplies_bfloat16(tmp_path) is multiplies
+    assert pick_vision_dtype("bfloat16", "cpu", tmp_path) == ("bfloat16" if multiplies else "float32")
+    for dtype in ("float32", "float16"):
+        assert pick_vision_dtype(dtype, "cpu", tmp_path) == dtype
+    assert pick_vision_dtype("bfloat16", "cuda", tmp_path) == "bfloat16"
 
 
 def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:

@@ -29,6 +29,7 @@ from trioserve.model.device import (
     kv_block_bytes,
     pick_device,
     pick_dtype,
+    pick_vision_dtype,
     set_torch_threads,
     takes_every_cpu,
     token_flops,
@@ -178,7 +179,8 @@ class ModelRunner:
     def arithmetic(self) -> str:
         """What decides about the bits of a result besides tokens and weights; see StepModel."""
         assert self._model is not None, "arithmetic after close"
-        return self._model.arithmetic
+        made, vision = self._model.arithmetic, self.vision
+        return made if vision is None or vision.dtype == self.dtype else f"{made}, images in {vision.dtype}"
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -543,12 +545,11 @@ def _load_vision(checkpoint: Checkpoint, settings: ModelSettings, model: StepMod
         )
         return None
     torch = torch_now()
-    from trioserve.model.torch_formats import TORCH_DTYPES
     from trioserve.model.vision_tower import VisionTower
 
     set_torch_threads(settings)  # native kernels have their own, and leave torch's alone
-    dtype, device = TORCH_DTYPES[model.dtype], torch.device(model.device)
-    tower = VisionTower(part.config, part.processing, dtype=dtype, device=device)
+    dtype = pick_vision_dtype(model.dtype, model.device)
+    tower = VisionTower(part.config, part.processing, dtype=dtype, device=torch.device(model.device))
     fill_slots(
         (slot.for_values() for slot in tower.slots()),
         part.tensors(),

@@ -16,8 +16,8 @@ from trioserve.contracts.images import ImageProcessing
 from trioserve.model.layers import Linear
 from trioserve.model.loading.vision_part import vision_shapes
 from trioserve.model.model_config import Activation
-from trioserve.model.number_formats import Float32Array
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.number_formats import Dtype, Float32Array
+from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.vision_config import VisionConfig
 
 __all__ = ["TileEncoding", "VisionTower"]
@@ -30,17 +30,18 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class VisionTower:
-    """Its weights."""
+    """Its weights. dtype: what they are in, and what is computed in."""
 
     def __init__(
-        self, config: VisionConfig, processing: ImageProcessing, *, dtype: torch.dtype, device: torch.device
+        self, config: VisionConfig, processing: ImageProcessing, *, dtype: Dtype, device: torch.device
     ) -> None:
         self.config = config
         self.processing = processing
-        self.dtype = dtype
+        self.dtype: Dtype = dtype
         self.device = device
+        self._torch_dtype = TORCH_DTYPES[dtype]
         self._plain = {
-            name: torch.empty(shape, dtype=dtype, device=device)
+            name: torch.empty(shape, dtype=self._torch_dtype, device=device)
             for name, shape in vision_shapes(config).items()
             if ("encoder" not in name and "proj" not in name) or "norm" in name
         }
@@ -53,11 +54,11 @@ class VisionTower:
     def linear(self, name: str, inputs: int) -> Linear:
         outputs = vision_shapes(self.config)[f"{name}.weight"][0]
         has_bias = f"{name}.bias" in vision_shapes(self.config)
-        return Linear(inputs, {name: outputs}, bias=has_bias, dtype=self.dtype, device=self.device)
+        return Linear(inputs, {name: outputs}, bias=has_bias, dtype=self._torch_dtype, device=self.device)
 
     def slots(self) -> Iterator[TensorSlot]:
         for name, place in self._plain.items():
-            yield TensorSlot(name, tuple(place.shape), self.dtype, place.copy_)
+            yield TensorSlot(name, tuple(place.shape), self._torch_dtype, place.copy_)
         for layer in self._layers:
             for linear in layer.linears:
                 yield from linear.slots()
@@ -78,7 +79,7 @@ class VisionTower:
 
     def patches(self, tile: npt.NDArray[np.uint8]) -> Tensor:
         """[patches, hidden_size] before the first layer."""
-        pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self.dtype)
+        pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self._torch_dtype)
         name = "vision_model.embeddings.patch_embedding"
         size = self.config.patch_size
         found = functional.conv2d(pixels[None], self._plain[f"{name}.weight"], self._plain[f"{name}.bias"], stride=size)
