@@ -42,6 +42,8 @@ __all__ = [
     "Engine",
     "ExpertsStruct",
     "LatentStruct",
+    "LaurelStruct",
+    "LayerStreamsStruct",
     "LayerStruct",
     "Library",
     "MatrixStruct",
@@ -50,6 +52,7 @@ __all__ = [
     "RecurrentStruct",
     "SamplingStruct",
     "StepStruct",
+    "StreamsStruct",
     "WeightFormat",
     "WeightMemory",
     "address",
@@ -187,6 +190,32 @@ class LatentStruct(ctypes.Structure):
     )
 
 
+class LaurelStruct(ctypes.Structure):
+    """Laurel of cpu/step.h."""
+
+    _fields_ = (*((name, MatrixStruct) for name in ("inwards", "outwards")), ("norm", _pointer), ("rank", _int))
+
+
+class StreamsStruct(ctypes.Structure):
+    """Streams of cpu/step.h."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("input_table", "input_projection")),
+        *((name, _pointer) for name in ("ins", "outs", "input_norm")),
+        *((name, _int) for name in ("count", "active", "input_size", "input_vocab_size")),
+        ("table_scale", _float),
+    )
+
+
+class LayerStreamsStruct(ctypes.Structure):
+    """LayerStreams of cpu/step.h."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("input_gate", "input_projection")),
+        *((name, _pointer) for name in ("router_norm", "router", "prediction", "correction", "scale", "input_norm")),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """Layer of cpu/step.h."""
 
@@ -201,6 +230,9 @@ class LayerStruct(ctypes.Structure):
         ("experts", _pointer),
         ("recurrent", _pointer),
         ("latent", _pointer),
+        *((name, _pointer) for name in ("laurel", "streams", "value_norm")),
+        *((name, _int) for name in ("shares_kv", "has_cutoff")),
+        ("cutoff", _float),
     )
 
 
@@ -217,7 +249,7 @@ class ModelStruct(ctypes.Structure):
         ("temperature_scale", _float),
         *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
         ("head", MatrixStruct),
-        ("norm", _pointer),
+        *((name, _pointer) for name in ("norm", "streams")),
     )
 
 

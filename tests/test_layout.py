@@ -150,7 +150,8 @@ TORCH_FILES = {
         "attention.py sampled_ids.py cuda_graphs.py decoder.py drafts/eagle.py drafts/mtp.py encoder.py "
         "encoder_layers.py gumbel.py "
         "host_to_device.py latent_attention.py layers.py recurrent_layers.py sampler.py static_decode.py "
-        "static_inputs.py step_tensors.py torch_adapters.py torch_formats.py torch_step_model.py vision_tower.py"
+        "static_inputs.py step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
+        "vision_tower.py"
     ),
     "kernels": words(
         "compile_check.py four_bits.py gpu_bench.py kv_format.py paged.py reference.py reference_invariant.py "

@@ -13,6 +13,7 @@
 #include "latent_attention.h"
 #include "quantized_product.h"
 #include "state_space.h"
+#include "streams.h"
 
 namespace trioserve {
 namespace {
@@ -128,7 +129,48 @@ const Matrix& first_matrix(const Layer& layer) { return layer.recurrent != nullp
 // What attention's first product gives of a row.
 int64_t qkv_size(const Model& model, const Layer& layer) {
     if (layer.latent != nullptr) return queries_size(*layer.latent, model.head_count) + model.head_dim;
+    if (layer.shares_kv) return int64_t(model.head_count) * model.head_dim;
     return (model.head_count + int64_t(2) * model.kv_head_count) * model.head_dim;
+}
+
+// What a row of gates becomes that are cut off, times up, at to(n).
+template <class T, class To>
+void cut_and_gate(int32_t activation, float cutoff, const float* gates, const float* ups, int64_t size, const To& to) {
+    Lanes sum = zero(), squares = zero();
+    for (int64_t n = 0; n < size; n += LANES) sum = add(sum, load(gates + n));
+    const Lanes mean = set(sum_of(sum) / float(size));
+    for (int64_t n = 0; n < size; n += LANES) {
+        const Lanes part = sub(load(gates + n), mean);
+        squares = fma(part, part, squares);
+    }
+    const Lanes least = add(mean, set(cutoff * std::sqrt(sum_of(squares) / float(size))));
+    for (int64_t n = 0; n < size; n += LANES) {
+        const Lanes gate = max(zero(), sub(load(gates + n), least));  // in this order a NaN stays one
+        store(to(n), activate<T>(activation, gate, load(ups + n)));
+    }
+}
+
+// The end of a product whose sums are the rows of `to`, `stride` numbers each.
+auto kept_in(float* to, int64_t stride) {
+    return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+        for (int row = 0; row < count; row++)
+            for (int block = 0; block < blocks; block++)
+                store(to + (first_row + row) * stride + (first_block + block) * LANES, load(sums + row * PANEL + block * LANES));
+    };
+}
+
+// A row of a packed matrix.
+template <class T>
+void read_row(const WeightPart& part, int64_t row, float* to) {
+    const int64_t size = part.inputs;
+    if (part.format != DENSE) {
+        dequantize_row(part.format, static_cast<const uint8_t*>(part.data), row, size, to);
+        return;
+    }
+    constexpr int DEPTH = Unit<T>::DEPTH;
+    const T* from = static_cast<const T*>(part.data) + row / LANES * LANES * padded_depth(size);
+    for (int64_t n = 0; n < size; n++)
+        to[n] = to_float(from[n / DEPTH * DEPTH * LANES + row % LANES * DEPTH + n % DEPTH]);
 }
 
 // The parts of one row's context: where the first one's sums lie, in parts; which part of the context that is; how many they
@@ -191,7 +233,7 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, dequantized, packed, floats, memory;
+        Buffer normed, quantized, dequantized, packed, floats, memory, table_row;
         Buffer best_values, best_ids, doubts, scores, weights, work, marks, allowed;
     };
 
@@ -219,7 +261,21 @@ private:
                     float scale, float* hidden);
     template <class T>
     void gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
-              int32_t activation, const Rows<T>& activated, const void* next, int32_t adapted_layer);
+              const Layer& layer, const Rows<T>& activated, const void* next, int32_t adapted_layer);
+    template <class T>
+    void make_room_for_streams(const Model& model);
+    float* stream_at(int64_t size, int64_t row, int stream) { return streams_.of<float>(0) + (stream * rows_ + row) * size; }
+    template <class T>
+    void begin_streams(int thread, const Model& model, const Step& step, const float* hidden, T* normed);
+    void predict_streams(int thread, const Model& model, const Layer& layer, float* hidden);
+    template <class T>
+    void correct_streams(int thread, const Model& model, int32_t index, float* hidden, float* outputs, T* normed);
+    template <class T>
+    void end_streams(int thread, const Model& model, float* hidden, float* outputs, T* normed);
+    template <class T>
+    void make_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size);
+    template <class T>
+    void add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm, float* hidden);
     template <class T>
     void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, float* hidden);
     void sort_by_expert(const Experts& experts);
@@ -277,6 +333,7 @@ private:
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
     Buffer compressed_, raised_, plain_, values_;  // of latent attention
+    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_;
     StepAdapters adapters_;
 };
 
@@ -548,14 +605,8 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         if (model.embedding != nullptr) {
             const T* from = static_cast<const T*>(model.embedding) + token * size;
             for (int64_t n = 0; n < size; n += LANES) store(to + n, load(from + n));
-        } else if (model.head.parts[0].format != DENSE) {
-            const WeightPart& head = model.head.parts[0];
-            dequantize_row(head.format, static_cast<const uint8_t*>(head.data), token, size, to);
         } else {
-            constexpr int DEPTH = Unit<T>::DEPTH;
-            const T* from = static_cast<const T*>(model.head.parts[0].data) + token / LANES * LANES * padded_depth(size);
-            for (int64_t n = 0; n < size; n++)
-                to[n] = to_float(from[n / DEPTH * DEPTH * LANES + token % LANES * DEPTH + n % DEPTH]);
+            read_row<T>(model.head.parts[0], token, to);
         }
         if (model.embedding_scale != 1.0f)
             for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(load(to + n), scale));
@@ -612,8 +663,9 @@ void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, 
 // activated = activation(gate) * up of x. adapted_layer: whose adapters add to it, or -1.
 template <class T>
 void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
-                  int32_t activation, const Rows<T>& activated, const void* next, int32_t adapted_layer) {
+                  const Layer& layer, const Rows<T>& activated, const void* next, int32_t adapted_layer) {
     const int64_t middle = gate_up.parts[0].block_count / 2 * LANES;
+    float* raw = gates_.of<float>(0);  // [rows][2][middle], where gates are cut off
     product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
         if (adapted_layer >= 0)
             adapters_.add_to<T>(&AdapterLayer::gate_up, adapted_layer, first_row, count, first_block, blocks, sums);
@@ -624,10 +676,189 @@ void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix
                 gate = add(gate, load(bias + first_block * LANES));
                 up = add(up, load(bias + first_block * LANES + LANES));
             }
-            store(activated.at(first_row + row, n), activate<T>(activation, gate, up));
+            if (layer.has_cutoff) {
+                store(raw + (first_row + row) * 2 * middle + n, gate);
+                store(raw + (first_row + row) * 2 * middle + middle + n, up);
+                continue;
+            }
+            store(activated.at(first_row + row, n), activate<T>(layer.activation, gate, up));
             if (n + LANES == middle) activated.pad(first_row + row, middle);
         }
     });
+    if (!layer.has_cutoff) return;
+    team.meet();
+    for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) {
+        const float* gates = raw + row * 2 * middle;
+        cut_and_gate<T>(layer.activation, layer.cutoff, gates, gates + middle, middle,
+                        [&](int64_t n) { return activated.at(row, n); });
+        activated.pad(row, middle);
+    }
+}
+
+// A thread of the team must not find that there is no memory.
+template <class T>
+void Engine::make_room_for_streams(const Model& model) {
+    int64_t rank = 0, cut = 0;
+    for (int32_t index = 0; index < model.layer_count; index++) {
+        const Layer& layer = model.layers[index];
+        if (layer.laurel != nullptr) rank = std::max<int64_t>(rank, layer.laurel->rank);
+        if (layer.has_cutoff) cut = std::max<int64_t>(cut, layer.gate_up.parts[0].block_count * LANES);
+    }
+    gates_.of<float>(rows_ * cut);
+    laurel_.of<float>(rank > 0 ? rows_ * model.hidden_size : 0);
+    if (model.streams != nullptr) {
+        const int64_t inputs = int64_t(model.layer_count) * model.streams->input_size;
+        rank = std::max<int64_t>(rank, model.streams->input_size);
+        streams_.of<float>(model.streams->count * rows_ * model.hidden_size);
+        layer_inputs_.of<float>(rows_ * inputs);
+        for (Own& own : own_) own.table_row.of<float>(inputs);
+    }
+    low_rank_.of<T>(rank > 0 ? readable(rows_) * padded_depth(rank) : 0);
+}
+
+// hidden: the embeddings, which become the first stream.
+template <class T>
+void Engine::begin_streams(int thread, const Model& model, const Step& step, const float* hidden, T* normed) {
+    const Streams& streams = *model.streams;
+    const int64_t size = model.hidden_size, input_size = streams.input_size, inputs = model.layer_count * input_size;
+    float* layer_inputs = layer_inputs_.of<float>(0);
+    const Norm norm{model.norm_kind, model.norm_eps};
+    const Rows<const T> x = norm_rows(thread, hidden, rows_, size, nullptr, norm, normed);
+    product<T>(thread, x, rows_, streams.input_projection, nullptr, kept_in(layer_inputs, inputs));
+    team.meet();
+    for (int stream = 1; stream < streams.count; stream++) {
+        product<T>(thread, x, rows_, streams.ins[stream - 1], nullptr, kept_in(stream_at(size, 0, stream), size));
+        team.meet();
+    }
+    const Lanes projection_scale = set(1.0f / std::sqrt(float(size))), half = set(std::sqrt(0.5f));
+    const Lanes table_scale = set(streams.table_scale);
+    float* table_row = own_[thread].table_row.of<float>(0);
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        const float* embedding = hidden + row * size;
+        const float square = mean_square(embedding, size);
+        for (int64_t n = 0; n < size; n += LANES) store(stream_at(size, row, 0) + n, load(embedding + n));
+        for (int stream = 1; stream < streams.count; stream++) {
+            float* values = stream_at(size, row, stream);
+            const Lanes share = set(share_for_magnitude(values, size, square));
+            for (int64_t n = 0; n < size; n += LANES) store(values + n, mul(load(values + n), share));
+        }
+        const int64_t token = step.token_ids[row];
+        read_row<T>(streams.input_table.parts[0], token < streams.input_vocab_size ? token : 0, table_row);
+        for (int64_t first = 0; first < inputs; first += input_size) {
+            float* input = layer_inputs + row * inputs + first;
+            for (int64_t n = 0; n < input_size; n += LANES) store(input + n, mul(load(input + n), projection_scale));
+            norm_row(input, streams.input_norm, input_size, norm, [=](int64_t n) { return input + n; });
+            for (int64_t n = 0; n < input_size; n += LANES)
+                store(input + n, mul(fma(load(table_row + first + n), table_scale, load(input + n)), half));
+        }
+    }
+    team.meet();
+}
+
+// hidden: gets what the layer computes.
+void Engine::predict_streams(int thread, const Model& model, const Layer& layer, float* hidden) {
+    const int64_t size = model.hidden_size;
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;)
+        predict_row(*model.streams, *layer.streams, size, model.norm_eps,
+                    [&](int stream) { return stream_at(size, row, stream); }, hidden + row * size);
+    team.meet();
+}
+
+// hidden: what the layer made of it.
+template <class T>
+void Engine::correct_streams(int thread, const Model& model, int32_t index, float* hidden, float* outputs, T* normed) {
+    const Streams& streams = *model.streams;
+    const Layer& layer = model.layers[index];
+    const int64_t size = model.hidden_size, input_size = streams.input_size, inputs = model.layer_count * input_size;
+    const float* layer_inputs = layer_inputs_.of<float>(0) + index * input_size;
+    const Norm norm{model.norm_kind, model.norm_eps};
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;)
+        correct_row(streams, *layer.streams, size, model.norm_eps,
+                    [&](int stream) { return stream_at(size, row, stream); }, hidden + row * size);
+    team.meet();
+    const Rows<const T> x = norm_rows(thread, hidden, rows_, size, nullptr, norm, normed);
+    const auto gated = rows_for<T>(low_rank_.of<T>(0), rows_, input_size);
+    product<T>(thread, x, rows_, layer.streams->input_gate, nullptr,
+               [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                   for (int row = 0; row < count; row++)
+                       for (int block = 0; block < blocks; block++) {
+                           const int64_t n = (first_block + block) * LANES;
+                           const Lanes input = load(layer_inputs + (first_row + row) * inputs + n);
+                           store(gated.at(first_row + row, n),
+                                 activate<T>(layer.activation, load(sums + row * PANEL + block * LANES), input));
+                           if (n + LANES == input_size) gated.pad(first_row + row, input_size);
+                       }
+               });
+    team.meet();
+    product<T>(thread, gated, rows_, layer.streams->input_projection, nullptr, kept_in(outputs, size));
+    team.meet();
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        float* given = outputs + row * size;
+        norm_row(given, layer.streams->input_norm, size, norm, [=](int64_t n) { return given + n; });
+        for (int stream = 1; stream < streams.count; stream++) {
+            float* values = stream_at(size, row, stream);
+            for (int64_t n = 0; n < size; n += LANES) store(values + n, add(load(values + n), load(given + n)));
+        }
+    }
+    team.meet();
+}
+
+// hidden: gets what comes behind the last layer.
+template <class T>
+void Engine::end_streams(int thread, const Model& model, float* hidden, float* outputs, T* normed) {
+    const Streams& streams = *model.streams;
+    const int64_t size = model.hidden_size;
+    const Norm norm{model.norm_kind, model.norm_eps};
+    for (int stream = 1; stream < streams.count; stream++) {
+        const Rows<const T> x = norm_rows(thread, stream_at(size, 0, stream), rows_, size, nullptr, norm, normed);
+        product<T>(thread, x, rows_, streams.outs[stream - 1], nullptr, kept_in(outputs, size));
+        team.meet();
+        const bool is_last = stream + 1 == streams.count;
+        for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+            const float *first = stream_at(size, row, 0), *from = outputs + row * size;
+            float* to = hidden + row * size;
+            const float* total = stream == 1 ? first : to;
+            const Lanes share = set(share_for_magnitude(from, size, mean_square(first, size)));
+            const Lanes scale = set(is_last ? 1.0f / float(streams.count) : 1.0f);
+            for (int64_t n = 0; n < size; n += LANES)
+                store(to + n, mul(fma(load(from + n), share, load(total + n)), scale));
+        }
+        team.meet();
+    }
+}
+
+// Of what attention reads, into laurel_.
+template <class T>
+void Engine::make_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size) {
+    const auto lowered = rows_for<T>(low_rank_.of<T>(0), rows_, laurel.rank);
+    product<T>(thread, x, rows_, laurel.inwards, nullptr,
+               [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                   for (int row = 0; row < count; row++)
+                       for (int block = 0; block < blocks; block++) {
+                           const int64_t n = (first_block + block) * LANES;
+                           store(lowered.at(first_row + row, n), load(sums + row * PANEL + block * LANES));
+                           if (n + LANES == laurel.rank) lowered.pad(first_row + row, laurel.rank);
+                       }
+               });
+    team.meet();
+    product<T>(thread, lowered, rows_, laurel.outwards, nullptr, kept_in(laurel_.of<float>(0), size));
+    team.meet();
+}
+
+// hidden: has what attention made of x.
+template <class T>
+void Engine::add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm,
+                        float* hidden) {
+    const Lanes half = set(std::sqrt(0.5f));
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        float *from = laurel_.of<float>(0) + row * size, *to = hidden + row * size;
+        norm_row(from, laurel.norm, size, norm, [=](int64_t n) { return from + n; });
+        for (int64_t n = 0; n < size; n += LANES) {
+            const Lanes added = add(load(x.at(row, n)), load(from + n));
+            store(to + n, mul(add(load(to + n), added), half));
+        }
+    }
+    team.meet();
 }
 
 // A thread of the team must not find that there is no memory.
@@ -700,7 +931,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                                 const int32_t* rows_at, const float* weights) {
         const auto activated = rows_for<T>(mixed_.of<T>(0), count, middle);
         team.meet();
-        gate<T>(thread, some, count, gate_up, gate_up_bias, layer.activation, activated, nullptr, -1);
+        gate<T>(thread, some, count, gate_up, gate_up_bias, layer, activated, nullptr, -1);
         team.meet();
         product<T>(thread, activated, count, down, nullptr,
                    [&](int64_t first_row, int found, int64_t first_block, int blocks, float* sums) {
@@ -767,7 +998,8 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
     const Norm kind{model.norm_kind, model.norm_eps};
     T* slot = pages + slot_of_row_[row];
     uint8_t* coded = reinterpret_cast<uint8_t*>(pages) + slot_of_row_[row];
-    float* from = qkv + row * (shape.heads + 2 * shape.kv_heads) * dim;
+    float* from = qkv + row * qkv_size(model, layer);
+    const int key_heads = layer.shares_kv ? 0 : shape.kv_heads;
     constexpr int64_t DIM_MAX = 512;
     alignas(64) float normed[DIM_MAX];
     alignas(64) float turned[DIM_MAX];
@@ -777,7 +1009,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
         norm_row(from + queries_size, layer.key_norm, shape.kv_heads * dim, kind,
                  [&](int64_t n) { return from + queries_size + n; });
     }
-    for (int head = 0; head < shape.heads + shape.kv_heads; head++, from += dim) {
+    for (int head = 0; head < shape.heads + key_heads; head++, from += dim) {
         const bool is_query = head < shape.heads;
         const float* norm = is_query ? layer.query_norm : layer.key_norm;
         const float* values = from;
@@ -799,6 +1031,9 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
         T* to = is_query ? query_at(shape, row, head, queries) : slot + (head - shape.heads) * dim;
         for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(turned + d));
     }
+    for (int head = 0; layer.value_norm != nullptr && head < key_heads; head++)
+        norm_row(from + head * dim, layer.value_norm, dim, kind, [&](int64_t d) { return from + head * dim + d; });
+    if (layer.shares_kv) return;
     if (shape.is_coded()) {
         for (int head = 0; head < shape.kv_heads; head++)
             encode_head(shape.kv_format, from + head * dim, dim, coded + (shape.kv_heads + head) * shape.record_bytes());
@@ -1156,6 +1391,10 @@ bool Engine::compute(const Model& model, const Step& step) {
         input_size_max = std::max<int64_t>(input_size_max, model.head_count * layer.latent->value_dim);
         input_size_max = std::max<int64_t>(input_size_max, layer.latent->query_rank);
     }
+    for (int32_t index = 0; index < model.layer_count; index++)
+        if (model.layers[index].laurel != nullptr)
+            input_size_max = std::max<int64_t>(input_size_max, model.layers[index].laurel->rank);
+    if (model.streams != nullptr) input_size_max = std::max<int64_t>(input_size_max, model.streams->input_size);
     const int64_t sampled = step.sampled_count;
     float* hidden = hidden_.of<float>(rows * hidden_size);
     T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
@@ -1174,6 +1413,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             recurrent_size = std::max(recurrent_size, inner_size(*layer));
     T* recurrent = recurrent_.of<T>(recurrent_size > 0 ? readable(rows) * padded_depth(recurrent_size) : 0);
     make_room_for_states(model);
+    make_room_for_streams<T>(model);
     for (int64_t row = 0; row < rows; row++) {
         if (model.latent_dim == 0) attended.rows.pad(row, query_size);
         for (int64_t head = 0; model.latent_dim > 0 && head < shape.heads; head++)
@@ -1202,6 +1442,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         configure_tiles();
         embed<T>(thread, model, step, hidden);
         team.meet();
+        if (model.streams != nullptr) begin_streams(thread, model, step, hidden, normed);
         // sums: to the hidden states, or, with a norm behind them, to `outputs`.
         const auto add_to_hidden = [&](const float* bias, const float* output_norm, float scale) {
             return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -1238,10 +1479,12 @@ bool Engine::compute(const Model& model, const Step& step) {
             T* pages = static_cast<T*>(step.pages[index]);
             if (thread == 0 && step.waited_for != nullptr)
                 is_abandoned_ = __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
+            if (layer.streams != nullptr) predict_streams(thread, model, layer, hidden);
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
             const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
+            if (layer.laurel != nullptr) make_laurel(thread, *layer.laurel, x, hidden_size);
             if (layer.recurrent != nullptr) {
                 const Recurrent& recurring = *layer.recurrent;
                 float* projected = projected_.of<float>(0);
@@ -1316,6 +1559,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.attention_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
                            hidden);
+            if (layer.laurel != nullptr) add_laurel(thread, *layer.laurel, x, hidden_size, norm, hidden);
             if (layer.experts == nullptr && layer.gate_up.parts[0].block_count == 0) continue;  // there is no MLP
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             if (layer.experts != nullptr) {
@@ -1325,7 +1569,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             const int64_t own_middle = layer.gate_up.parts[0].block_count / 2 * LANES;
             const auto activated = rows_for<T>(activated_.of<T>(0), rows, own_middle);
             lower(x, &AdapterLayer::gate_up, index);
-            gate(thread, x, rows, layer.gate_up, layer.gate_up_bias, layer.activation, activated,
+            gate(thread, x, rows, layer.gate_up, layer.gate_up_bias, layer, activated,
                  first_read<T>(thread, layer.down, rows), is_adapted ? index : -1);
             team.meet();
             lower(activated, &AdapterLayer::down, index);
@@ -1339,7 +1583,9 @@ bool Engine::compute(const Model& model, const Step& step) {
             team.meet();
             if (layer.mlp_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden);
+            if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
         }
+        if (model.streams != nullptr) end_streams(thread, model, hidden, outputs, normed);
         if (sampled == 0) return;
         if (thread == 0)
             for (int64_t index = 0; index < sampled; index++)

@@ -73,6 +73,31 @@ struct Latent {
     float norm_eps;
 };
 
+// What comes in besides behind attention (LAuReL, arXiv 2411.07501): the norm of a product with two matrices of this rank.
+struct Laurel {
+    Matrix inwards, outwards;
+    const float* norm;
+    int32_t rank;
+};
+
+// Of a model whose hidden state has several streams; see StreamsConfig. ins, outs: [count - 1], of all but the first.
+// input_table: [input_vocab_size, layers * input_size], whose rows are multiplied with table_scale; input_norm: [input_size].
+constexpr int STREAMS_MAX = 8;
+struct Streams {
+    Matrix input_table, input_projection;
+    const Matrix *ins, *outs;
+    const float* input_norm;
+    int32_t count, active, input_size, input_vocab_size;
+    float table_scale;
+};
+
+// Of a layer of such a model. router_norm, input_norm: [hidden_size]; scale: the same, or null. router: [count]
+// [hidden_size]; prediction: [count * count][count]; correction: [count][count].
+struct LayerStreams {
+    Matrix input_gate, input_projection;
+    const float *router_norm, *router, *prediction, *correction, *scale, *input_norm;
+};
+
 // Rows of one chunk, and the slots in which the layers' states before and behind them lie. reads: -1 is zeros.
 struct StateSpan {
     int32_t first_row, count, reads, writes;
@@ -97,6 +122,12 @@ struct Layer {
     const Experts* experts;
     const Recurrent* recurrent;
     const Latent* latent;
+    const Laurel* laurel;
+    const LayerStreams* streams;
+    const float* value_norm;  // [head_dim], of each head's values; or null
+    int32_t shares_kv;        // its pages are another layer's, and qkv gives queries alone
+    int32_t has_cutoff;
+    float cutoff;  // a gate becomes what it is above its row's mean and so many standard deviations, or 0
 };
 
 // intermediate_size: the largest. latent_dim: of latent attention, whose head_dim is that of the cache's keys; 0 is none.
@@ -114,6 +145,7 @@ struct Model {
     const void* embedding;  // [vocab, hidden]; null: the head has the same numbers
     Matrix head;
     const float* norm;
+    const Streams* streams;  // or null
 };
 
 // All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i]. spans: the same, and

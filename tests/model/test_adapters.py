@@ -26,7 +26,7 @@ PROMPT = list(range(5, 42))
 STEPS = 8
 FAMILIES = [
     *("llama", "llama-biased-64", "llama-padded", "qwen2", "qwen3", "gemma2"),
-    *("phi3", "glm4", "cohere2", "granite", "exaone4", "mixtral", "falcon-h1"),
+    *("phi3", "glm4", "cohere2", "granite", "exaone4", "mixtral", "falcon-h1", "gemma3n"),
 ]
 
 # peft asks transformers for a name that this version warns of.
@@ -39,7 +39,7 @@ def peft_model(path: Path, seed: int = 0, **config: Any) -> Any:
 
     if json.loads((path / "config.json").read_text()).get("num_local_experts"):
         config.setdefault("target_modules", ["q_proj", "k_proj", "v_proj", "o_proj"])
-    if json.loads((path / "config.json").read_text())["model_type"] == "falcon_h1":
+    if json.loads((path / "config.json").read_text())["model_type"] in ("falcon_h1", "gemma3n_text"):
         projections = ("q", "k", "v", "o", "gate", "up", "down")
         config.setdefault("target_modules", [f"{name}_proj" for name in projections])
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")

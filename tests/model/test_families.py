@@ -21,13 +21,14 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import ExpertsConfig, KVAttention, LayerConfig, ModelConfig
+from trioserve.model.model_config import ExpertsConfig, KVAttention, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
 
 GGUF_KINDS = (
+    "gemma3n",
     "gemma",
     "gemma2",
     "gemma3",
@@ -132,6 +133,9 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
         own_rotary = replace(own.attention.rotary, scaling=other.attention.rotary.scaling)
         own = replace(own, attention=replace(own.attention, rotary=own_rotary))
     attention = replace(own.attention, scale=scale)
+    if isinstance(own.mlp, MlpConfig) and isinstance(other.mlp, MlpConfig):
+        assert own.mlp.cutoff == pytest.approx(other.mlp.cutoff)
+        own = replace(own, mlp=replace(own.mlp, cutoff=other.mlp.cutoff))
     assert replace(own, attention=attention, residual_scale=other.residual_scale) == other
 
 

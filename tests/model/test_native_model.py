@@ -46,6 +46,7 @@ KINDS = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "olmo2",
     "cohere2",
     "qwen2-moe",

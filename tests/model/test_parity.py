@@ -43,6 +43,8 @@ KINDS = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma3n",
+    "gemma3n-biased",
     "phi3",
     "phi3-part",
     "phi3-longrope",

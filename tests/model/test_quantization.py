@@ -76,7 +76,7 @@ def test_a_file_s_own_blocks_stay_near_float32(
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("kind", ("llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3"))
+@pytest.mark.parametrize("kind", ("llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3", "gemma3n"))
 @pytest.mark.parametrize("quantization, most", (("int8", 0.1), ("int4", 1.0)))
 def test_any_checkpoint_is_quantized_when_it_is_read(
     kind: str, quantization: str, most: float, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType

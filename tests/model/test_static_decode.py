@@ -80,7 +80,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
     return driver.tokens
 
 
-@pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2-sliding", "qwen3"))
+@pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2-sliding", "qwen3", "gemma3n"))
 def test_responses_are_those_of_steps_of_any_shape(
     kind: str,
     tiny_checkpoint: Callable[..., Path],

@@ -5,7 +5,9 @@ one shows. Each comes with a byte-level tokenizer and a chat template."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,39 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             },
+        },
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "sliding_window": 8,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 16,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 300,
+            "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.9, 0.0],
+        },
+    ),
+    "gemma3n-biased": (
+        "gemma3n_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 0,
+            "attention_bias": True,
+            "intermediate_size": [96, 64, 96, 32, 96],
+            "laurel_rank": 32,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "final_logit_softcapping": 5.0,
         },
     ),
     "phi3": ("phi3", {"pad_token_id": 0}),
@@ -698,6 +733,7 @@ _HYBRIDS = ("granitemoehybrid", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "smollm3")
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "cohere": "command-r",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -761,6 +797,8 @@ def write_family_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
+    if model_type == "gemma3n_text":
+        _add_streams_metadata(writer, config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if "kv_lora_rank" in config:
         head_dim = config["qk_rope_head_dim"]
@@ -789,12 +827,12 @@ def write_family_gguf(
         if "mscale_all_dim" in whole:
             writer.add_rope_scaling_yarn_log_mul(0.1 * whole["mscale_all_dim"])
     _add_tokenizer(writer, special_tokens)
-    stacked = _with_stacked_experts(load_file(checkpoint / "model.safetensors"))
+    stacked = _with_stacked_streams(_with_stacked_experts(load_file(checkpoint / "model.safetensors")))
     written = [part for name, values in stacked.items() for part in _as_hybrids_are_written(name, values, config)]
     for name, values in written:
         if model_type == "falcon_h1":
             values = _with_multipliers(name, values, config)
-        if model_type.startswith("gemma") and "norm" in name:
+        if model_type.startswith("gemma") and model_type != "gemma3n_text" and "norm" in name:
             values = values + 1.0
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
@@ -899,6 +937,29 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
         return [(name, values.reshape(config["mamba_n_groups"], -1))]
     name = name.replace("mixer.dt_bias", "mixer.dt.bias")
     return [(name.replace("dt_bias", "dt_proj.bias"), values)]
+
+
+def _add_streams_metadata(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(share) if share else float("-inf") for share in shares])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _with_stacked_streams(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Projections of streams become one tensor, and a scale a weight, as the converter does."""
+    found: dict[str, np.ndarray] = {}
+    streams: dict[str, list[np.ndarray]] = {}
+    for name, values in sorted(tensors.items()):
+        match = re.fullmatch(r"(model\.altup_(?:unembed_)?projections)\.\d+(\.weight)", name)
+        if match:
+            streams.setdefault(match[1] + match[2], []).append(values)
+        else:
+            found[f"{name}.weight" if name.endswith("_scale") else name] = values
+    return found | {name: np.stack(values) for name, values in streams.items()}
 
 
 def _add_latent_metadata(writer: Any, config: dict[str, Any], has_halves: bool) -> None:

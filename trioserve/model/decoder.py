@@ -35,6 +35,7 @@ from trioserve.model.model_config import (
 from trioserve.model.recurrent_layers import ShortConv, StateSpace
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_tensors import StepTensors
+from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
@@ -55,9 +56,11 @@ class _Mlp:
         kernels: Kernels,
         *,
         has_bias: bool = False,
+        cutoff: float | None = None,
     ) -> None:
         self._kernels = kernels
         self._activation = activation
+        self._middle, self._cutoff = middle, cutoff
         self._gate_up = linear(hidden, has_bias, **{f"{prefix}gate_proj": middle, f"{prefix}up_proj": middle})
         self._down = linear(middle, has_bias, **{f"{prefix}down_proj": hidden})
         self.linears = (self._gate_up, self._down)
@@ -67,8 +70,37 @@ class _Mlp:
         return sum(linear.saved_bytes for linear in self.linears)
 
     def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        activated = self._kernels.activate_and_mul(self._gate_up(values, adapters), self._activation)
-        return self._down(activated, adapters)
+        gate_up = self._gate_up(values, adapters)
+        if self._cutoff is not None:
+            _cut(gate_up[:, : self._middle], self._cutoff)
+        return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)
+
+
+def _cut(gates: Tensor, cutoff: float) -> None:
+    """Of a row's gates what is above their mean and so many standard deviations, in place."""
+    # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+    exact = gates.double()
+    mean = exact.mean(-1, keepdim=True)
+    deviation = (exact - mean).square().mean(-1, keepdim=True).sqrt()
+    gates.sub_((mean + deviation * cutoff).to(gates.dtype)).relu_()
+
+
+class _Laurel:
+    """What comes in besides behind attention: what that read, and the norm of its product with two small matrices."""
+
+    def __init__(self, linear: MakeLinear, norm: Norm, hidden: int, rank: int) -> None:
+        self._norm = norm
+        self._in = linear(hidden, False, laurel_in=rank)
+        self._out = linear(rank, False, laurel_out=hidden)
+        self.linears = (self._in, self._out)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._norm, *self.linears):
+            yield from part.slots()
+
+    def add_(self, hidden: Tensor, normed: Tensor) -> None:
+        """hidden: with what attention made of normed; it is changed in place."""
+        hidden.add_(normed + self._norm(self._out(self._in(normed)))).mul_(0.5**0.5)
 
 
 class _Experts:
@@ -165,9 +197,10 @@ class _Attention:
         device: torch.device,
     ) -> None:
         self._kernels = kernels
-        self._config = attention
+        self._config, self._norm_eps = attention, config.norm_eps
         hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
-        self._qkv = linear(hidden, attention.has_bias, q_proj=queries, k_proj=keys, v_proj=keys)
+        own = {"k_proj": keys, "v_proj": keys} if attention.kv_from is None else {}
+        self._qkv = linear(hidden, attention.has_bias, q_proj=queries, **own)
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
@@ -181,25 +214,41 @@ class _Attention:
                 yield from part.slots()
 
     def __call__(
-        self, normed: Tensor, step: StepTensors, angles: Angles, pages: Tensor, slots_of_layer: Tensor
-    ) -> Tensor:
+        self,
+        normed: Tensor,
+        step: StepTensors,
+        angles: Angles,
+        pages: Tensor,
+        slots_of_layer: Tensor,
+        shared: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """shared: the rows' keys and values of the layer that this one shares them with. Returns what the rows attend
+        to, and their keys and values."""
         kernels, attention = self._kernels, self._config
         qkv = self._qkv(normed, step.adapters)
-        queries, keys_values = torch.split(qkv, [attention.query_size, 2 * attention.key_size], -1)
+        queries = qkv[:, : attention.query_size]
         if self._head_norms is not None:
             self._head_norms(qkv)
-        # Queries and keys lie side by side, so they are turned together and in place.
-        kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
+        if shared is not None:
+            keys_values = shared
+            kernels.rotary_(queries.view(len(queries), -1, attention.head_dim), *angles)
+        else:
+            keys_values = qkv[:, attention.query_size :]
+            if attention.has_value_norm:
+                values = keys_values[:, attention.key_size :].view(len(qkv), -1, attention.head_dim)
+                values.copy_(kernels.rms_norm(values, None, self._norm_eps))
+            # Queries and keys lie side by side, so they are turned together and in place.
+            kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
         if attention.query_factor != 1.0:
             queries.mul_(attention.query_factor)
         if attention.temperature is not None:
             queries.mul_(temperature_factors(step.positions, attention.temperature)[:, None])
-        if step.cleared_slots is not None:
+        if step.cleared_slots is not None and shared is None:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
         tensors = step.sections[attention.section] if attention.section else step.attention[attention.window]
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
-        return self._output(rows, step.adapters)
+        return self._output(rows, step.adapters), keys_values
 
 
 class _Layer:
@@ -217,7 +266,9 @@ class _Layer:
         block_types: Mapping[str, str],
     ) -> None:
         self._kernels = kernels
-        self._layer = layer
+        self._layer, self._index = layer, index
+        # Whose keys and values other layers see.
+        self._shown = {source for place, source in enumerate(config.kv_layers) if place != source}
         attention, mlp = layer.attention, layer.mlp
         self.rotary = attention.rotary if isinstance(attention, KVAttention) else None
         hidden = config.hidden_size
@@ -257,12 +308,22 @@ class _Layer:
             self._mlp = _Experts(linear, name, hidden, mlp, kernels, device)
         elif mlp is not None:
             middle, activation = mlp.intermediate_size, mlp.activation
-            self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias)
+            self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias, cutoff=mlp.cutoff)
+        self._laurel: _Laurel | None = None
+        if laurel_norm := norm("laurel_norm", layer.laurel_rank > 0):
+            self._laurel = _Laurel(linear, laurel_norm, hidden, layer.laurel_rank)
+        self.streams: LayerStreams | None = None
+        if config.streams is not None:
+            assert mlp is not None, "checked by ModelConfig"
+            self.streams = LayerStreams(
+                index, config, config.streams, mlp.activation, kernels, linear, dtype=dtype, device=device
+            )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        beside = () if self._beside is None else self._beside.linears
-        return *self._attention.linears, *beside, *self._mlp_linears
+        further = (self._beside, self._laurel, self.streams)
+        linears = [linear for part in further if part is not None for linear in part.linears]
+        return *self._attention.linears, *linears, *self._mlp_linears
 
     @property
     def _mlp_linears(self) -> tuple[Linear, ...]:
@@ -281,6 +342,8 @@ class _Layer:
             self._mlp_output_norm,
             self._attention,
             self._beside,
+            self._laurel,
+            self.streams,
             *self._mlp_linears,
         ):
             if part is not None:
@@ -297,14 +360,23 @@ class _Layer:
         pages: Tensor,
         slots_of_layer: Tensor,
         states: Tensor | None,
+        keys_values: dict[int, Tensor],
     ) -> Tensor:
         """Writes the step's keys and values into the layer's cache, or the states that it keeps into their slots.
 
         hidden: [T, hidden_size], changed in place. product: what is still to be added to it, and what comes back is:
-        the residual sum is taken together with the norm that follows it.
+        the residual sum is taken together with the norm that follows it. keys_values: of the step's rows, by layer;
+        the layer's own are put there if others see them.
         """
         normed = _added(hidden, product, self._attention_norm)
-        if isinstance(self._attention, _Attention | LatentAttention):
+        if isinstance(self._attention, _Attention):
+            assert angles is not None
+            source = self._layer.attention.kv_from if isinstance(self._layer.attention, AttentionConfig) else None
+            shared = None if source is None else keys_values[source]
+            attended, found = self._attention(normed, step, angles, pages, slots_of_layer, shared)
+            if self._index in self._shown:
+                keys_values[self._index] = found
+        elif isinstance(self._attention, LatentAttention):
             assert angles is not None
             attended = self._attention(normed, step, angles, pages, slots_of_layer)
         else:
@@ -317,7 +389,11 @@ class _Layer:
             attended += self._mlp(normed, step.adapters)
             return self._scaled(attended)
         attended = self._scaled(_normed(attended, self._attention_output_norm))
-        normed = _added(hidden, attended, self._mlp_norm)
+        if self._laurel is None:
+            normed = _added(hidden, attended, self._mlp_norm)
+        else:
+            self._laurel.add_(hidden.add_(attended), normed)
+            normed = _added(hidden, None, self._mlp_norm)
         return self._scaled(_normed(self._mlp(normed, step.adapters), self._mlp_output_norm))
 
     def _scaled(self, product: Tensor) -> Tensor:
@@ -366,6 +442,9 @@ class Decoder:
             _Layer(config, index, layer, kernels, dtype=dtype, device=device, block_types=block_types or {})
             for index, layer in enumerate(config.layers)
         ]
+        self._streams: Streams | None = None
+        if config.streams is not None:
+            self._streams = Streams(config, config.streams, kernels, dtype=dtype, device=device)
         self._norm = Norm("norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
         self._head = Linear(
             config.hidden_size,
@@ -382,7 +461,8 @@ class Decoder:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """A product of each shape."""
-        linears = [*(linear for layer in self._layers for linear in layer.linears), self._head]
+        streams = () if self._streams is None else self._streams.linears
+        linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, self._head]
         return tuple({(linear.inputs, linear.outputs): linear for linear in linears}.values())
 
     @property
@@ -394,8 +474,9 @@ class Decoder:
         """A place for every tensor of the checkpoint."""
         tied = self.config.tie_word_embeddings
         yield from self._embedding.slots(tied=self._head if tied else None)
-        for layer in self._layers:
-            yield from layer.slots()
+        for part in (self._streams, *self._layers):
+            if part is not None:
+                yield from part.slots()
         yield from self._norm.slots()
         if not tied:
             yield from self._head.slots()
@@ -422,14 +503,26 @@ class Decoder:
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
         memories = (None,) * len(self._layers) if states is None else states.buffers
-        for index, (layer, pages, memory) in enumerate(zip(self._layers, storage.pages, memories, strict=True)):
+        keys_values: dict[int, Tensor] = {}
+        streams = None if self._streams is None else self._streams.begun(hidden, step.token_ids)
+        places = zip(self._layers, self.config.kv_layers, memories, strict=True)
+        for index, (layer, kv_layer, memory) in enumerate(places):
             if is_abandoned():
                 return None
+            if streams is not None and layer.streams is not None:
+                hidden, product = layer.streams.predict(streams), None
             if tapped is not None and index in tapped_layers:
                 tapped[index] = hidden.clone() if product is None else hidden + product
+            pages = storage.pages[kv_layer]
             slots_of_layer = pages.flatten(0, 1).flatten(1)
-            product = layer(hidden, product, step, angles.get(layer.rotary), pages, slots_of_layer, memory)
-        result = hidden if product is None else hidden.add_(product)
+            layer_angles = angles.get(layer.rotary)
+            product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, keys_values)
+            if streams is not None and layer.streams is not None:
+                layer.streams.correct(streams, hidden.add_(product))
+        if self._streams is not None and streams is not None:
+            result = self._streams.ended(streams)
+        else:
+            result = hidden if product is None else hidden.add_(product)
         if tapped is not None and len(self._layers) in tapped_layers:
             tapped[len(self._layers)] = result
         return result

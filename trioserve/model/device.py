@@ -157,7 +157,13 @@ def attended_token_flops(config: ModelConfig) -> int:
 
 def _layer_weights(config: ModelConfig) -> int:
     """That a token is multiplied with: of a mixture, those of the experts that it is sent to."""
-    return sum(_attention_weights(layer, config) + config.hidden_size * _mlp_columns(layer) for layer in config.layers)
+    hidden, streams = config.hidden_size, config.streams
+    own = sum(_attention_weights(layer, config) + hidden * _mlp_columns(layer) for layer in config.layers)
+    own += 2 * hidden * sum(layer.laurel_rank for layer in config.layers)
+    if streams is None:
+        return own
+    # Of each layer the projection of its inputs, what they are gated by, and their way back.
+    return own + hidden * (3 * config.layer_count * streams.input_size + 2 * (streams.count - 1) * hidden)
 
 
 def _attended_numbers(layer: LayerConfig) -> int:
@@ -175,7 +181,7 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     attention, recurrent, hidden = layer.attention, layer.recurrent, config.hidden_size
     states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
     if isinstance(attention, AttentionConfig):
-        return states + 2 * hidden * (attention.query_size + attention.key_size)
+        return states + hidden * (attention.query_size + attention.projected_size)
     if not isinstance(attention, LatentAttentionConfig):
         return states
     rank = attention.query_rank

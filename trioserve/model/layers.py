@@ -214,13 +214,15 @@ class HeadNorms:
         self._is_by_head, self._is_shared = attention.qk_norm != "row", attention.qk_norm == "head"
         self._has_weights = attention.qk_norm != "unit"
         self._head_dim, self._query_size = attention.head_dim, attention.query_size
-        self._size = attention.query_size + attention.key_size
+        self._size = attention.query_size + (attention.key_size if attention.kv_from is None else 0)
         # A number for every one that is normed, so that queries and keys of a head norm are normed together.
         self._weights = torch.empty(self._size, dtype=dtype, device=device)
         self._places = {
             f"{layer}.q_norm.weight": self._weights[: self._query_size],
             f"{layer}.k_norm.weight": self._weights[self._query_size :],
         }
+        if attention.kv_from is not None:
+            del self._places[f"{layer}.k_norm.weight"]
 
     def slots(self) -> Iterator[TensorSlot]:
         for name, place in self._places.items() if self._has_weights else ():

@@ -32,6 +32,7 @@ __all__ = [
     "ShortConvConfig",
     "StateNorm",
     "StateSpaceConfig",
+    "StreamsConfig",
     "Scoring",
     "Temperature",
 ]
@@ -51,6 +52,7 @@ EXPERTS_MAX = 1_024
 CONV_KERNEL_MAX = 64
 STATE_NUMBERS_MAX = 2**28  # of one layer's state
 EXPERT_GROUPS_MAX = 64
+STREAMS_MAX = 8
 DIMENSION_MAX = 2**24
 CONTEXT_TOKENS_MAX = 2**31 - 1  # positions are int32 in the step tensors
 
@@ -182,7 +184,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     bounds the scaled scores to c * tanh(score / c). has_sinks: each head has a number that stands in its softmax beside
     the scores, for no value. has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed
     before they are turned: each head, by the weights that all have ("head"), by its own ("heads") or by none ("unit"),
-    or all heads of a row together ("row").
+    or all heads of a row together ("row"). has_value_norm: each head's values are normed, by no weights. kv_from: the
+    layer whose keys and values it sees, by its index, which is less; it then has only queries. None: it has its own.
     """
 
     head_count: int
@@ -198,6 +201,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     has_bias: bool = False
     has_output_bias: bool = False
     qk_norm: QkNorm = "none"
+    has_value_norm: bool = False
+    kv_from: int | None = None
 
     def __post_init__(self) -> None:
         _count("head_count", self.head_count, HEADS_MAX)
@@ -244,6 +249,11 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
 
     @property
+    def projected_size(self) -> int:
+        """What is projected of one token: its queries, and keys and values where it has its own."""
+        return self.query_size + (2 * self.key_size if self.kv_from is None else 0)
+
+    @property
     def kv_entry(self) -> KVEntry:
         return KVEntry(part_count=2, head_count=self.kv_head_count, head_dim=self.head_dim)
 
@@ -277,6 +287,7 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
     section: ClassVar[None] = None
     temperature: ClassVar[None] = None
     score_cap: ClassVar[None] = None
+    kv_from: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         _count("head_count", self.head_count, HEADS_MAX)
@@ -323,14 +334,21 @@ KVAttention: TypeAlias = AttentionConfig | LatentAttentionConfig
 class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     """down(activation(gate(x)) * up(x)), each with a bias if has_bias. gelu_tanh: the approximation of gelu by tanh.
     clamped_swiglu: in the place of activation(gate) * up, g * sigmoid(1.702 g) * (u + 1), where g is gate, but at most
-    7, and u is up, but within 7 of 0."""
+    7, and u is up, but within 7 of 0.
+
+    cutoff: before its activation a gate becomes what it is above the mean of its row's gates and so many of their
+    standard deviations, or 0 (Gemma 3n); None: it stays. It keeps few gates of a row, without sorting them.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
+    cutoff: float | None = None
 
     def __post_init__(self) -> None:
         _count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
+        if self.cutoff is not None and not math.isfinite(self.cutoff):
+            raise ModelLoadError(f"the gates' cutoff is {self.cutoff}: the checkpoint's config is damaged")
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -489,7 +507,9 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp: None: the layer ends with the first sum. beside: a state space that reads what attention reads, and whose
     result is added to attention's.
     is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
-    residual_scale: what either is multiplied by before it is added.
+    residual_scale: what either is multiplied by before it is added. laurel_rank: what attention reads, and the norm of
+    its product with two matrices of this rank, are added behind attention, and the sum is divided by sqrt(2) (LAuReL,
+    arXiv 2411.07501); 0: they are not.
     """
 
     attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig
@@ -499,9 +519,15 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_parallel: bool = False
     residual_scale: float = 1.0
     beside: StateSpaceConfig | None = None
+    laurel_rank: int = 0
 
     def __post_init__(self) -> None:
         _positive_number("residual_multiplier", self.residual_scale)
+        if self.laurel_rank:
+            _count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
+            assert self.has_input_norms, "what attention reads is added"
+            assert self.mlp is not None, "there is a second sum"
+            assert not self.is_parallel, "there is a second sum"
         if self.beside is None:
             return
         attends = isinstance(self.attention, AttentionConfig)
@@ -532,6 +558,35 @@ class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
+class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A hidden state of several streams, of which a layer computes one (AltUp, arXiv 2301.13310).
+
+    The first is a token's embedding, and the others are products of it, with its magnitude. Before a layer each stream
+    becomes a mixture of all, which depends on the active one. Behind it each is corrected by how far the layer went
+    from that. What comes behind the last layer is the mean of the first and products of the others, with its magnitude.
+
+    count: of streams. active: which is computed, by its index. has_scale: a corrected active stream is multiplied by
+    weights before it gates what the streams but the first get: an input of so many numbers (input_size) that each layer
+    has for each token, from a table of its own for the first input_vocab_size tokens, others being read as token 0.
+    """
+
+    count: int
+    active: int
+    has_scale: bool
+    input_size: int
+    input_vocab_size: int
+
+    def __post_init__(self) -> None:
+        _count("altup_num_inputs", self.count, STREAMS_MAX)
+        if not 0 <= self.active < self.count:
+            raise ModelLoadError(
+                f"altup_active_idx is {self.active}, but there are {self.count} streams: the checkpoint's config is "
+                "damaged"
+            )
+        _count("hidden_size_per_layer_input", self.input_size, DIMENSION_MAX)
+        _count("vocab_size_per_layer_input", self.input_vocab_size, DIMENSION_MAX)
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model.
 
@@ -539,7 +594,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: what embeddings are multiplied by. logit_scale: what logits are multiplied by, before logit_cap, c,
     bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized one that of its
     embeddings, and "bfloat16" for a GGUF file. row_factors: what tensors of its files are multiplied by when they are
-    read; whoever computes finds them in the weights.
+    read; whoever computes finds them in the weights. streams: None: the hidden state is one vector.
     Raises ModelLoadError, naming the field, when the values cannot belong together.
     """
 
@@ -558,6 +613,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     dtype_name: Dtype
     row_factors: tuple[RowFactors, ...] = ()
+    streams: StreamsConfig | None = None
 
     def __post_init__(self) -> None:
         _count("vocab_size", self.vocab_size, DIMENSION_MAX)
@@ -574,6 +630,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "what the KV cache keeps of a token, or the number of heads, differs from layer to layer, which is not "
                 "supported"
             )
+        for index, layer in enumerate(self.layers):
+            _check_kv_from(index, layer, self.layers)
+            if self.streams is not None:
+                assert isinstance(layer.mlp, MlpConfig), "no family has other streams"
+                assert layer.has_output_norms, "no family has other streams"
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ModelLoadError(
@@ -614,9 +675,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_entries(self) -> tuple[KVEntry | None, ...]:
-        """What the KV cache keeps of a token, by layer; None where there is no attention."""
+        """What the KV cache keeps of a token, by layer; None where it has none, or sees another layer's."""
         mixers = (layer.attention for layer in self.layers)
-        return tuple(mixer.kv_entry if isinstance(mixer, KVAttention) else None for mixer in mixers)
+        return tuple(
+            mixer.kv_entry if isinstance(mixer, KVAttention) and mixer.kv_from is None else None for mixer in mixers
+        )
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """By layer, in which one's part of the KV cache its keys and values lie: its own, but for those that share."""
+        found = (layer.attention.kv_from if isinstance(layer.attention, KVAttention) else None for layer in self.layers)
+        return tuple(index if other is None else other for index, other in enumerate(found))
 
     @property
     def has_latents(self) -> bool:
@@ -656,6 +725,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rotaries(self) -> tuple[RotaryConfig | None, ...]:
         """The distinct ones, in the order of the layers."""
         return tuple(dict.fromkeys(attention.rotary for attention in self._attentions))
+
+
+def _check_kv_from(index: int, layer: LayerConfig, layers: tuple[LayerConfig, ...]) -> None:
+    """Raises ModelLoadError if the layer cannot see what it is to see."""
+    attention = layer.attention
+    if not isinstance(attention, AttentionConfig) or attention.kv_from is None:
+        return
+    other = layers[attention.kv_from].attention if 0 <= attention.kv_from < index else None
+    if not isinstance(other, AttentionConfig) or other.kv_from is not None or other.window != attention.window:
+        raise ModelLoadError(
+            f"layer {index} is to see the keys and values of layer {attention.kv_from}, which has none of its kind: "
+            "the checkpoint's config is damaged"
+        )
 
 
 def _count(name: str, value: int, largest: int) -> None:

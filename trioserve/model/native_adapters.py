@@ -44,12 +44,12 @@ def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple
         queries, keys = attention.query_size, attention.key_size
         pairs_of = attention.head_dim if has_pairs_together(attention) else 0
         query_blocks, key_blocks = queries // BLOCK_OUTPUTS, keys // BLOCK_OUTPUTS
-        qkv = (
-            _Part("q_proj", queries, 0, pairs_of=pairs_of),
+        own = (
             _Part("k_proj", keys, query_blocks, pairs_of=pairs_of),
             _Part("v_proj", keys, query_blocks + key_blocks),
         )
-        yield "qkv", hidden, qkv
+        shared = attention.kv_from is not None
+        yield "qkv", hidden, (_Part("q_proj", queries, 0, pairs_of=pairs_of), *(() if shared else own))
         yield "output", queries, (_Part("o_proj", hidden, 0),)
     if isinstance(mlp, MlpConfig):
         middle = mlp.intermediate_size

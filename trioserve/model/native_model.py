@@ -40,6 +40,7 @@ from trioserve.model.model_config import (
 from trioserve.model.native_adapters import NativeAdapter
 from trioserve.model.native_recurrent import NativeRecurrent, why_not_recurrent
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
+from trioserve.model.native_streams import NativeLaurel, NativeLayerStreams, NativeStreams, why_not_streams
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
 from trioserve.model.pooling import needed_rows, normed, pooled_vector
@@ -60,6 +61,8 @@ from trioserve_kernels.native import (
     Engine,
     ExpertsStruct,
     LatentStruct,
+    LaurelStruct,
+    LayerStreamsStruct,
     LayerStruct,
     Library,
     MatrixStruct,
@@ -91,6 +94,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
         sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
             return "experts have a norm behind them"
+    if reason := why_not_streams(config):
+        return reason
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
@@ -161,7 +166,11 @@ class NativeModel:
         self.step_weight_bytes: int = self._weights.step_byte_count
         self._states: StateStorage[Values] | None = None
         self._state_addresses = (ctypes.c_void_p * config.layer_count)()
-        self._layers = [_Layer(layer, config.hidden_size) for layer in config.layers]
+        self._layers = [_Layer(layer, config) for layer in config.layers]
+        self._streams: NativeStreams | None = None
+        if config.streams is not None:
+            table_scale = _rounded(config.streams.input_size**0.5, dtype)
+            self._streams = NativeStreams(config, config.streams, self._weights, table_scale)
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
         self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
@@ -201,6 +210,7 @@ class NativeModel:
             embedding=None if self._embedding is None else address(self._embedding),
             head=self._weights.matrix(HEAD),
             norm=address(self._norm),
+            streams=None if self._streams is None else ctypes.addressof(self._streams.struct),
         )
         self._adapters: dict[AdapterId, NativeAdapter] = {}
         self._engine: Engine | None = Engine(library, thread_count)
@@ -217,6 +227,8 @@ class NativeModel:
             yield Slot("embed.weight", self._embedding.shape, self.dtype, fill)
         for index, layer in enumerate(self._layers):
             yield from layer.slots(f"layers.{index}")
+        if self._streams is not None:
+            yield from self._streams.slots()
         yield Slot("norm.weight", self._norm.shape, "float32", functools.partial(_copy, self._norm))
 
     @property
@@ -246,8 +258,8 @@ class NativeModel:
             make=functools.partial(made, dtype=self.dtype if self._kv_format == "plain" else "uint8"),
             kv_format=self._kv_format,
         )
-        for index, pages in enumerate(self._storage.pages):
-            self._page_addresses[index] = address(pages)
+        for index, kv_layer in enumerate(self.config.kv_layers):
+            self._page_addresses[index] = address(self._storage.pages[kv_layer])
         self._unclaimed = _pieces([pages for pages in self._storage.pages if pages.nbytes])
 
     def claim_memory(self) -> bool:
@@ -409,8 +421,8 @@ def _rounded(number: float, dtype: Dtype) -> float:
 class _Layer:
     """One layer's biases and norms: float32, which holds every dtype exactly."""
 
-    def __init__(self, layer: LayerConfig, hidden: int) -> None:
-        attention, mlp = layer.attention, layer.mlp
+    def __init__(self, layer: LayerConfig, config: ModelConfig) -> None:
+        hidden, attention, mlp = config.hidden_size, layer.attention, layer.mlp
         self._layer = layer
         self._recurrent = None if layer.recurrent is None else NativeRecurrent(layer.recurrent, hidden)
         self.query_norm: Float32Array | None = None
@@ -418,6 +430,12 @@ class _Layer:
         self.qkv_bias: Float32Array | None = None
         self.output_bias: Float32Array | None = None
         self.sinks: Float32Array | None = None
+        self.value_norm: Float32Array | None = None
+        self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
+        self._streams = None if config.streams is None else NativeLayerStreams(config.streams, hidden)
+        # Held here: the layer's struct has their addresses.
+        self._laurel_struct: LaurelStruct | None = None
+        self._streams_struct: LayerStreamsStruct | None = None
         if isinstance(attention, AttentionConfig):
             self._make_attention(attention, hidden)
         elif isinstance(attention, LatentAttentionConfig):
@@ -453,9 +471,11 @@ class _Layer:
         by_head = attention.qk_norm in ("head", "unit")
         if attention.qk_norm != "none":
             self.query_norm = _ones(attention.head_dim if by_head else heads)
-            self.key_norm = _ones(attention.head_dim if by_head else keys)
+            self.key_norm = _ones(attention.head_dim if by_head else keys) if attention.kv_from is None else None
+        if attention.has_value_norm:
+            self.value_norm = _ones(attention.head_dim)
         if attention.has_bias:
-            self.qkv_bias = _singles(heads + 2 * keys)
+            self.qkv_bias = _singles(attention.projected_size)
         if attention.has_output_bias:
             self.output_bias = _singles(hidden)
         if attention.has_sinks:
@@ -471,7 +491,11 @@ class _Layer:
             self._experts = self._experts_struct(name, mlp, weights)
         if isinstance(attention, LatentAttentionConfig):
             self._latent = self._latent_struct(name, attention, weights)
-        structs = ("experts", "recurrent", "latent")
+        structs = ("experts", "recurrent", "latent", "laurel", "streams")
+        if self._laurel is not None:
+            self._laurel_struct = self._laurel.struct(name, weights)
+        if self._streams is not None:
+            self._streams_struct = self._streams.struct(name, weights)
         pointers = [
             field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] not in structs
         ]
@@ -490,7 +514,10 @@ class _Layer:
             own_fields |= {
                 "pairs_together": has_pairs_together(attention),
                 "qk_norm": QK_NORMS[attention.qk_norm],
+                "shares_kv": attention.kv_from is not None,
             }
+        if isinstance(mlp, MlpConfig) and mlp.cutoff is not None:
+            own_fields |= {"has_cutoff": True, "cutoff": mlp.cutoff}
         return LayerStruct(
             **matrices,
             **addresses,
@@ -501,6 +528,8 @@ class _Layer:
             experts=None if self._experts is None else ctypes.addressof(self._experts),
             recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct(name, weights)),
             latent=None if self._latent is None else ctypes.addressof(self._latent),
+            laurel=None if self._laurel_struct is None else ctypes.addressof(self._laurel_struct),
+            streams=None if self._streams_struct is None else ctypes.addressof(self._streams_struct),
         )
 
     def _latent_struct(self, name: str, attention: LatentAttentionConfig, weights: PackedWeights) -> LatentStruct:
@@ -562,10 +591,13 @@ class _Layer:
             return pairs_together(bias, attention.head_dim)
 
         heads, keys = attention.query_size, attention.key_size
-        return (
-            ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),
+        own = (
             ("k_proj", of_heads(_part(self.qkv_bias, heads, keys))),
             ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
+        )
+        return (
+            ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),
+            *(own if attention.kv_from is None else ()),
             ("o_proj", self.output_bias),
         )
 
@@ -583,8 +615,9 @@ class _Layer:
 
     def slots(self, name: str) -> Iterator[Slot]:
         attention = self._layer.attention
-        if self._recurrent is not None:
-            yield from self._recurrent.slots(name)
+        for part in (self._recurrent, self._laurel, self._streams):
+            if part is not None:
+                yield from part.slots(name)
         for projection, bias in (
             *(self._attention_biases(attention) if isinstance(attention, AttentionConfig) else ()),
             ("gate_proj", _every_other_block(self.gate_up_bias, 0)),

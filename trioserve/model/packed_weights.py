@@ -68,7 +68,7 @@ class _Part:
 
 
 class PackedWeights:
-    """All matrices that a step reads from end to end, in one piece of memory. Closed by its owner, when
+    """All matrices that a step reads from end to end, or rows of, in one piece of memory. Closed by its owner, when
     nothing computes any more."""
 
     def __init__(
@@ -148,6 +148,8 @@ class PackedWeights:
 def _share_of_step(config: ModelConfig, part: _Part) -> float:
     """Of a part's bytes, what a step of one token reads on the average."""
     path = part.names[0].split(".")
+    if path[:2] == ["layer_inputs", "embed"]:
+        return 0.0  # a row of a token is what rows of the embedding are: next to nothing
     if path[2:3] != ["experts"]:
         return 1.0
     mlp = config.layers[int(path[1])].mlp
@@ -182,8 +184,16 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         matrices[f"{layer}.key_up"], matrices[f"{layer}.value_up"] = (key_up,), (value_up,)
         matrices[f"{layer}.output"] = (part(hidden, attention.value_size, f"{layer}.o_proj.weight"),)
 
-    hidden = config.hidden_size
+    hidden, streams = config.hidden_size, config.streams
     matrices: dict[str, tuple[_Part, ...]] = {}
+    if streams is not None:
+        inputs = config.layer_count * streams.input_size
+        table = part(streams.input_vocab_size, inputs, "layer_inputs.embed.weight")
+        matrices["layer_inputs.embed"] = (table,)
+        matrices["layer_inputs.proj"] = (part(inputs, hidden, "layer_inputs.proj.weight"),)
+        for index in range(streams.count - 1):
+            for way in ("in", "out"):
+                matrices[f"streams.{index}.{way}"] = (part(hidden, hidden, f"streams.{index}.{way}_proj.weight"),)
     for index, described in enumerate(config.layers):
         attention, mlp = described.attention, described.mlp
         layer = f"layers.{index}"
@@ -192,15 +202,22 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         elif isinstance(attention, AttentionConfig):
             heads, keys = attention.query_size, attention.key_size
             pairs_of = attention.head_dim if has_pairs_together(attention) else 0
-            matrices[f"{layer}.qkv"] = (
-                part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of),
-                part(keys, hidden, f"{layer}.k_proj.weight", pairs_of=pairs_of),
-                part(keys, hidden, f"{layer}.v_proj.weight"),
-            )
+            qkv = [part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of)]
+            if attention.kv_from is None:
+                qkv.append(part(keys, hidden, f"{layer}.k_proj.weight", pairs_of=pairs_of))
+                qkv.append(part(keys, hidden, f"{layer}.v_proj.weight"))
+            matrices[f"{layer}.qkv"] = tuple(qkv)
             matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
         if (recurrent := described.recurrent) is not None:
             matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
             matrices[f"{layer}.mixed"] = (part(hidden, recurrent.inner_size, f"{layer}.out_proj.weight"),)
+        if rank := described.laurel_rank:
+            matrices[f"{layer}.laurel_in"] = (part(rank, hidden, f"{layer}.laurel_in.weight"),)
+            matrices[f"{layer}.laurel_out"] = (part(hidden, rank, f"{layer}.laurel_out.weight"),)
+        if streams is not None:
+            size = streams.input_size
+            matrices[f"{layer}.input_gate"] = (part(size, hidden, f"{layer}.input_gate.weight"),)
+            matrices[f"{layer}.input_proj"] = (part(hidden, size, f"{layer}.input_proj.weight"),)
         if isinstance(mlp, MlpConfig):
             gated(layer, mlp.intermediate_size)
         if not isinstance(mlp, ExpertsConfig):

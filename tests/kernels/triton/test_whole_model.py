@@ -52,7 +52,7 @@ def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, mo
     return {**driver.tokens, **result.draft_token_ids}, [entry.logprob for entry in entries]
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "qwen3", "gpt-oss", "llama4"))
+@pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "qwen3", "gpt-oss", "llama4", "gemma3n"))
 def test_a_model_answers_as_with_the_plain_kernels(
     kind: str,
     tiny_checkpoints: ModuleType,

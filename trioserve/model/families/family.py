@@ -81,7 +81,9 @@ class Family:
 # Fields that some family's models are computed by, with the values that change nothing. Whatever else a config has is
 # taken to be a note.
 MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
+    "activation_sparsity_pattern": (0, 0.0),
     "alibi": (False,),
+    "altup_num_inputs": (),
     "attention_chunk_size": (0,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (0, 0.0),
@@ -93,8 +95,10 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (0, 0.0),
     "hidden_act": ("silu",),
     "hidden_activation": ("silu",),
+    "hidden_size_per_layer_input": (0,),
     "is_causal": (True,),
     "kv_lora_rank": (0,),
+    "laurel_rank": (0,),
     "layer_types": (),
     "logit_scale": (1, 1.0),
     "logits_scaling": (1, 1.0),

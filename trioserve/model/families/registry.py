@@ -15,6 +15,7 @@ from trioserve.model.families.exaone import EXAONE, EXAONE4
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from trioserve.model.families.gemma3n import GEMMA3N
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -44,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA3N,
     PHI3,
     OLMO2,
     OLMO3,

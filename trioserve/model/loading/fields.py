@@ -132,7 +132,8 @@ class Fields:
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of them. transformers writes infinity down as an object."""
         value = self._value(name)
-        items = [math.inf if item == _INFINITY else item for item in value] if isinstance(value, list) else []
+        found = value if isinstance(value, list | array) else []
+        items = [math.inf if item == _INFINITY else item for item in found]
         if not 1 <= len(items) <= WHOLES_MAX or not all(_is_number(item) for item in items):
             raise self.wrong(name, f"a list of 1 to {WHOLES_MAX} numbers")
         return tuple(map(float, items))

@@ -11,6 +11,7 @@ from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
 from trioserve.model.loading.gguf_hybrids import falcon_h1_values, hybrid_values, mamba2_values
+from trioserve.model.loading.gguf_streams import streams_values
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
@@ -72,6 +73,11 @@ _KEYS = {
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
     "num_dense_layers": "leading_dense_block_count",
+    "altup_num_inputs": "altup.num_inputs",
+    "altup_active_idx": "altup.active_idx",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "activation_sparsity_scale": "activation_sparsity_scale",
 }
 _SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -97,6 +103,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
     values = dict(file.metadata)
     hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"))
+    hybrid |= streams_values(raw, name, file.tensors)
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if f"{name}.{key}" not in hybrid:
             values[f"{name}.{key}"] = _same_for_all_layers(raw, f"{name}.{key}")
@@ -247,8 +254,8 @@ def _rope(
     theta: float,
 ) -> tuple[float, RopeScaling | None]:
     if layer_type == "sliding_attention":
-        # Only Gemma 3's differ from layer to layer, and llama.cpp knows by how much.
-        if architecture != "gemma3":
+        # Only Gemma 3's and 3n's differ from layer to layer, and llama.cpp knows by how much.
+        if architecture not in ("gemma3", "gemma3n"):
             theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
         return fields.number_or(f"{architecture}.rope.freq_base_swa", theta), None
     theta = fields.number_or(f"{architecture}.rope.freq_base", theta)

@@ -32,6 +32,7 @@ from trioserve.model.model_config import (
     RotaryConfig,
     ShortConvConfig,
     StateSpaceConfig,
+    StreamsConfig,
 )
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
@@ -170,6 +171,22 @@ TRANSFORMERS = Format(
         "state.rates": "mamba.A_log",
         "state.skips": "mamba.D",
         "state.time_step_bias": "mamba.dt_bias",
+        "laurel_in": "laurel.linear_left",
+        "laurel_out": "laurel.linear_right",
+        "laurel_norm": "laurel.post_laurel_norm",
+        "streams.in_proj": "model.altup_projections.{stream}",
+        "streams.out_proj": "model.altup_unembed_projections.{stream}",
+        "streams.scale": "altup.correct_output_scale",
+        "stream_router": "altup.modality_router",
+        "stream_router_norm": "altup.router_norm",
+        "stream_prediction": "altup.prediction_coefs",
+        "stream_correction": "altup.correction_coefs",
+        "layer_inputs.embed": "model.embed_tokens_per_layer",
+        "layer_inputs.proj": "model.per_layer_model_projection",
+        "layer_inputs.norm": "model.per_layer_projection_norm",
+        "input_gate": "per_layer_input_gate",
+        "input_proj": "per_layer_projection",
+        "input_norm": "post_per_layer_input_norm",
     },
     "model.layers",
     lambda family: family_named(family).transformers,
@@ -218,6 +235,22 @@ GGUF = Format(
         "state.rates": "ssm_a",
         "state.skips": "ssm_d",
         "state.time_step_bias": "ssm_dt.bias",
+        "laurel_in": "laurel_l",
+        "laurel_out": "laurel_r",
+        "laurel_norm": "laurel_post_norm",
+        "streams.in_proj": "altup_proj",
+        "streams.out_proj": "altup_unembd_proj",
+        "streams.scale": "altup_correct_scale.weight",
+        "stream_router": "altup_router",
+        "stream_router_norm": "altup_router_norm",
+        "stream_prediction": "altup_predict_coef",
+        "stream_correction": "altup_correct_coef",
+        "layer_inputs.embed": "per_layer_token_embd",
+        "layer_inputs.proj": "per_layer_model_proj",
+        "layer_inputs.norm": "per_layer_proj_norm",
+        "input_gate": "inp_gate",
+        "input_proj": "proj",
+        "input_norm": "post_norm",
     },
     "blk",
     lambda family: family_named(family).gguf or Naming(),
@@ -256,13 +289,38 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every tensor that a model with this config has, by its name in here, in the order of computing."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab_size, hidden)}
+    streams = config.streams
+    if streams is not None:
+        inputs = config.layer_count * streams.input_size
+        shapes["layer_inputs.embed.weight"] = (streams.input_vocab_size, inputs)
+        shapes["layer_inputs.proj.weight"] = (inputs, hidden)
+        shapes["layer_inputs.norm.weight"] = (streams.input_size,)
+        shapes |= {f"streams.{index}.in_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     for index, layer in enumerate(config.layers):
         for module, shape in _layer_shapes(layer, hidden):
             shapes[f"layers.{index}.{module}"] = shape
+        for module, shape in () if streams is None else _stream_shapes(streams, hidden):
+            shapes[f"layers.{index}.{module}"] = shape
+    if streams is not None:
+        shapes |= {f"streams.{index}.out_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     shapes["norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape]]:
+    """Of what a layer has for its streams."""
+    return [
+        ("stream_router_norm.weight", (hidden,)),
+        ("stream_router.weight", (streams.count, hidden)),
+        ("stream_prediction.weight", (streams.count**2, streams.count)),
+        ("stream_correction.weight", (streams.count, streams.count)),
+        ("input_gate.weight", (streams.input_size, hidden)),
+        ("input_proj.weight", (hidden, streams.input_size)),
+        ("input_norm.weight", (hidden,)),
+        ("streams.scale", (hidden,)),
+    ]
 
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
@@ -277,10 +335,12 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
         norms += [] if attention.query_rank is None else [("q_a_norm", attention.query_rank)]
         norms += [("kv_a_norm", attention.latent_dim)]
     elif isinstance(attention, AttentionConfig):
+        sizes = (attention.query_size, attention.key_size)
         if attention.qk_norm == "head":
-            norms += [("q_norm", attention.head_dim), ("k_norm", attention.head_dim)]
-        elif attention.qk_norm not in ("none", "unit"):
-            norms += [("q_norm", attention.query_size), ("k_norm", attention.key_size)]
+            sizes = (attention.head_dim, attention.head_dim)
+        if attention.qk_norm not in ("none", "unit"):
+            norms += [("q_norm", sizes[0])] + [("k_norm", sizes[1])] * (attention.kv_from is None)
+    norms += [("laurel_norm", hidden)] if layer.laurel_rank else []
     recurrent = layer.recurrent
     if isinstance(recurrent, StateSpaceConfig) and recurrent.norm != "none":
         norms += [("gate_norm", recurrent.inner_size)]
@@ -289,6 +349,11 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
+    if layer.laurel_rank:
+        shapes += [
+            ("laurel_in.weight", (layer.laurel_rank, hidden)),
+            ("laurel_out.weight", (hidden, layer.laurel_rank)),
+        ]
     for module, rows, columns, has_bias in (
         *(_attention_matrices(attention, hidden) if isinstance(attention, KVAttention) else ()),
         *(() if recurrent is None else _recurrent_matrices(recurrent, hidden)),
@@ -310,8 +375,9 @@ def _attention_matrices(
         yield from _latent_matrices(attention, hidden)
         return
     yield "q_proj", attention.query_size, hidden, attention.has_bias
-    yield "k_proj", attention.key_size, hidden, attention.has_bias
-    yield "v_proj", attention.key_size, hidden, attention.has_bias
+    if attention.kv_from is None:
+        yield "k_proj", attention.key_size, hidden, attention.has_bias
+        yield "v_proj", attention.key_size, hidden, attention.has_bias
     yield "o_proj", hidden, attention.query_size, attention.has_output_bias
 
 
@@ -366,17 +432,18 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
     if is_joint:
         return f"{layer}{format.joint}.{kind}"
     expert = path[3] if path[2:3] == ["experts"] else ""
+    stream = path[1] if path[0] == "streams" else ""
     module = _module(path)
     if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
         return f"{layer}{whole}"
     usual = naming.modules.get(module) or format.modules[module]
-    return f"{layer}{usual.format(expert=expert)}.{kind}"
+    return f"{layer}{usual.format(expert=expert, stream=stream)}.{kind}"
 
 
 def _module(path: list[str]) -> str:
-    """path: a name in here without its kind, split. Without its layer and which expert's it is."""
+    """path: a name in here without its kind, split. Without its layer and which expert's or stream's it is."""
     path = path[2:] if path[0] == "layers" else path
-    return ".".join(path[:1] + path[2:] if path[0] == "experts" else path)
+    return ".".join(path[:1] + path[2:] if path[0] in ("experts", "streams") else path)
 
 
 def tensor_places(
@@ -429,13 +496,21 @@ def match_tensors(
                 f"{name} has shape {list(found[name])}, but the config asks for {list(shape)}: "
                 "weights and config are not of the same model"
             )
-    unknown = [name for name in found if name not in shapes and not ignored(name)]
+    unread = _unread(config, format)
+    unknown = [name for name in found if name not in shapes and name not in unread and not ignored(name)]
     if unknown:
         raise ModelLoadError(
             f"the weights hold {_listed(unknown)}, which {config.family} with this config has no place for: "
             "weights and config are not of the same model, or it is a variant that is not supported"
         )
     return places
+
+
+def _unread(config: ModelConfig, format: Format) -> set[str]:
+    """Of layers that see another layer's keys and values: what some files have for their own, out there."""
+    layers = [index for index, other in enumerate(config.kv_layers) if index != other]
+    modules = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
+    return {outside_name(f"layers.{index}.{module}", config.family, format) for index in layers for module in modules}
 
 
 def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format) -> TensorPlace:

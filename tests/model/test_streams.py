@@ -1,0 +1,181 @@
+"""A hidden state of several streams, layers that see others' keys and values, and gates that are cut off (Gemma 3n)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import NormalDist
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from trioserve import open_engine
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.device import kv_block_bytes
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.hf_config import model_config_from
+from trioserve.model.loading.names import TRANSFORMERS, match_tensors, tensor_places
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.native_model import why_not_native
+
+BASE: dict[str, Any] = {
+    "architectures": ["Gemma3nForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+}
+
+
+def read(**fields: Any) -> ModelConfig:
+    return model_config_from({**BASE, **fields}, {}, dtype_name="float32")
+
+
+def test_a_layer_sees_the_last_one_of_its_kind_that_has_its_own() -> None:
+    config = read()
+    assert config.windows == (512, None)
+    assert config.kv_layers == (0, 1, 2, 3, 4, 5, 5, 5, 5, 4)
+    assert [entry is None for entry in config.kv_entries] == [False] * 6 + [True] * 4
+    assert read(num_kv_shared_layers=0).kv_layers == tuple(range(10))
+
+
+def test_the_cache_has_no_room_for_what_is_shared() -> None:
+    whole, shared = (kv_block_bytes(read(num_kv_shared_layers=count), 16, "float32") for count in (0, 4))
+    assert shared * 10 == whole * 6
+
+
+def test_gates_are_cut_off_where_so_few_are_left() -> None:
+    cutoffs = [layer.mlp.cutoff for layer in read(activation_sparsity_pattern=[0.95] * 3 + [0.5] + [0.0] * 6).layers]
+    assert cutoffs == [pytest.approx(1.6448536)] * 3 + [pytest.approx(0.0)] + [None] * 6
+    deep = read(num_hidden_layers=15)
+    assert [layer.mlp.cutoff for layer in deep.layers] == [NormalDist().inv_cdf(0.95)] * 10 + [None] * 5
+    assert all(layer.mlp.cutoff is None for layer in read().layers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    (
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers in config.json is 10, but it must be 0 to 9"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers in config.json is -1"),
+        ({"num_kv_shared_layers": 7}, "so few that a layer with full attention is left before them"),
+        ({"laurel_rank": 0}, "laurel_rank in config.json is 0, but it must be at least 1"),
+        ({"altup_num_inputs": 0}, "altup_num_inputs is 0, allowed is 1 to 8"),
+        ({"altup_num_inputs": 9}, "altup_num_inputs is 9, allowed is 1 to 8"),
+        ({"altup_active_idx": 4}, "altup_active_idx is 4, but there are 4 streams"),
+        ({"altup_active_idx": -1}, "altup_active_idx is -1"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input is 0"),
+        ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input is 0"),
+        ({"activation_sparsity_pattern": [0.5] * 4}, "must be one number, or one for each of 10 layers"),
+        ({"activation_sparsity_pattern": [1.0] * 10}, "of numbers from 0 to below 1"),
+        ({"intermediate_size": [96, 64]}, "intermediate_size in config.json is .*one for each of 10 layers"),
+        ({"intermediate_size": None}, "intermediate_size in config.json is None"),
+        ({"hidden_activation": "silu"}, "hidden_activation in config.json is 'silu'"),
+    ),
+)
+def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read(**fields)
+
+
+@pytest.mark.parametrize("field", ("altup_num_inputs", "hidden_size_per_layer_input", "laurel_rank"))
+def test_no_other_family_is_taken_for_one_with_streams(field: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"{field} in config.json is 4, which gemma3 with this config"):
+        neutral = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+        read(architectures=["Gemma3ForCausalLM"], **{**neutral, field: 4})
+
+
+def test_what_the_native_kernels_do_not_compute_is_said() -> None:
+    assert why_not_native(read(), "float32") is None
+    assert "laurel_rank is 8, no multiple of 16" in str(why_not_native(read(laurel_rank=8), "float32"))
+    odd = read(hidden_size_per_layer_input=8)
+    assert "hidden_size_per_layer_input is 8, no multiple of 16" in str(why_not_native(odd, "float32"))
+
+
+def test_keys_and_values_that_no_layer_reads_do_no_harm() -> None:
+    """Published checkpoints have them."""
+    config = read()
+    _, shapes = tensor_places(config, TRANSFORMERS)
+    names = [f"model.layers.{index}.self_attn.{name}.weight" for index in (6, 9) for name in ("k_proj", "v_proj")]
+    extra = dict.fromkeys(names, (32, 64))
+    match_tensors(config, {**shapes, **extra}, TRANSFORMERS, ignored=lambda _name: False)
+    with pytest.raises(ModelLoadError, match=r"model.layers.5.self_attn.k_proj.bias"):
+        odd = {"model.layers.5.self_attn.k_proj.bias": (32,)}
+        match_tensors(config, {**shapes, **odd}, TRANSFORMERS, ignored=lambda _name: False)
+
+
+def logprobs_of(step_driver: ModuleType, path: Path, prompt: list[int], **options: Any) -> torch.Tensor:
+    driver = step_driver.StepDriver(step_driver.load_runner(path, **options))
+    driver.add("p", prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    return torch.tensor([entry.logprob for entry in driver.step({"p": len(prompt)}).prompt_logprobs["p"]])
+
+
+def test_a_token_without_inputs_of_its_own_has_those_of_token_0(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
+) -> None:
+    """The table has 300 rows for 320 tokens: changing a row changes what is said behind its token alone, and row 0 what
+    is said behind those that have none."""
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_checkpoint("gemma3n")
+    tensors = load_file(path / "model.safetensors")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((path / name).read_bytes())
+    prompt = [7, 310, 11]
+    before = logprobs_of(step_driver, path, prompt, cpu_kernels=cpu_kernels)
+    for row, differs in ((0, True), (299, False)):
+        changed = dict(tensors)
+        table = changed["model.embed_tokens_per_layer.weight"].clone()
+        table[row] += 1.0
+        changed["model.embed_tokens_per_layer.weight"] = table
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        found = logprobs_of(step_driver, tmp_path, prompt, cpu_kernels=cpu_kernels)
+        assert found[0] == before[0]
+        assert bool(found[1] != before[1]) == differs
+
+
+@pytest.mark.parametrize("quantization", ("int8", "int4"))
+def test_the_table_of_inputs_is_kept_in_few_bits(
+    quantization: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    prompt = list(range(5, 45))
+    path = tiny_checkpoint("gemma3n")
+    exact = logprobs_of(step_driver, path, prompt)
+    found = logprobs_of(step_driver, path, prompt, quantization=quantization, dtype="bfloat16", cpu_kernels="native")
+    error = (found - exact).square().mean().sqrt()
+    assert 0 < error < {"int8": 0.3, "int4": 1.5}[quantization]
+
+
+def test_a_step_reads_a_few_rows_of_the_table(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("gemma3n"), cpu_kernels="native")
+    config = runner.config
+    table = 300 * config.layer_count * 16 * 4
+    assert runner.step_weight_bytes < open_checkpoint(tiny_checkpoint("gemma3n")).weight_bytes - table // 2
+
+
+async def test_an_engine_answers_and_gives_every_block_back(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("gemma3n"))
+    async with open_engine(path, dtype="float32", max_num_seqs=4, kv_cache_memory=0.01) as engine:
+        said = []
+        for _ in range(2):
+            async with engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=24)) as stream:
+                said.append([token_id async for delta in stream for token_id in delta.token_ids])
+        async with engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=200)) as stream:
+            async for _delta in stream:
+                break  # the rest is not wanted
+        await trio.testing.wait_all_tasks_blocked()
+        stats = engine.stats()
+    assert said[0] == said[1]
+    assert stats.prefix_hit_tokens_total > 0
+    assert (stats.running_count, stats.blocks_used) == (0, 0)

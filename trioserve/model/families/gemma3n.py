@@ -1,0 +1,126 @@
+"""Gemma 3n, texts only: a hidden state of several streams, an input of each layer's own for every token, layers that
+see the keys and values of an earlier one, few gates of a row in the first MLPs, and a low-rank way around attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import TypeVar
+
+from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, StreamsConfig
+
+__all__ = ["GEMMA3N"]
+
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # where a config does not say it
+Number = TypeVar("Number", int, float)
+MODULES = {"mlp_norm": "pre_feedforward_layernorm"}
+
+
+def _describe(fields: ModelFields) -> ModelConfig:
+    attentions = _attentions(fields)
+    mlps = _mlps(fields)
+    rank = fields.interval("laurel_rank", 64)
+    return fields.described(
+        "gemma3n",
+        [
+            LayerConfig(attention=attention, mlp=mlp, has_output_norms=True, laurel_rank=rank)
+            for attention, mlp in zip(attentions, mlps, strict=True)
+        ],
+        context_tokens_max=fields.whole("max_position_embeddings"),
+        embedding_scale=float(max(fields.whole("hidden_size"), 0)) ** 0.5,
+        logit_cap=fields.number_if_said("final_logit_softcapping", 30.0),
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
+        streams=StreamsConfig(
+            count=fields.whole_or("altup_num_inputs", 4),
+            active=fields.whole_or("altup_active_idx", 0),
+            has_scale=fields.flag_or("altup_correct_scale", True),
+            input_size=fields.whole_or("hidden_size_per_layer_input", 256),
+            input_vocab_size=fields.whole_or("vocab_size_per_layer_input", 262_144),
+        ),
+    )
+
+
+def _attentions(fields: ModelFields) -> list[AttentionConfig]:
+    """Each of the last layers sees what the last layer of its kind before them keeps."""
+    has_bias = fields.flag_or("attention_bias", False)
+    windows = fields.windows(fields.whole_or("sliding_window", 512), lambda layer: (layer + 1) % 5 != 0)
+    head_dim = fields.whole_or("head_dim", 256)
+    whole = fields.rotary(head_dim, layer_type="full_attention", theta=1_000_000.0)
+    sliding = fields.rotary(head_dim, layer_type="sliding_attention", theta=10_000.0)
+    first_shared = fields.layer_count - fields.whole_or("num_kv_shared_layers", 15)
+    if not 1 <= first_shared <= fields.layer_count:
+        raise fields.wrong("num_kv_shared_layers", f"0 to {fields.layer_count - 1}, less than there are layers")
+    last = {window: index for index, window in enumerate(windows[:first_shared])}
+    if unknown := set(windows) - set(last):
+        kind = "full" if None in unknown else "sliding"
+        raise fields.wrong("num_kv_shared_layers", f"so few that a layer with {kind} attention is left before them")
+    return [
+        fields.attention(
+            head_dim=256,
+            rotary=whole if window is None else sliding,
+            window=window,
+            scale=1.0,
+            has_bias=has_bias,
+            has_output_bias=has_bias,
+            qk_norm="head",
+            has_value_norm=True,
+            kv_from=None if index < first_shared else last[window],
+        )
+        for index, window in enumerate(windows)
+    ]
+
+
+def _mlps(fields: ModelFields) -> list[MlpConfig]:
+    sizes = _of_layers(fields, "intermediate_size", fields.wholes("intermediate_size"))
+    if fields.activation("hidden_activation", default="gelu_pytorch_tanh") != "gelu_tanh":
+        raise fields.wrong("hidden_activation", "'gelu_pytorch_tanh'")
+    return [
+        MlpConfig(intermediate_size=size, activation="gelu_tanh", cutoff=cutoff)
+        for size, cutoff in zip(sizes, _cutoffs(fields), strict=True)
+    ]
+
+
+def _cutoffs(fields: ModelFields) -> list[float | None]:
+    """GGUF files have them as they are; a config has the share of gates that are to be 0, of normally distributed
+    ones."""
+    if "activation_sparsity_scale" in fields:
+        scales = _of_layers(fields, "activation_sparsity_scale", fields.numbers("activation_sparsity_scale"))
+        return [scale if scale > float("-inf") else None for scale in scales]
+    shares: list[float] = [0.0] * fields.layer_count
+    if "activation_sparsity_pattern" in fields:
+        shares = _of_layers(fields, "activation_sparsity_pattern", fields.numbers("activation_sparsity_pattern"))
+    elif fields.layer_count > SPARSE_LAYERS:
+        shares[:SPARSE_LAYERS] = [SPARSITY] * SPARSE_LAYERS
+    if not all(0 <= share < 1 for share in shares):
+        raise fields.wrong("activation_sparsity_pattern", "of numbers from 0 to below 1")
+    return [NormalDist().inv_cdf(share) if share else None for share in shares]
+
+
+def _of_layers(fields: ModelFields, name: str, found: Sequence[Number]) -> list[Number]:
+    """One for each layer; a single one is every layer's."""
+    if len(found) not in (1, fields.layer_count):
+        raise fields.wrong(name, f"one number, or one for each of {fields.layer_count} layers")
+    return list(found) * (fields.layer_count // len(found))
+
+
+GEMMA3N = Family(
+    name="gemma3n",
+    classes=("Gemma3nForCausalLM",),
+    model_type="gemma3n_text",
+    describe=_describe,
+    transformers=Naming(modules=MODULES),
+    gguf=GgufNaming(architecture="gemma3n"),
+    with_images=("Gemma3nForConditionalGeneration",),
+    text_defaults={
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "bos_token_id": 2,
+    },
+)

@@ -1,0 +1,167 @@
+"""A hidden state of several streams, of which a layer computes one, in torch: see StreamsConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trioserve.model.layers import Embedding, Linear, MakeLinear, Norm
+from trioserve.model.model_config import Activation, ModelConfig, StreamsConfig
+from trioserve.model.torch_formats import TensorSlot
+from trioserve_kernels import Kernels
+
+__all__ = ["LayerStreams", "Streams", "StreamsOfStep"]
+
+LEAST_SQUARE = 1e-5  # of a stream's numbers on the average, so that it can be brought to another magnitude
+
+
+class StreamsOfStep:
+    """values: [T, hidden_size] each, changed in place. inputs: [T, layers, input_size]."""
+
+    def __init__(self, values: list[Tensor], inputs: Tensor) -> None:
+        self.values = values
+        self.inputs = inputs
+
+
+class Streams:
+    """What begins a step's streams, and what makes one of them again."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        streams: StreamsConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        hidden, inputs = config.hidden_size, config.layer_count * streams.input_size
+
+        def linear(outputs: int, name: str) -> Linear:
+            return Linear(hidden, {name: outputs}, bias=False, dtype=dtype, device=device, kernels=kernels)
+
+        self._config, self._streams, self._kernels = config, streams, kernels
+        self._embedding = Embedding(streams.input_vocab_size, inputs, dtype=dtype, device=device)
+        self._embedding_scale = torch.tensor(streams.input_size**0.5, dtype=dtype).item()  # rounded, as its makers do
+        self._projection = linear(inputs, "layer_inputs.proj")
+        self._norm = Norm("layer_inputs.norm", streams.input_size, config, kernels, dtype=dtype, device=device)
+        self._ins = [linear(hidden, f"streams.{index}.in_proj") for index in range(streams.count - 1)]
+        self._outs = [linear(hidden, f"streams.{index}.out_proj") for index in range(streams.count - 1)]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self._projection, *self._ins, *self._outs
+
+    def slots(self) -> Iterator[TensorSlot]:
+        weight = self._embedding.weight
+        yield TensorSlot("layer_inputs.embed.weight", tuple(weight.shape), weight.dtype, weight.copy_)
+        yield from self._norm.slots()
+        for linear in self.linears:
+            yield from linear.slots()
+
+    def begun(self, hidden: Tensor, token_ids: Tensor) -> StreamsOfStep:
+        """hidden: the tokens' embeddings, [T, hidden_size]; it becomes the first stream."""
+        size, layers = self._streams.input_size, self._config.layer_count
+        projected = self._projection(hidden).mul_(self._config.hidden_size**-0.5).view(-1, layers, size)
+        table_ids = torch.where(token_ids < self._streams.input_vocab_size, token_ids, 0)
+        own = self._embedding(table_ids).mul_(self._embedding_scale).view(-1, layers, size)
+        inputs = (self._norm(projected) + own).mul_(0.5**0.5)
+        magnitude = _mean_square(hidden).sqrt()
+        return StreamsOfStep([hidden, *(_brought(linear(hidden), magnitude) for linear in self._ins)], inputs)
+
+    def ended(self, streams: StreamsOfStep) -> Tensor:
+        """[T, hidden_size]"""
+        first, *others = streams.values
+        magnitude = _mean_square(first).sqrt()
+        total = first.clone()
+        for linear, values in zip(self._outs, others, strict=True):
+            total += _brought(linear(values), magnitude)
+        return total.div_(self._streams.count)
+
+
+class LayerStreams:
+    """What is before a layer and behind it."""
+
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        streams: StreamsConfig,
+        activation: Activation,
+        kernels: Kernels,
+        linear: MakeLinear,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        hidden, count, size = config.hidden_size, streams.count, streams.input_size
+
+        def norm(module: str) -> Norm:
+            return Norm(f"layers.{index}.{module}", hidden, config, kernels, dtype=dtype, device=device)
+
+        self._index, self._streams, self._activation = index, streams, activation
+        self._kernels = kernels
+        self._router_norm, self._input_norm = norm("stream_router_norm"), norm("input_norm")
+        self._router = linear(hidden, False, stream_router=count)
+        self._prediction = linear(count, False, stream_prediction=count * count)
+        self._correction = linear(count, False, stream_correction=count)
+        self._gate = linear(hidden, False, input_gate=size)
+        self._projection = linear(size, False, input_proj=hidden)
+        self._scale = torch.empty(hidden, dtype=dtype, device=device)
+        self._name = f"layers.{index}.streams.scale"
+        self._router_scale = 1.0 / hidden
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self._router, self._prediction, self._correction, self._gate, self._projection
+
+    def slots(self) -> Iterator[TensorSlot]:
+        parts: tuple[Norm | Linear, ...] = (self._router_norm, self._input_norm, *self.linears)
+        for part in parts:
+            yield from part.slots()
+        yield TensorSlot(self._name, tuple(self._scale.shape), self._scale.dtype, self._scale.copy_)
+
+    def predict(self, streams: StreamsOfStep) -> Tensor:
+        """What the layer is to compute, which it may change."""
+        old, count = streams.values, self._streams.count
+        shares = self._prediction(self._routed(old[self._streams.active])).view(-1, count, count, 1)
+        new = []
+        for stream, values in enumerate(old):
+            total = old[0] * shares[:, stream, 0]
+            for index in range(1, count):
+                total += old[index] * shares[:, stream, index]
+            new.append(total.add_(values))
+        streams.values = new
+        return new[self._streams.active].clone()
+
+    def correct(self, streams: StreamsOfStep, computed: Tensor) -> None:
+        """computed: what the layer made of it."""
+        active, values = self._streams.active, streams.values
+        shares = self._correction(self._routed(computed)) + 1.0
+        went = computed - values[active]
+        for stream, each in enumerate(values):
+            each.addcmul_(went, shares[:, stream, None])
+        read = values[active] * self._scale if self._streams.has_scale else values[active]
+        inputs = streams.inputs[:, self._index]
+        gated = self._kernels.activate_and_mul(torch.cat((self._gate(read), inputs), -1), self._activation)
+        given = self._input_norm(self._projection(gated))
+        for each in values[1:]:
+            each += given
+
+    def _routed(self, values: Tensor) -> Tensor:
+        """[T, count]: how much of each of the router's kinds the rows are."""
+        products = self._router(self._router_norm(values).mul_(self._router_scale))
+        # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+        return products.double().tanh().to(values.dtype)
+
+
+def _mean_square(values: Tensor) -> Tensor:
+    """Of each row, [T, 1], of as many bits whichever rows there are."""
+    return values.double().square().mean(-1, keepdim=True).to(values.dtype)
+
+
+def _brought(values: Tensor, magnitude: Tensor) -> Tensor:
+    own = _mean_square(values).clamp_min_(LEAST_SQUARE).sqrt_()
+    return values.mul_(magnitude).div_(own)
