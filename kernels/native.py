@@ -149,7 +149,7 @@ class WeightPartStruct(ctypes.Structure):
 class MatrixStruct(ctypes.Structure):
     """Matrix of cpu/step.h."""
 
-    _fields_ = (("parts", WeightPartStruct * 3),)
+    _fields_ = (("parts", WeightPartStruct * 4),)
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -174,7 +174,7 @@ class RecurrentStruct(ctypes.Structure):
         *((name, _pointer) for name in ("input_bias", "output_bias")),
         *((name, _pointer) for name in ("conv_weights", "conv_bias", "rates", "skips", "time_step_bias", "gate_norm")),
         *((name, _int) for name in ("channels", "kernel", "projected", "heads", "head_dim", "groups", "vectors")),
-        ("norm", _int),
+        *((name, _int) for name in ("norm", "norm_groups", "is_delta", "in_turn")),
         *((name, _float) for name in ("time_step_min", "time_step_max")),
     )
 
@@ -231,7 +231,9 @@ class LayerStruct(ctypes.Structure):
         ("recurrent", _pointer),
         ("latent", _pointer),
         *((name, _pointer) for name in ("laurel", "streams", "value_norm")),
-        *((name, _int) for name in ("shares_kv", "has_cutoff")),
+        ("shares_kv", _int),
+        *((name, _pointer) for name in ("attention_gate", "attention_gate_bias")),
+        ("has_cutoff", _int),
         ("cutoff", _float),
     )
 
@@ -524,7 +526,7 @@ class Engine:
 
 
 def matrix_of(*parts: tuple[int, int, int, WeightFormat]) -> MatrixStruct:
-    """A matrix of up to three parts, one behind the other: address, outputs, inputs, format. All but the last have
+    """A matrix of up to four parts, one behind the other: address, outputs, inputs, format. All but the last have
     a multiple of 16 outputs."""
     matrix = MatrixStruct()
     first_block = 0

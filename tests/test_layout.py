@@ -147,7 +147,7 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
-        "attention.py sampled_ids.py cuda_graphs.py decoder.py drafts/eagle.py drafts/mtp.py encoder.py "
+        "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py drafts/eagle.py drafts/mtp.py encoder.py "
         "encoder_layers.py gumbel.py "
         "host_to_device.py latent_attention.py layers.py recurrent_layers.py sampler.py static_decode.py "
         "static_inputs.py step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "

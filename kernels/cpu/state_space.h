@@ -1,8 +1,8 @@
-// Layers that keep a state for a whole sequence: convolutions over its last tokens, and selective state spaces (Mamba-2,
-// arXiv 2405.21060).
+// Layers that keep a state for a whole sequence: convolutions over its last tokens, selective state spaces (Mamba-2, arXiv
+// 2405.21060), and the gated delta rule (arXiv 2412.06464).
 //
 // A state is float32, one slot of a layer's memory: [kernel - 1][channels], what was convolved last, oldest first, and then,
-// of a state space, [heads][vectors][head_dim]. The rows of one chunk come one after the other, whatever else is in the
+// of the latter two, [heads][vectors][head_dim]. The rows of one chunk come one after the other, whatever else is in the
 // step; so the bits of a row depend neither on that nor on how its prompt was cut into chunks. Chunks, channels and heads
 // are independent pieces of work.
 #pragma once
@@ -122,6 +122,67 @@ inline void scan(const Recurrent& layer, float* memory, const StateSpan* spans, 
     }
 }
 
+// BLOCKS * 16 numbers of a head's state, from `first` on, of one row: what it says of the key is brought nearer to the value.
+// key, query: of these lengths already.
+template <int BLOCKS>
+inline void correct_row(const Recurrent& layer, float* state, int64_t first, float decay, float share, const float* key,
+                        const float* query, const float* value, float* to) {
+    Lanes said[BLOCKS], sums[BLOCKS];
+    for (int block = 0; block < BLOCKS; block++) said[block] = sums[block] = zero();
+    for (int64_t vector = 0; vector < layer.vectors; vector++) {
+        const float* place = state + vector * layer.head_dim + first;
+        const Lanes own = set(key[vector]);
+        for (int block = 0; block < BLOCKS; block++) said[block] = fma(load(place + block * LANES), own, said[block]);
+    }
+    const Lanes decays = set(decay), shares = set(share);
+    for (int block = 0; block < BLOCKS; block++)
+        said[block] = mul(sub(load(value + first + block * LANES), mul(said[block], decays)), shares);
+    for (int64_t vector = 0; vector < layer.vectors; vector++) {
+        float* place = state + vector * layer.head_dim + first;
+        const Lanes own = set(key[vector]), out = set(query[vector]);
+        for (int block = 0; block < BLOCKS; block++) {
+            const Lanes number = fma(said[block], own, mul(load(place + block * LANES), decays));
+            store(place + block * LANES, number);
+            sums[block] = fma(number, out, sums[block]);
+        }
+    }
+    for (int block = 0; block < BLOCKS; block++) store(to + first + block * LANES, sums[block]);
+}
+
+// values, multiplied so that they have this length.
+inline void with_length(const float* values, int64_t size, float length, float* to) {
+    float square = 1e-6f;
+    for (int64_t n = 0; n < size; n++) square += values[n] * values[n];
+    const float factor = length / std::sqrt(square);
+    for (int64_t n = 0; n < size; n++) to[n] = values[n] * factor;
+}
+
+// As scan, of the delta rule. convolved: q, k and v. lengths: memory for two vectors.
+inline void scan_delta(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t head,
+                       const float* projected, const float* convolved, float* scanned, float* lengths) {
+    const int64_t dim = layer.head_dim, inner = layer.heads * dim, vectors = layer.vectors;
+    const int64_t group = layer.in_turn ? head % layer.groups : head / (layer.heads / layer.groups);
+    const float *decays = projected + inner + layer.channels + head, *shares = decays + layer.heads;
+    float *query = lengths, *key = lengths + vectors;
+    for (const StateSpan* span = spans; span < spans + span_count; span++) {
+        float* state = begun_state(layer, memory, *span, conv_size(layer) + head * head_size(layer), head_size(layer));
+        for (int64_t row = span->first_row; row < span->first_row + span->count; row++) {
+            const int64_t place = row * projected_stride(layer);
+            const float decay = std::exp(layer.rates[head] * softplus(decays[place] + layer.time_step_bias[head]));
+            const float share = 1.0f / (1.0f + std::exp(-shares[place]));
+            const float* own = convolved + row * layer.channels;
+            with_length(own + group * vectors, vectors, 1.0f / std::sqrt(float(vectors)), query);
+            with_length(own + (layer.groups + group) * vectors, vectors, 1.0f, key);
+            const float* value = own + 2 * layer.groups * vectors + head * dim;
+            float* to = scanned + row * inner + head * dim;
+            int64_t first = 0;
+            for (; first + 4 * LANES <= dim; first += 4 * LANES)
+                correct_row<4>(layer, state, first, decay, share, key, query, value, to);
+            for (; first < dim; first += LANES) correct_row<1>(layer, state, first, decay, share, key, query, value, to);
+        }
+    }
+}
+
 // numbers, so many of a group, divided by the root of the mean of their squares, and weighed.
 inline void norm_group(float* numbers, const float* weights, int64_t size, float eps) {
     Lanes squares = zero();
@@ -134,7 +195,7 @@ inline void norm_group(float* numbers, const float* weights, int64_t size, float
 // changed.
 template <class T>
 void gate_and_norm(const Recurrent& layer, float eps, const float* gate, float* numbers, const Rows<T>& to, int64_t row) {
-    const int64_t inner = int64_t(layer.heads) * layer.head_dim, size = inner / layer.groups;
+    const int64_t inner = int64_t(layer.heads) * layer.head_dim, size = inner / layer.norm_groups;
     for (int64_t first = 0; first < inner; first += size) {
         if (layer.norm == NORM_BEFORE_GATE) norm_group(numbers + first, layer.gate_norm + first, size, eps);
         for (int64_t n = first; n < first + size; n += LANES)

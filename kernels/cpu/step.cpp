@@ -233,7 +233,7 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, dequantized, packed, floats, memory, table_row;
+        Buffer normed, quantized, dequantized, packed, floats, memory, table_row, vectors;
         Buffer best_values, best_ids, doubts, scores, weights, work, marks, allowed;
     };
 
@@ -294,6 +294,8 @@ private:
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
                 const T* pages, const HeadRows<T>& attended, const void* after);
+    template <class T>
+    void gate_attended(int thread, const Layer& layer, const Rows<T>& attended, int64_t size);
     void make_room_for_states(const Model& model);
     template <class T>
     void recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed);
@@ -333,7 +335,7 @@ private:
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
     Buffer compressed_, raised_, plain_, values_;  // of latent attention
-    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_;
+    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_;
     StepAdapters adapters_;
 };
 
@@ -1075,6 +1077,19 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     }
 }
 
+template <class T>
+void Engine::gate_attended(int thread, const Layer& layer, const Rows<T>& attended, int64_t size) {
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        const float* gates = attention_gates_.of<float>(0) + row * size;
+        for (int64_t n = 0; n < size; n += LANES) {
+            Lanes gate = load(gates + n);
+            if (layer.attention_gate_bias != nullptr) gate = add(gate, load(layer.attention_gate_bias + n));
+            const Lanes share = div(set(1.0f), add(set(1.0f), exp(sub(zero(), gate))));
+            store(attended.at(row, n), mul(load(attended.at(row, n)), share));
+        }
+    }
+}
+
 // A thread of the team must not find that there is no memory.
 void Engine::make_room_for_states(const Model& model) {
     for (int32_t index = 0; index < model.layer_count; index++) {
@@ -1083,6 +1098,7 @@ void Engine::make_room_for_states(const Model& model) {
         projected_.of<float>(rows_ * projected_stride(*layer));
         convolved_.of<float>(rows_ * layer->channels);
         scanned_.of<float>(rows_ * layer->heads * layer->head_dim);
+        for (Own& own : own_) own.vectors.of<float>(2 * layer->vectors);
     }
 }
 
@@ -1117,7 +1133,12 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
         for (int64_t index; (index = team.take()) < int64_t(layer.heads) * step.chunk_count;) {
             const int64_t chunk = index / layer.heads;
             const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
-            scan(layer, memory, step.spans + begin, count, index % layer.heads, projected, convolved, scanned);
+            const int64_t head = index % layer.heads;
+            if (layer.is_delta)
+                scan_delta(layer, memory, step.spans + begin, count, head, projected, convolved, scanned,
+                           own_[thread].vectors.of<float>(0));
+            else
+                scan(layer, memory, step.spans + begin, count, head, projected, convolved, scanned);
         }
         team.meet();
     }
@@ -1414,6 +1435,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     T* recurrent = recurrent_.of<T>(recurrent_size > 0 ? readable(rows) * padded_depth(recurrent_size) : 0);
     make_room_for_states(model);
     make_room_for_streams<T>(model);
+    for (int32_t index = 0; index < model.layer_count; index++)
+        if (model.layers[index].attention_gate != nullptr) attention_gates_.of<float>(rows * query_size);
     for (int64_t row = 0; row < rows; row++) {
         if (model.latent_dim == 0) attended.rows.pad(row, query_size);
         for (int64_t head = 0; model.latent_dim > 0 && head < shape.heads; head++)
@@ -1510,6 +1533,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                            add_to_hidden(recurring.output_bias, layer.attention_output_norm, layer.residual_scale));
                 team.meet();
             }
+            if (layer.attention_gate != nullptr) {
+                product<T>(thread, x, rows, *layer.attention_gate, nullptr,
+                           kept_in(attention_gates_.of<float>(0), query_size));
+                team.meet();
+            }
             if (!attends(layer)) {
                 // The sum is there.
             } else if (layer.pairs_together && !shape.is_coded()) {
@@ -1545,6 +1573,10 @@ bool Engine::compute(const Model& model, const Step& step) {
                 attend<T>(thread, shape_of(model, layer), plans_.at({layer.window, layer.section}), layer.window, queries,
                           pages, attended, first_read<T>(thread, layer.output, rows));
                 team.meet();
+                if (layer.attention_gate != nullptr) {
+                    gate_attended(thread, layer, attended.rows, query_size);
+                    team.meet();
+                }
                 Rows<const T> found = attended.rows;
                 if (layer.latent != nullptr) {
                     found = raise_values<T>(thread, model, layer, attended);

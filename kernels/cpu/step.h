@@ -23,7 +23,7 @@ struct WeightPart {
 
 // A part without blocks is not there.
 struct Matrix {
-    WeightPart parts[3];
+    WeightPart parts[4];
 };
 
 enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
@@ -51,14 +51,16 @@ enum StateNorm : int32_t { NORM_OF_GATED = 0, NORM_BEFORE_GATE = 1, NO_STATE_NOR
 // is its first projection, `projected` numbers of a row, and output its last. heads: 0 is a short convolution: three times `channels`
 // are projected, b, c and x, and b * x is convolved and multiplied with c. Else z, x, b, c and time steps are, of
 // which x, b and c are the convolution's channels: x has heads * head_dim, b and c groups * vectors each. conv_weights:
-// [kernel][channels]; conv_bias: [channels] or null; gate_norm: [heads * head_dim], or null without a norm; the others:
-// [heads]. input_bias, output_bias: or null.
+// [kernel][channels]; conv_bias: [channels] or null; gate_norm: [heads * head_dim], or null without a norm, which norms so many
+// groups of them; the others: [heads]. input_bias, output_bias: or null. is_delta: the gated delta rule: z, q, k, v, decays
+// and shares are projected, q, k and v are the convolution's channels, and groups are those of keys and queries, each for
+// neighbouring heads, or with in_turn for every heads / groups-th one.
 struct Recurrent {
     Matrix input, output;
     const float *input_bias, *output_bias;
     const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm;
     int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
-    int32_t norm;  // a StateNorm
+    int32_t norm, norm_groups, is_delta, in_turn;  // norm: a StateNorm
     float time_step_min, time_step_max;
 };
 
@@ -126,6 +128,8 @@ struct Layer {
     const LayerStreams* streams;
     const float* value_norm;  // [head_dim], of each head's values; or null
     int32_t shares_kv;        // its pages are another layer's, and qkv gives queries alone
+    const Matrix* attention_gate;   // whose sigmoid what the heads attended to is multiplied with; or null
+    const float* attention_gate_bias;
     int32_t has_cutoff;
     float cutoff;  // a gate becomes what it is above its row's mean and so many standard deviations, or 0
 };

@@ -83,6 +83,8 @@ NATIVE = (
     ("lfm2-biased", "float32", "none"),
     ("granite-hybrid", "bfloat16", "none"),
     ("granite-hybrid-moe", "bfloat16", "int8"),
+    ("qwen3-next", "bfloat16", "int8"),
+    ("qwen3.5", "float32", "none"),
     ("deepseek-v3", "bfloat16", "none"),
     ("minicpm3", "float32", "none"),
     ("deepseek-v2-lite", "bfloat16", "int8"),
@@ -285,7 +287,7 @@ def test_histories_are_what_they_are_said_to_be(
     assert (played.drafts > 0) == ("draft_tokens_max" in way)
 
 
-@pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2"))
+@pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
 @pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: next(iter(way)))
 def test_states_are_preempted_and_gone_on_from(
     way: dict[str, Any], kind: str, histories: ModuleType, load: Callable[..., ModelRunner]

@@ -29,6 +29,7 @@ from trioserve.model.torch_step_model import TorchStepModel
 
 GGUF_KINDS = (
     "gemma3n",
+    "qwen3-next",
     "gemma",
     "gemma2",
     "gemma3",

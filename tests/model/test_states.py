@@ -240,7 +240,7 @@ def test_no_model_that_keeps_a_state_drafts() -> None:
         check_draft(config, config, "small")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2"))
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
 def test_a_step_of_many_kinds_gives_what_each_gives_alone(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
@@ -293,7 +293,7 @@ async def test_an_engine_says_what_its_states_do_not_go_with(tiny_checkpoint: Ca
                 raise AssertionError("opened")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2"))
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
 async def test_an_engine_goes_on_from_the_copy_of_a_state_and_gives_all_slots_back(
     kind: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:

@@ -411,6 +411,21 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 8,
 }
+_DELTA: dict[str, Any] = {
+    "layer_types": None,
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 _FALCON_H1: dict[str, Any] = {**_MAMBA, "mamba_d_ssm": 192, "head_dim": 32}
 _FALCON_H1_MULTIPLIERS: dict[str, Any] = {
     "key_multiplier": 0.4,
@@ -529,6 +544,13 @@ FAMILY_KINDS |= {
             "pad_token_id": 0,
         },
     ),
+    "qwen3-next": ("qwen3_next", {**_DELTA, **_QWEN_EXPERTS, "num_hidden_layers": 3}),
+    "qwen3-next-biased": (
+        "qwen3_next",
+        {**_DELTA, **_QWEN_EXPERTS, "linear_num_key_heads": 16, "attention_bias": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": ("qwen3_5_text", {**_DELTA, "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA, **_QWEN_EXPERTS, "linear_num_key_heads": 2}),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
 _LLAMA4 = {
@@ -734,6 +756,9 @@ _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixt
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "cohere": "command-r",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -797,6 +822,8 @@ def write_family_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
+    if "linear_num_value_heads" in config:
+        _add_delta_metadata(writer, config)
     if model_type == "gemma3n_text":
         _add_streams_metadata(writer, config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -828,6 +855,7 @@ def write_family_gguf(
             writer.add_rope_scaling_yarn_log_mul(0.1 * whole["mscale_all_dim"])
     _add_tokenizer(writer, special_tokens)
     stacked = _with_stacked_streams(_with_stacked_experts(load_file(checkpoint / "model.safetensors")))
+    stacked = dict(part for named in stacked.items() for part in _as_deltas_are_written(*named, config))
     written = [part for name, values in stacked.items() for part in _as_hybrids_are_written(name, values, config)]
     for name, values in written:
         if model_type == "falcon_h1":
@@ -929,14 +957,57 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
         return [(f"{name}.bias", values)]
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return [(name, values.squeeze(1))]
-    if name.endswith("A_log"):
+    if name.endswith(("mamba.A_log", "mixer.A_log")):
         return [(name, -np.exp(values)[:, None])]
     if name.endswith((".mamba.D", ".mixer.D")):
         return [(name, values[:, None])]
+    if name.endswith("linear_attn.dt_bias"):
+        return [(name.replace("dt_bias", "dt_proj.bias"), values)]
+    if name.endswith("linear_attn.A_log"):
+        return [(name, -np.exp(values))]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return [(name, values.reshape(config["mamba_n_groups"], -1))]
     name = name.replace("mixer.dt_bias", "mixer.dt.bias")
     return [(name.replace("dt_bias", "dt_proj.bias"), values)]
+
+
+def _add_delta_metadata(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    key = f"{_ARCHITECTURES[config['model_type']]}.attention.recurrent_layers"
+    writer.add_array(key, [kind == "linear_attention" for kind in config["layer_types"]])
+
+
+def _as_deltas_are_written(name: str, values: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """As llama.cpp's converter does it: norms have their 1, Qwen3-Next's joint projection is two, and of Qwen3.5 the
+    heads of values lie in turn."""
+    if "linear_num_value_heads" not in config:
+        return [(name, values)]
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return [(name, values + 1.0)]
+    if name.endswith("in_proj_qkvz.weight"):
+        ratio = heads // groups * value_dim
+        split = np.split(values.reshape(groups, -1, values.shape[1]), np.cumsum([key_dim, key_dim, ratio]), axis=1)
+        q, k, v, z = (part.reshape(-1, values.shape[1]) for part in split)
+        return [(name.replace("qkvz", "qkv"), np.concatenate((q, k, v))), (name.replace("qkvz", "z"), z)]
+    if config["model_type"] == "qwen3_next" or "linear_attn." not in name:
+        return [(name, values)]
+    keys = 2 * groups * key_dim
+    module = name.split("linear_attn.")[1]
+
+    def in_turn(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(groups, heads // groups, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if module.startswith(("in_proj_qkv", "conv1d")):
+        return [(name, np.concatenate((values[:keys], in_turn(values[keys:]))))]
+    if module.startswith("out_proj"):
+        return [(name, np.ascontiguousarray(in_turn(np.ascontiguousarray(values.T)).T))]
+    return [(name, values if module.startswith("norm") else in_turn(values))]
 
 
 def _add_streams_metadata(writer: Any, config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import attend
+from trioserve.model.delta_net import DeltaNet
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.latent_attention import LatentAttention
 from trioserve.model.layers import (
@@ -25,6 +26,7 @@ from trioserve.model.layers import (
 from trioserve.model.model_config import (
     Activation,
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
@@ -201,12 +203,14 @@ class _Attention:
         hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
         own = {"k_proj": keys, "v_proj": keys} if attention.kv_from is None else {}
         self._qkv = linear(hidden, attention.has_bias, q_proj=queries, **own)
+        self._gate = linear(hidden, attention.has_bias, q_gate_proj=queries) if attention.has_gate else None
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
         self._sinks = Sinks(name, attention, device=device) if attention.has_sinks else None
         self._output = linear(queries, attention.has_output_bias, o_proj=hidden)
-        self.linears = (self._qkv, self._output)
+        gates = () if self._gate is None else (self._gate,)
+        self.linears = (self._qkv, *gates, self._output)
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (self._head_norms, self._sinks, *self.linears):
@@ -248,6 +252,9 @@ class _Attention:
         tensors = step.sections[attention.section] if attention.section else step.attention[attention.window]
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
+        if self._gate is not None:
+            # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+            rows.mul_(self._gate(normed).double().sigmoid())
         return self._output(rows, step.adapters), keys_values
 
 
@@ -291,13 +298,15 @@ class _Layer:
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel and mlp is not None)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
-        self._attention: _Attention | LatentAttention | ShortConv | StateSpace
+        self._attention: _Attention | LatentAttention | ShortConv | StateSpace | DeltaNet
         if isinstance(attention, AttentionConfig):
             self._attention = _Attention(name, linear, config, attention, kernels, dtype=dtype, device=device)
         elif isinstance(attention, LatentAttentionConfig):
             self._attention = LatentAttention(name, linear, config, attention, kernels, dtype=dtype, device=device)
         elif isinstance(attention, ShortConvConfig):
             self._attention = ShortConv(name, config, attention, dtype=dtype, device=device)
+        elif isinstance(attention, DeltaNetConfig):
+            self._attention = DeltaNet(name, config, attention, dtype=dtype, device=device)
         else:
             self._attention = StateSpace(name, config, attention, dtype=dtype, device=device)
         self._beside: StateSpace | None = None
@@ -401,7 +410,9 @@ class _Layer:
         return product if scale == 1.0 else product.mul_(scale)
 
 
-def _recurred(layer: ShortConv | StateSpace, normed: Tensor, step: StepTensors, states: Tensor | None) -> Tensor:
+def _recurred(
+    layer: ShortConv | StateSpace | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
+) -> Tensor:
     assert states is not None, "a layer that keeps states"
     assert step.states is not None, "chunks of such a model have states"
     return layer(normed, step.states, states)

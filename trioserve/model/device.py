@@ -181,7 +181,8 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     attention, recurrent, hidden = layer.attention, layer.recurrent, config.hidden_size
     states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
     if isinstance(attention, AttentionConfig):
-        return states + hidden * (attention.query_size + attention.projected_size)
+        gates = attention.query_size if attention.has_gate else 0
+        return states + hidden * (attention.query_size + attention.projected_size + gates)
     if not isinstance(attention, LatentAttentionConfig):
         return states
     rank = attention.query_rank

@@ -16,6 +16,7 @@ __all__ = [
     "LAYERS_MAX",
     "Activation",
     "AttentionConfig",
+    "DeltaNetConfig",
     "Dtype",
     "ExpertsConfig",
     "KVAttention",
@@ -26,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "NormKind",
     "QkNorm",
+    "Recurrent",
     "RopeScaling",
     "RowFactors",
     "RotaryConfig",
@@ -186,6 +188,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     before they are turned: each head, by the weights that all have ("head"), by its own ("heads") or by none ("unit"),
     or all heads of a row together ("row"). has_value_norm: each head's values are normed, by no weights. kv_from: the
     layer whose keys and values it sees, by its index, which is less; it then has only queries. None: it has its own.
+    has_gate: what the heads attend to is multiplied by the sigmoid of a projection of the same size.
     """
 
     head_count: int
@@ -203,6 +206,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     qk_norm: QkNorm = "none"
     has_value_norm: bool = False
     kv_from: int | None = None
+    has_gate: bool = False
 
     def __post_init__(self) -> None:
         _count("head_count", self.head_count, HEADS_MAX)
@@ -500,6 +504,66 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
 
 
+class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net"):
+    """A layer with the gated delta rule in the place of attention (arXiv 2412.06464). Of a token's projections q, k and
+    v are convolved, each channel by weights of its own, and go through silu; q and k are then of length 1, and q is
+    divided by sqrt(vector_size). Each head keeps a state of [vector_size, head_dim] numbers, which a token multiplies
+    with exp(rate * softplus(its own decay + the head's bias)), the head's rate being negative. What the state then says
+    of k is brought nearer to v by a share, the sigmoid of another projection; what comes out is what it says of q. Each
+    head's is normed and multiplied with silu(z).
+
+    head_count: of values. group_count: of keys and of queries: so many heads share each. has_heads_in_turn: neighbours
+    among the heads have different keys, and not the same.
+    """
+
+    head_count: int
+    group_count: int
+    head_dim: int
+    vector_size: int
+    kernel_size: int
+    has_heads_in_turn: bool = False
+
+    has_bias: ClassVar[bool] = False
+    has_conv_bias: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _count("linear_num_value_heads", self.head_count, HEADS_MAX)
+        _count("linear_num_key_heads", self.group_count, self.head_count)
+        _count("linear_value_head_dim", self.head_dim, DIMENSION_MAX)
+        _count("linear_key_head_dim", self.vector_size, DIMENSION_MAX)
+        _count("linear_conv_kernel_dim", self.kernel_size, CONV_KERNEL_MAX)
+        _count("the delta rule's state", self.state_size, STATE_NUMBERS_MAX)
+        if self.head_count % self.group_count:
+            raise ModelLoadError(
+                f"linear_num_value_heads is {self.head_count} and linear_num_key_heads {self.group_count}, but each "
+                "key must serve the same number of heads: the checkpoint's config is damaged"
+            )
+
+    @property
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.group_count * self.vector_size + self.inner_size
+
+    @property
+    def projected_size(self) -> int:
+        """What is projected of a token: z, what is convolved, decays and shares."""
+        return self.inner_size + self.convolved_size + 2 * self.head_count
+
+    @property
+    def inner_size(self) -> int:
+        """What the last projection takes of a token."""
+        return self.head_count * self.head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that it keeps of a sequence: what it convolved last, and the heads' states."""
+        return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
+
+
+Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | DeltaNetConfig
+"""What keeps a state of a whole sequence."""
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Attention, or what is in its place, and an MLP or a mixture of experts; each with a norm before (input) and a
     norm behind (output), where there is one, and a sum.
@@ -512,7 +576,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     arXiv 2411.07501); 0: they are not.
     """
 
-    attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig
+    attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig | DeltaNetConfig
     mlp: MlpConfig | ExpertsConfig | None
     has_input_norms: bool = True
     has_output_norms: bool = False
@@ -537,7 +601,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert not self.is_parallel, "a sum of three results"
 
     @property
-    def recurrent(self) -> ShortConvConfig | StateSpaceConfig | None:
+    def recurrent(self) -> Recurrent | None:
         """What keeps a state, in the place of attention or beside it."""
         return self.beside if isinstance(self.attention, KVAttention) else self.attention
 

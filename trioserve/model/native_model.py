@@ -431,6 +431,8 @@ class _Layer:
         self.output_bias: Float32Array | None = None
         self.sinks: Float32Array | None = None
         self.value_norm: Float32Array | None = None
+        self.attention_gate_bias: Float32Array | None = None
+        self._attention_gate: MatrixStruct | None = None
         self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
         self._streams = None if config.streams is None else NativeLayerStreams(config.streams, hidden)
         # Held here: the layer's struct has their addresses.
@@ -476,6 +478,7 @@ class _Layer:
             self.value_norm = _ones(attention.head_dim)
         if attention.has_bias:
             self.qkv_bias = _singles(attention.projected_size)
+            self.attention_gate_bias = _singles(heads) if attention.has_gate else None
         if attention.has_output_bias:
             self.output_bias = _singles(hidden)
         if attention.has_sinks:
@@ -491,7 +494,9 @@ class _Layer:
             self._experts = self._experts_struct(name, mlp, weights)
         if isinstance(attention, LatentAttentionConfig):
             self._latent = self._latent_struct(name, attention, weights)
-        structs = ("experts", "recurrent", "latent", "laurel", "streams")
+        structs = ("experts", "recurrent", "latent", "laurel", "streams", "attention_gate")
+        if isinstance(attention, AttentionConfig) and attention.has_gate:
+            self._attention_gate = weights.matrix(f"{name}.attention_gate")
         if self._laurel is not None:
             self._laurel_struct = self._laurel.struct(name, weights)
         if self._streams is not None:
@@ -530,6 +535,7 @@ class _Layer:
             latent=None if self._latent is None else ctypes.addressof(self._latent),
             laurel=None if self._laurel_struct is None else ctypes.addressof(self._laurel_struct),
             streams=None if self._streams_struct is None else ctypes.addressof(self._streams_struct),
+            attention_gate=None if self._attention_gate is None else ctypes.addressof(self._attention_gate),
         )
 
     def _latent_struct(self, name: str, attention: LatentAttentionConfig, weights: PackedWeights) -> LatentStruct:
@@ -598,6 +604,7 @@ class _Layer:
         return (
             ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),
             *(own if attention.kv_from is None else ()),
+            ("q_gate_proj", self.attention_gate_bias),
             ("o_proj", self.output_bias),
         )
 

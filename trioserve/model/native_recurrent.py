@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trioserve.model.model_config import ShortConvConfig, StateSpaceConfig
+from trioserve.model.model_config import DeltaNetConfig, Recurrent, ShortConvConfig, StateSpaceConfig
 from trioserve.model.number_formats import Float32Array, Values
 from trioserve.model.packed_weights import PackedWeights
 from trioserve.model.weights import Slot
@@ -18,11 +18,13 @@ from trioserve_kernels.native import BLOCK_OUTPUTS, CONV_KERNEL_MAX, STATE_NORMS
 __all__ = ["NativeRecurrent", "why_not_recurrent"]
 
 
-def why_not_recurrent(layer: ShortConvConfig | StateSpaceConfig) -> str | None:
+def why_not_recurrent(layer: Recurrent) -> str | None:
     """Why the native kernels cannot compute this layer, as a part of a sentence; None if they can."""
     sizes = [("a convolution's number of channels", layer.convolved_size)]
     if isinstance(layer, StateSpaceConfig):
         sizes.append(("a state space's head_dim", layer.head_dim))
+    if isinstance(layer, DeltaNetConfig):
+        sizes += [("linear_value_head_dim", layer.head_dim), ("linear_num_value_heads", layer.head_count)]
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
@@ -32,7 +34,7 @@ def why_not_recurrent(layer: ShortConvConfig | StateSpaceConfig) -> str | None:
 class NativeRecurrent:
     """What one layer has of it."""
 
-    def __init__(self, layer: ShortConvConfig | StateSpaceConfig, hidden: int) -> None:
+    def __init__(self, layer: Recurrent, hidden: int) -> None:
         self._layer = layer
         has_conv_bias = layer.has_bias if isinstance(layer, ShortConvConfig) else layer.has_conv_bias
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
@@ -48,6 +50,9 @@ class NativeRecurrent:
             if layer.norm != "none":
                 self._vectors["gate_norm"] = _singles(layer.inner_size)
             self._limits = (layer.time_step_min, layer.time_step_max)
+        elif isinstance(layer, DeltaNetConfig):
+            self._vectors = {name: _singles(layer.head_count) for name in ("rates", "time_step_bias")}
+            self._vectors["gate_norm"] = _singles(layer.head_count, layer.head_dim)
         self._struct = RecurrentStruct(
             input_bias=None if self._input_bias is None else address(self._input_bias),
             output_bias=None if self._output_bias is None else address(self._output_bias),
@@ -60,10 +65,15 @@ class NativeRecurrent:
             time_step_min=self._limits[0],
             time_step_max=self._limits[1],
         )
-        if isinstance(layer, StateSpaceConfig):
+        if not isinstance(layer, ShortConvConfig):
             self._struct.heads, self._struct.head_dim = layer.head_count, layer.head_dim
             self._struct.groups, self._struct.vectors = layer.group_count, layer.vector_size
+            self._struct.norm_groups = layer.group_count
+        if isinstance(layer, StateSpaceConfig):
             self._struct.norm = STATE_NORMS[layer.norm]
+        elif isinstance(layer, DeltaNetConfig):
+            self._struct.norm, self._struct.norm_groups = STATE_NORMS["ungated"], layer.head_count
+            self._struct.is_delta, self._struct.in_turn = True, layer.has_heads_in_turn
 
     def struct(self, name: str, weights: PackedWeights) -> RecurrentStruct:
         """name: as for slots. It lives as long as this does."""
@@ -83,12 +93,12 @@ class NativeRecurrent:
             **{f"state.{kind}": self._vectors.get(kind) for kind in ("rates", "skips", "time_step_bias")},
         }
         for tensor, place in places.items():
-            if place is not None:
-                yield Slot(f"{name}.{tensor}", place.shape, "float32", functools.partial(_fill, place))
+            if place is not None:  # of a norm that all heads have, one for each is filled
+                yield Slot(f"{name}.{tensor}", place.shape[-1:], "float32", functools.partial(_fill, place))
 
 
 def _fill(place: Float32Array, values: Values) -> None:
-    place[:] = values.reshape(place.shape)
+    place[:] = values if values.size < place.size else values.reshape(place.shape)
 
 
 def _singles(*shape: int) -> Float32Array:

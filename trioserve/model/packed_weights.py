@@ -13,6 +13,7 @@ import numpy.typing as npt
 from trioserve.model.loading.stored_tensor import Bytes
 from trioserve.model.model_config import (
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     LatentAttentionConfig,
     MlpConfig,
@@ -208,8 +209,21 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
                 qkv.append(part(keys, hidden, f"{layer}.v_proj.weight"))
             matrices[f"{layer}.qkv"] = tuple(qkv)
             matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
+            if attention.has_gate:
+                matrices[f"{layer}.attention_gate"] = (part(heads, hidden, f"{layer}.q_gate_proj.weight"),)
         if (recurrent := described.recurrent) is not None:
-            matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
+            if isinstance(recurrent, DeltaNetConfig):
+                matrices[f"{layer}.input"] = (
+                    part(recurrent.inner_size, hidden, f"{layer}.delta_gate.weight"),
+                    part(recurrent.convolved_size, hidden, f"{layer}.delta_qkv.weight"),
+                    # What decides how long a state lasts is not rounded further.
+                    *(
+                        _Part((f"{layer}.{name}.weight",), recurrent.head_count, hidden, WeightFormat.DENSE)
+                        for name in ("delta_decay", "delta_share")
+                    ),
+                )
+            else:
+                matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
             matrices[f"{layer}.mixed"] = (part(hidden, recurrent.inner_size, f"{layer}.out_proj.weight"),)
         if rank := described.laurel_rank:
             matrices[f"{layer}.laurel_in"] = (part(rank, hidden, f"{layer}.laurel_in.weight"),)

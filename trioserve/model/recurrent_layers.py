@@ -18,12 +18,12 @@ from trioserve.model.model_config import ModelConfig, ShortConvConfig, StateSpac
 from trioserve.model.step_tensors import StateSteps
 from trioserve.model.torch_formats import TensorSlot
 
-__all__ = ["ShortConv", "StateSpace"]
+__all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace"]
 
 PIECE_TOKENS = 64  # in a longer one a token's products with all before it cost more than the state does
 
 
-class _Convolution:
+class Convolution:
     """Of each channel with weights of its own, over the inputs of a token and of those before it."""
 
     def __init__(self, name: str, channels: int, kernel_size: int, has_bias: bool, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class ShortConv:
     ) -> None:
         size, has_bias = layer.channel_count, layer.has_bias
         self._input = _linear(f"{name}.in_proj", config.hidden_size, layer.projected_size, has_bias, dtype, device)
-        self._conv = _Convolution(f"{name}.conv", size, layer.kernel_size, has_bias, device)
+        self._conv = Convolution(f"{name}.conv", size, layer.kernel_size, has_bias, device)
         self._output = _linear(f"{name}.out_proj", size, config.hidden_size, has_bias, dtype, device)
         self.linears = (self._input, self._output)
 
@@ -95,7 +95,7 @@ class StateSpace:
         self._input = _linear(
             f"{name}.in_proj", config.hidden_size, layer.projected_size, layer.has_bias, dtype, device
         )
-        self._conv = _Convolution(f"{name}.conv", layer.convolved_size, layer.kernel_size, layer.has_conv_bias, device)
+        self._conv = Convolution(f"{name}.conv", layer.convolved_size, layer.kernel_size, layer.has_conv_bias, device)
         self._output = _linear(f"{name}.out_proj", layer.inner_size, config.hidden_size, layer.has_bias, dtype, device)
         self._rates, self._skips, self._time_step_bias = (
             torch.empty(layer.head_count, dtype=torch.float32, device=device) for _ in range(3)

@@ -27,7 +27,8 @@ class Naming:
     that share a name are the rows of one tensor, in the usual order: q, k, v; gate, up. alternating: modules that share
     one whose rows are theirs in turn. turned: modules whose matrices are [inputs, outputs] there. pairs_adjacent: what
     rotary positions turn together are the rows 2j and 2j + 1 of a head, not j and j + half. norm_offset: is added to
-    norms' weights.
+    norms' weights, but for that of what a state gives. grouped: projections of a delta rule that share tensors, in
+    which all of one group of heads lies side by side.
     """
 
     layers: str | None = None
@@ -36,6 +37,7 @@ class Naming:
     turned: tuple[str, ...] = ()
     pairs_adjacent: bool = False
     norm_offset: float = 0.0
+    grouped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "kv_lora_rank": (0,),
     "laurel_rank": (0,),
     "layer_types": (),
+    "linear_key_head_dim": (0,),
     "logit_scale": (1, 1.0),
     "logits_scaling": (1, 1.0),
     "mlp_only_layers": ([],),

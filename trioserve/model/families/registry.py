@@ -32,6 +32,7 @@ from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import QWEN2, QWEN3
 from trioserve.model.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from trioserve.model.families.seed import SEED_OSS
 from trioserve.model.families.smollm3 import SMOLLM3
 
@@ -72,6 +73,9 @@ FAMILIES: tuple[Family, ...] = (
     BAMBA,
     FALCON_H1,
     MAMBA2,
+    QWEN3_NEXT,
+    QWEN35,
+    QWEN35_MOE,
     LFM2,
     LFM2_MOE,
     GLM4_MOE,

@@ -10,7 +10,7 @@ from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
-from trioserve.model.loading.gguf_hybrids import falcon_h1_values, hybrid_values, mamba2_values
+from trioserve.model.loading.gguf_hybrids import delta_values, falcon_h1_values, hybrid_values, mamba2_values
 from trioserve.model.loading.gguf_streams import streams_values
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
@@ -73,6 +73,11 @@ _KEYS = {
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
     "num_dense_layers": "leading_dense_block_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "full_attention_interval": "full_attention_interval",
     "altup_num_inputs": "altup.num_inputs",
     "altup_active_idx": "altup.active_idx",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
@@ -137,7 +142,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         values["topk_method"] = "group_limited_greedy"
     if further := further_layers(file):
         values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
-    values |= hybrid | falcon_h1_values(raw, name, file.tensors)
+    values |= hybrid | falcon_h1_values(raw, name, file.tensors) | delta_values(raw, name)
     values |= mamba2_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:

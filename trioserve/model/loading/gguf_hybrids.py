@@ -7,8 +7,9 @@ from collections.abc import Container
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 
-__all__ = ["falcon_h1_values", "hybrid_values", "mamba2_values"]
+__all__ = ["delta_values", "falcon_h1_values", "hybrid_values", "mamba2_values"]
 
+_WITH_DELTA_RULES = ("qwen3next", "qwen35", "qwen35moe")
 _OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe": "conv"}
 
 
@@ -87,3 +88,25 @@ def mamba2_values(
         "use_bias": "blk.0.ssm_in.bias" in tensors,
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
     }
+
+
+def delta_values(fields: Fields, architecture: str | None) -> dict[str, object]:
+    """As falcon_h1_values. Raises ModelLoadError."""
+    if architecture not in _WITH_DELTA_RULES:
+        return {}
+    inner_size, head_count = (fields.whole(f"{architecture}.ssm.{key}") for key in ("inner_size", "time_step_rank"))
+    if head_count < 1 or inner_size % head_count:
+        raise ModelLoadError(
+            f"{architecture}.ssm.time_step_rank is {head_count} and ssm.inner_size {inner_size}, but each head must "
+            "have the same part of it: the file is damaged"
+        )
+    values: dict[str, object] = {
+        "linear_value_head_dim": inner_size // head_count,
+        "has_heads_in_turn": architecture != "qwen3next",  # so that keys can be repeated whole
+        "norm_topk_prob": True,  # no key says it
+    }
+    is_recurrent = fields.flags_or(f"{architecture}.attention.recurrent_layers", None)
+    if is_recurrent is not None:
+        own = is_recurrent[: fields.whole(f"{architecture}.block_count")]
+        values["layer_types"] = ["linear_attention" if each else "full_attention" for each in own]
+    return values

@@ -23,12 +23,14 @@ from trioserve.model.families.registry import family_named
 from trioserve.model.model_config import (
     LAYERS_MAX,
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
+    Recurrent,
     RotaryConfig,
     ShortConvConfig,
     StateSpaceConfig,
@@ -51,6 +53,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+FURTHER_LAYERS = "mtp."  # where some families have theirs, whatever their configs say
 Shape = tuple[int, ...]
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
@@ -171,6 +174,11 @@ TRANSFORMERS = Format(
         "state.rates": "mamba.A_log",
         "state.skips": "mamba.D",
         "state.time_step_bias": "mamba.dt_bias",
+        "q_gate_proj": "self_attn.q_proj",
+        "delta_qkv": "linear_attn.in_proj_qkv",
+        "delta_gate": "linear_attn.in_proj_z",
+        "delta_decay": "linear_attn.in_proj_a",
+        "delta_share": "linear_attn.in_proj_b",
         "laurel_in": "laurel.linear_left",
         "laurel_out": "laurel.linear_right",
         "laurel_norm": "laurel.post_laurel_norm",
@@ -235,6 +243,11 @@ GGUF = Format(
         "state.rates": "ssm_a",
         "state.skips": "ssm_d",
         "state.time_step_bias": "ssm_dt.bias",
+        "q_gate_proj": "attn_q",
+        "delta_qkv": "attn_qkv",
+        "delta_gate": "attn_gate",
+        "delta_decay": "ssm_alpha",
+        "delta_share": "ssm_beta",
         "laurel_in": "laurel_l",
         "laurel_out": "laurel_r",
         "laurel_norm": "laurel_post_norm",
@@ -276,7 +289,7 @@ class FurtherLayers:
 
     def has(self, name: str) -> bool:
         """Whether a tensor out there is one of theirs."""
-        is_theirs = name.startswith(self._prefixes)
+        is_theirs = name.startswith((*self._prefixes, FURTHER_LAYERS))
         self._tensor_count += is_theirs
         return is_theirs
 
@@ -344,9 +357,13 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     recurrent = layer.recurrent
     if isinstance(recurrent, StateSpaceConfig) and recurrent.norm != "none":
         norms += [("gate_norm", recurrent.inner_size)]
+    if isinstance(recurrent, DeltaNetConfig):
+        norms += [("gate_norm", recurrent.head_dim)]
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
     if isinstance(recurrent, StateSpaceConfig):
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
+    if isinstance(recurrent, DeltaNetConfig):
+        shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "time_step_bias")]
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
     if layer.laurel_rank:
@@ -375,14 +392,24 @@ def _attention_matrices(
         yield from _latent_matrices(attention, hidden)
         return
     yield "q_proj", attention.query_size, hidden, attention.has_bias
+    if attention.has_gate:
+        yield "q_gate_proj", attention.query_size, hidden, attention.has_bias
     if attention.kv_from is None:
         yield "k_proj", attention.key_size, hidden, attention.has_bias
         yield "v_proj", attention.key_size, hidden, attention.has_bias
     yield "o_proj", hidden, attention.query_size, attention.has_output_bias
 
 
-def _recurrent_matrices(mixer: ShortConvConfig | StateSpaceConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
+def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
     """As _mlp_matrices."""
+    if isinstance(mixer, DeltaNetConfig):
+        yield "delta_gate", mixer.inner_size, hidden, False
+        yield "delta_qkv", mixer.convolved_size, hidden, False
+        yield "delta_decay", mixer.head_count, hidden, False
+        yield "delta_share", mixer.head_count, hidden, False
+        yield "conv", mixer.convolved_size, mixer.kernel_size, False
+        yield "out_proj", hidden, mixer.inner_size, False
+        return
     has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias
     yield "in_proj", mixer.projected_size, hidden, mixer.has_bias
     yield "conv", mixer.convolved_size, mixer.kernel_size, has_conv_bias
@@ -456,8 +483,7 @@ def tensor_places(
     shared: dict[str, list[str]] = {}  # the names in here of what lies side by side, by the first one's
     for name, shape in tensor_shapes(config).items():
         outside = outside_name(name, config.family, format)
-        if name.split(".")[-2] in ("k_b_proj", "v_b_proj") and outside not in found:
-            place = _part_of_joint(config, name, shape, format)
+        if (place := _apart(config, name, shape, format, found)) is not None:
             places[name] = place
             shapes[place.name] = place.rows_shape
             continue
@@ -513,6 +539,47 @@ def _unread(config: ModelConfig, format: Format) -> set[str]:
     return {outside_name(f"layers.{index}.{module}", config.family, format) for index in layers for module in modules}
 
 
+def _apart(config: ModelConfig, name: str, shape: Shape, format: Format, found: Collection[str]) -> TensorPlace | None:
+    """Where the rows of one tensor lie among another's, head by head or group by group; None: they do not. found: as in
+    tensor_places."""
+    module = name.split(".")[-2]
+    outside, naming = outside_name(name, config.family, format), format.naming_of(config.family)
+    if module in ("k_b_proj", "v_b_proj") and outside not in found:
+        return _part_of_joint(config, name, shape, format)
+    if module in naming.grouped:
+        return _part_of_groups(config, module, TensorPlace(outside, shape))
+    if module not in ("q_proj", "q_gate_proj"):
+        return None
+    attention = config.layers[int(name.split(".")[1])].attention
+    if not isinstance(attention, AttentionConfig) or not attention.has_gate:
+        return None
+    order = np.arange(attention.head_dim)
+    if module == "q_proj":
+        turned = _order(attention, module, naming.pairs_adjacent)
+        order = order if turned is None else turned
+    else:
+        order = order + attention.head_dim
+    heads = np.arange(0, 2 * attention.query_size, 2 * attention.head_dim)
+    rows = (heads[:, None] + order).reshape(-1)
+    return TensorPlace(outside, shape, stored_shape=(2 * shape[0], *shape[1:]), order=rows)
+
+
+def _part_of_groups(config: ModelConfig, module: str, place: TensorPlace) -> TensorPlace:
+    """place: with the name and the shape. Of each group of heads there are the rows of q, k, v and z side by side, or
+    those of shares and decays."""
+    delta = next(layer.attention for layer in config.layers if isinstance(layer.attention, DeltaNetConfig))
+    heads = delta.head_count // delta.group_count
+    parts = {"q": delta.vector_size, "k": delta.vector_size, "v": heads * delta.head_dim, "z": heads * delta.head_dim}
+    wanted = {"delta_qkv": ("q", "k", "v"), "delta_gate": ("z",)}
+    if module in ("delta_decay", "delta_share"):
+        parts = {"b": heads, "a": heads}
+        wanted = {"delta_decay": ("a",), "delta_share": ("b",)}
+    rows = np.arange(delta.group_count * sum(parts.values())).reshape(delta.group_count, -1)
+    split = dict(zip(parts, np.split(rows, np.cumsum(list(parts.values()))[:-1], axis=1), strict=True))
+    order = np.concatenate([split[part].reshape(-1) for part in wanted[module]])
+    return replace(place, stored_shape=(rows.size, *place.shape[1:]), order=order)
+
+
 def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format) -> TensorPlace:
     """Of each head there are rows for keys, which project latents to them, and rows for values."""
     attention = config.layers[int(name.split(".")[1])].attention
@@ -541,7 +608,7 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
     naming = format.naming_of(config.family)
     path = name.split(".")
     layer, module = path[1] if path[0] == "layers" else None, path[-2]
-    if module.endswith("norm") and naming.norm_offset:
+    if module.endswith("norm") and module != "gate_norm" and naming.norm_offset:
         place = replace(place, offset=naming.norm_offset)
     if name.endswith(".state.rates"):
         place = replace(place, is_log=format.has_log_rates)
