@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, StartupError
 from trioserve.router.core import Fault
 from trioserve.router.endpoint_state import EndpointHealth
@@ -746,6 +746,35 @@ def test_reports_of_endpoints_that_are_gone_are_ignored(make_router):
     router.core.note_load(gone, EndpointLoad(running=0, waiting=0), router.now, sent_when_asked=0)
     router.core.set_models(gone, ["m"], router.now)
     assert router.core.endpoints == {}
+
+
+def test_what_is_known_of_an_adapters_queues_goes_when_it_is_unloaded(make_router):
+    """Names of adapters come and go without end. Whoever still asks for one is kept until it leaves."""
+    router = make_router(leases_max=1)
+    endpoint = router.endpoint("a")
+    router.core.set_models(endpoint, ["m", "x"], router.now)
+    runs, waits = router.sent(model="x"), router.enter(model="x")
+    router.core.set_models(endpoint, ["m"], router.now)
+    assert waits.state is TicketState.ENDED
+    assert "x" in router.core._queues.models
+    assert list(router.core.model_names()) == ["m"]
+    router.core.leave(runs, router.now)
+    assert "x" not in router.core._queues.models
+
+    request = RoutedRequest(model="y")
+    router.core.set_models(endpoint, ["m", "y"], router.now)
+    router.core.prepare(request, router.now)
+    router.core.set_models(endpoint, ["m"], router.now)
+    router.core.prepared(request)
+    assert "y" not in router.core._queues.models
+
+    router.core.set_models(endpoint, ["m", "z"], router.now)
+    router.core.leave(router.enter(model="z"), router.now)
+    queues = router.core._queues.models["z"]
+    router.core.set_models(endpoint, ["m", "z"], router.now)
+    assert router.core._queues.models["z"] is queues  # it was told the same again: how fast requests end is still known
+    router.core.set_models(endpoint, ["m"], router.now)
+    assert "z" not in router.core._queues.models
 
 
 def test_in_a_full_line_a_burst_takes_places_from_itself(make_router):

@@ -70,11 +70,13 @@ class RouterCore:
         self._on_gone = on_gone
         self._on_move = on_move
         self.policy = policy(rng)
-        self._fleet = Endpoints(settings, self.policy, rng=rng, on_gone=self._note_gone)
+        self._queues = Queues()
+        self._fleet = Endpoints(
+            settings, self.policy, rng=rng, on_gone=self._note_gone, on_unserved=self._queues.forget_unused
+        )
         self.endpoints = self._fleet.by_id
         self.is_draining = False
         self.sent_total = 0
-        self._queues = Queues()
         self._disaggregation = Disaggregation(settings, self._fleet, self._queues)
         self._refusals = Refusals()
         self._live: dict[int, Ticket] = {}
@@ -106,6 +108,7 @@ class RouterCore:
         model = self._queues.of_model(request.model)
         assert model.preparing > 0
         model.preparing -= 1
+        self._forget_unserved(request.model)
 
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
         """Take a place in the queue, and a lease at once if there is one. The caller owes `leave`.
@@ -143,6 +146,7 @@ class RouterCore:
                     self._refuse(pushed_out, refusal, now)
                 self._deadlines.add(ticket, live_count=len(self._live))
         self._live[ticket.index] = ticket
+        self._queues.of_model(request.model).live_count += 1
         self._budget.note_request()
         return ticket
 
@@ -619,6 +623,12 @@ class RouterCore:
         self._moving.note_arrived(ticket)
         del self._live[ticket.index]
         self._disaggregation.note_outcome(ticket, PairOutcome.LEFT)
+        self._queues.of_model(ticket.request.model).live_count -= 1
+        self._forget_unserved(ticket.request.model)
+
+    def _forget_unserved(self, model: str) -> None:
+        if model not in self._fleet.model_names():
+            self._queues.forget_unused(model)
 
     # --- requests whose prompt is computed apart from their response ---
 
@@ -684,7 +694,7 @@ class RouterCore:
 
     def _judge(self, now: float) -> None:
         """An endpoint has told what it is, or will tell no more: streams on trial go on or end, if that is enough."""
-        for model in self._queues.models.values():
+        for model in list(self._queues.models.values()):  # one that ends may have been the last of its model
             for ticket in model.continued.on_trial():
                 refusal = self._continuations.judge(ticket)
                 if refusal is not None:

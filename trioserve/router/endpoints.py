@@ -28,16 +28,24 @@ NO_ENDPOINTS = ModelEndpoints()
 
 
 class Endpoints:
-    """by_id: all that are not gone. on_gone: called when a drained one has nothing any more."""
+    """by_id: all that are not gone. on_gone: called when a drained one has nothing any more. on_unserved: called with a
+    model's name that none serves any more, those that leave counted."""
 
     def __init__(
-        self, settings: RouterSettings, policy: Policy, *, rng: Rng, on_gone: Callable[[EndpointId], None]
+        self,
+        settings: RouterSettings,
+        policy: Policy,
+        *,
+        rng: Rng,
+        on_gone: Callable[[EndpointId], None],
+        on_unserved: Callable[[str], None],
     ) -> None:
         self.by_id: dict[EndpointId, EndpointState] = {}
         self._settings = settings
         self._policy = policy
         self._rng = rng
         self._on_gone = on_gone
+        self._on_unserved = on_unserved
         self._models: dict[str, ModelEndpoints] = {}
         self._filings: dict[EndpointId, Filing] = {}
         self._names: Counter[str] = Counter()  # of models, those that leave counted
@@ -59,8 +67,7 @@ class Endpoints:
             raise StartupError(f'the endpoint "{id}" may take {leases_max} requests, it must be at least 1')
         leases_max = leases_max or self._settings.leases_max
         if known is not None:
-            self._count_names(known.models, -1)
-            self._count_names(frozenset(models), 1)
+            self._rename(known.models, frozenset(models))
             known.come_back(frozenset(models), leases_max=leases_max, role=role)
             return
         self._added_count += 1
@@ -80,8 +87,7 @@ class Endpoints:
         self._changed(state)
 
     def set_models(self, state: EndpointState, models: frozenset[str]) -> None:
-        self._count_names(state.models, -1)
-        self._count_names(models, 1)
+        self._rename(state.models, models)
         state.set_models(models)
 
     def model_names(self) -> KeysView[str]:
@@ -337,12 +343,17 @@ class Endpoints:
         filing.is_open = False
         self._openings.set(state.id, state.opens_at(now))
 
+    def _rename(self, before: frozenset[str], after: frozenset[str]) -> None:
+        self._count_names(after, 1)  # first: what it goes on serving is served throughout
+        self._count_names(before, -1)
+
     def _count_names(self, models: frozenset[str], by: int) -> None:
         self._nameless_count += 0 if models else by
         for name in models:
             self._names[name] += by
             if not self._names[name]:
                 del self._names[name]
+                self._on_unserved(name)
 
 
 def may_try(state: EndpointState, ticket: Ticket) -> bool:

@@ -52,12 +52,14 @@ class Queue:
 
 
 class ModelQueues:
-    """One model's. preparing: requests that are read before they enter. continued: streams that broke off, and go on
-    elsewhere; they take no places from those who have not begun, as each has had a lease already. moving: streams that
-    run where they are to leave. streams_in_a_row: of both, that got a lease since a newcomer did, while some waited."""
+    """One model's. live_count: requests that have entered and not ended, wherever they are. preparing: requests that
+    are read before they enter. continued: streams that broke off, and go on elsewhere; they take no places from those
+    who have not begun, as each has had a lease already. moving: streams that run where they are to leave.
+    streams_in_a_row: of both, that got a lease since a newcomer did, while some waited."""
 
     def __init__(self) -> None:
         self.queues: dict[Stage | None, Queue] = {stage: Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
+        self.live_count = 0
         self.preparing = 0
         self.continued = ContinuedQueue()
         self.moving = ContinuedQueue()
@@ -118,6 +120,13 @@ class Queues:
     def of(self, ticket: Ticket) -> Queue:
         """The one in which it is, or was before it got its lease."""
         return self.of_model(ticket.request.model).queues[ticket.stage]
+
+    def forget_unused(self, name: str) -> None:
+        """Let its queues go if no request for it is left. To be called when nobody serves it: names of adapters come
+        and go without end, and each event looks at all queues."""
+        model = self.models.get(name)
+        if model is not None and not model.live_count and not model.preparing:
+            del self.models[name]
 
     def wait_again(self, ticket: Ticket) -> None:
         """It was elsewhere, and comes after those who wait again already."""
