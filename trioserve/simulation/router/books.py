@@ -271,6 +271,11 @@ class RouterBooks:
             self.note_pair(entry, outcome)
         self.wait_again(entry)
 
+    def forget_unserved(self) -> None:
+        """What was noted of models that nobody serves, and nobody who is there asks for."""
+        served = {name for book in self.endpoints.values() for name in book.models}
+        self.continued.forget_all_but(served | {entry.request.model for entry in self.live.values()})
+
     def make_whole(self) -> None:
         """Whoever waits for a part that no endpoint may do now waits for one that does everything."""
         for stage in Stage:

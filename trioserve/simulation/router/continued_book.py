@@ -8,7 +8,7 @@ one that broke off, or was to be moved, first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.router.ticket import Break
@@ -148,6 +148,11 @@ class ContinuedBook:
         if reason is not None:
             self.refused[reason] += 1
         return reason
+
+    def forget_all_but(self, models: Collection[str]) -> None:
+        """Of any other nobody is left, and whoever comes next for it finds no row of streams."""
+        for model in [model for model in self._rows if model not in models]:
+            del self._rows[model]
 
     def _turns_left(self, now: float) -> float:
         more = (now - self._turns_at) * self._world.continuations_per_second_max

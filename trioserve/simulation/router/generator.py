@@ -24,6 +24,7 @@ from trioserve.simulation.router.history import (
     Fail,
     Hang,
     Leave,
+    Load,
     Lose,
     Models,
     Moved,
@@ -38,10 +39,12 @@ from trioserve.simulation.router.history import (
     Stopping,
     Store,
     Token,
+    Unload,
     Wait,
 )
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 from trioserve.simulation.router.simulator import RouterSimulation
+from trioserve.simulation.script import line_of
 
 __all__ = ["RouterGenerator"]
 
@@ -102,10 +105,14 @@ class RouterGenerator:
             (0.02 if self.world.policy == "kv_aware" else 0.0, self._store),
             (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
         )
+        self._operator = _Operator(Random(f"adapters {line_of(self.world)}"))
 
     def next_event(self, simulation: RouterSimulation) -> RouterEvent:
         if self._opening:
             return self._opening.pop()
+        order = self._operator.next_order(list(simulation.books.endpoints))
+        if order is not None:
+            return order
         chance = self._chance()
         for rate, drawn in self._kinds:
             if chance < rate:
@@ -185,7 +192,7 @@ class RouterGenerator:
         can_be_disaggregated = chance() < self._disaggregated_share
         return Arrive(
             name=f"r{self._names}",
-            model=self._one(self._one(self._models)) if chance() < 0.98 else "unknown",
+            model=self._operator.asked_for(self._one(self._one(self._models)) if chance() < 0.98 else "unknown"),
             tenant=self._tenant,
             priority=self._one(self._priorities),
             sequences=1 if can_be_disaggregated else self._one(self._sequences),
@@ -283,6 +290,37 @@ class RouterGenerator:
 
     def _drain(self, simulation: RouterSimulation) -> Drain | None:
         return Drain() if self._names >= 10 and not simulation.books.is_draining else None
+
+
+class _Operator:
+    """Loads and unloads adapters, in some histories. Everything is drawn from a source of its own, so that a history
+    without adapters is what its seed has always drawn."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._adapters = rng.choice(((), (), ("x",), ("x", "y", "z")))
+        self._asked_share = rng.choice((0.2, 0.5, 0.9))
+        self._order_share = rng.choice((0.02, 0.1))
+        self._orders: list[Load | Unload] = []
+
+    def next_order(self, ids: Sequence[str]) -> Load | Unload | None:
+        """One adapter comes or goes at one endpoint after the other, while all else goes on. ids: those that there
+        are."""
+        rng = self._rng
+        if not self._adapters:
+            return None
+        if self._orders:
+            return self._orders.pop() if rng.random() < 0.3 else None
+        if rng.random() < self._order_share:
+            kind, adapter = rng.choice((Load, Load, Unload)), rng.choice(self._adapters)
+            self._orders = [kind(id=id, adapter=adapter) for id in ids if rng.random() < 0.8]
+            rng.shuffle(self._orders)
+        return None
+
+    def asked_for(self, model: str) -> str:
+        """What a request is for instead of a model."""
+        rng = self._rng
+        return rng.choice(self._adapters) if self._adapters and rng.random() < self._asked_share else model
 
 
 def _broken(simulation: RouterSimulation) -> set[str]:

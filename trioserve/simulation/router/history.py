@@ -27,6 +27,7 @@ __all__ = [
     "Fail",
     "Hang",
     "Leave",
+    "Load",
     "Lose",
     "Models",
     "Moved",
@@ -41,6 +42,7 @@ __all__ = [
     "Stopping",
     "Store",
     "Token",
+    "Unload",
     "Wait",
     "history_of",
     "script_of",
@@ -79,10 +81,24 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="r
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True, tag="models"):
-    """It says what it serves."""
+    """It says what it serves. Of adapters it has then only those that are named here."""
 
     id: str
     models: tuple[str, ...]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """It has loaded an adapter, and says so. To a router that is one more model."""
+
+    id: str
+    adapter: str
+
+
+class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
+    """It is to unload one: nobody new is sent there for it. Those that have it there go on."""
+
+    id: str
+    adapter: str
 
 
 class Remove(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="remove"):
@@ -245,6 +261,8 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 RouterEvent = (
     Add
     | Models
+    | Load
+    | Unload
     | Role
     | Remove
     | Check

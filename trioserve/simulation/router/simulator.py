@@ -31,6 +31,7 @@ from trioserve.simulation.router.history import (
     Fail,
     Hang,
     Leave,
+    Load,
     Lose,
     Models,
     Moved,
@@ -45,6 +46,7 @@ from trioserve.simulation.router.history import (
     Stopping,
     Store,
     Token,
+    Unload,
     Wait,
 )
 from trioserve.simulation.router.pair_book import is_pair_there
@@ -394,6 +396,21 @@ class RouterSimulation:
             book.models = frozenset(event.models)
         self.core.set_models(EndpointId(event.id), event.models, self.books.now)
 
+    def _load(self, event: Load) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None:
+            self._count("adapters loaded", event.adapter not in book.models)
+            self._models(Models(id=event.id, models=tuple(sorted(book.models | {event.adapter}))))
+
+    def _unload(self, event: Unload) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None and event.adapter in book.models:
+            users = [entry for entry in self.books.live.values() if entry.request.model == event.adapter]
+            self._count("adapters unloaded, and nobody asks", not users)
+            self._count("adapters unloaded, and asked for", any(entry.state == "waiting" for entry in users))
+            self._count("adapters unloaded, and in use there", any(entry.endpoint == event.id for entry in users))
+            self._models(Models(id=event.id, models=tuple(sorted(book.models - {event.adapter}))))
+
     def _remove(self, event: Remove) -> None:
         book = self.books.endpoints.get(event.id)
         if book is not None:
@@ -599,6 +616,7 @@ class RouterSimulation:
         self._count("checks of every promise")
         books = self.books
         books.make_whole()
+        books.forget_unserved()
         self._check_counts()
         self._check_tickets()
         assert sorted(self._gone_told) == sorted(books.gone), (
@@ -668,7 +686,13 @@ class RouterSimulation:
             assert next_id == entry.next, f"{entry.name} is to move to {next_id}, expected {entry.next}"
             assert ticket.is_moving == entry.is_moving, f"{entry.name} is to move: {ticket.is_moving}"
             assert ticket.continuations == entry.continuations, f"{entry.name} went on {ticket.continuations} times"
+        served = {name for book in books.endpoints.values() for name in book.models}
+        names = set(self.core.model_names())
+        assert names == served, f"{sorted(names)} are listed, and {sorted(served)} are served"
         # The only look inside: what has ended must not be remembered for long, which no count tells.
+        known = set(self.core._queues.models)
+        left = known - served - {entry.request.model for entry in books.live.values()}
+        assert not left, f"there are queues for {sorted(left)}, which nobody serves and nobody asks for"
         deadline_count = len(self.core._deadlines)
         assert deadline_count <= 2 * books.live_peak + SPARE_DEADLINES_MAX + 1, f"{deadline_count} deadlines are kept"
         assert len(self.core._live) == len(books.live), f"{len(self.core._live)} live, expected {len(books.live)}"
@@ -689,6 +713,8 @@ class RouterSimulation:
 _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Add: RouterSimulation._add,
     Models: RouterSimulation._models,
+    Load: RouterSimulation._load,
+    Unload: RouterSimulation._unload,
     Role: RouterSimulation._role,
     Remove: RouterSimulation._remove,
     Check: RouterSimulation._check_health,
