@@ -196,8 +196,9 @@ class RouterBooks:
             assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
         if entry.has_token and entry.fingerprint is not None:
             alike = [other for other in taking if self.endpoints[other].fingerprint == entry.fingerprint]
-            if alike:
-                assert book.fingerprint == entry.fingerprint, f"{name} goes on at {id}, and began as {alike} compute"
+            is_alike = book.fingerprint == entry.fingerprint
+            assert is_alike or not alike, f"{name} goes on at {id}, and began as {alike} compute"
+            if is_alike:  # it may be the only one, and one that need not have taken it
                 taking = alike
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
