@@ -10,6 +10,7 @@ from collections.abc import Callable
 import dns.asyncresolver
 import dns.flags
 import dns.message
+import dns.name
 import dns.rcode
 import dns.rrset
 import h11
@@ -181,6 +182,19 @@ async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_followed(f
             mock_clock.jump(5)
             await until(lambda: "endpoints kept" in caplog.text)
         assert known(fleet) == ["http://10.0.0.2:8000", "http://10.0.0.3:8000"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_short_name_is_looked_up_where_the_search_list_says(fleet, mock_clock):
+    async with trio.open_nursery() as nursery:
+        server = NameServer()
+        server.records = {("routers.ml.svc.cluster.test", "A"): ["10.0.0.1"]}
+        await nursery.start(server.run)
+        resolver = server.resolver()
+        resolver.search = [dns.name.from_text(name) for name in ("ml.svc.cluster.test", "svc.cluster.test")]
+        resolver.ndots = 5  # as in a pod of Kubernetes
+        nursery.start_soon(DnsSource("routers", port=8000, template=template, resolver=resolver).run, fleet)
+        await until(lambda: known(fleet) == ["http://10.0.0.1:8000"])
         nursery.cancel_scope.cancel()
 
 

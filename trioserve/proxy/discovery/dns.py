@@ -23,7 +23,8 @@ FAILED_SECONDS = 5.0
 
 
 class DnsSource:
-    """name: to be looked up; with SRV records if it begins with an underscore, such as _http._tcp.llm.example.org.
+    """name: to be looked up; with SRV records if it begins with an underscore, such as _http._tcp.llm.example.org. The
+    resolver's search list counts, as for other programs: in Kubernetes, a service's name alone is enough there.
     port: of the addresses; SRV records have their own. resolver: for tests; the system's otherwise."""
 
     def __init__(
@@ -57,7 +58,7 @@ class DnsSource:
     async def _look_up(self, resolver: dns.asyncresolver.Resolver) -> tuple[set[str], float]:
         """The URLs, and for how many seconds they hold."""
         if self._query.startswith("_"):
-            answer = await resolver.resolve(self._query, "SRV", lifetime=LOOKUP_SECONDS_MAX)
+            answer = await resolver.resolve(self._query, "SRV", search=True, lifetime=LOOKUP_SECONDS_MAX)
             records = [(str(record.target).rstrip("."), record.port) for record in answer]
             assert answer.rrset is not None
             return {f"{self._scheme}://{host}:{port}" for host, port in records}, answer.rrset.ttl
@@ -66,7 +67,7 @@ class DnsSource:
         failure: dns.exception.DNSException | None = None
         for kind in ("A", "AAAA"):
             try:
-                answer = await resolver.resolve(self._query, kind, lifetime=LOOKUP_SECONDS_MAX)
+                answer = await resolver.resolve(self._query, kind, search=True, lifetime=LOOKUP_SECONDS_MAX)
             except dns.resolver.NoAnswer as error:
                 failure = error
                 continue
