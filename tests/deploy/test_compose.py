@@ -1,0 +1,67 @@
+"""deploy/compose.yaml: what it says of this program is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from trioserve import cli
+from trioserve.config import Config, RouteConfig, config_from
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+SERVICES = COMPOSE["services"]
+CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()
+PORT = int(re.search(r"^EXPOSE (\d+)$", CONTAINERFILE, re.MULTILINE)[1])
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+
+
+def config_of(name: str) -> Any:
+    parsed = cli._parser()[0].parse_args(SERVICES[name]["command"])
+    return config_from(parsed, {}, kind=RouteConfig if parsed.command == "route" else Config)
+
+
+def test_the_router_knows_the_engines_that_there_are():
+    endpoints = [urlsplit(text.partition("=")[2]) for text in config_of("router").endpoint]
+    engines = {name for name, service in SERVICES.items() if service["command"][0] == "serve"}
+    assert len(engines) == 2
+    assert {endpoint.hostname for endpoint in endpoints} == engines
+    assert {endpoint.port for endpoint in endpoints} == {PORT}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_it_is_given_the_time_to_stop_and_may_do_little(name):
+    service = SERVICES[name]
+    assert int(service["stop_grace_period"].removesuffix("s")) >= config_of(name).drain_timeout + SUPERVISOR_SECONDS
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    build = service["build"]
+    assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).samefile(ROOT / "deploy" / "Containerfile")
+
+
+def test_only_the_router_is_reached_and_only_from_this_machine():
+    assert {name: service.get("ports") for name, service in SERVICES.items()} == {
+        "router": [f"127.0.0.1:8000:{PORT}"],
+        "engine-a": None,
+        "engine-b": None,
+    }
+
+
+def test_models_are_kept_in_the_volume_of_the_image():
+    volume = re.search(r"^VOLUME (\S+)$", CONTAINERFILE, re.MULTILINE)[1]
+    for name in ("engine-a", "engine-b"):
+        [mount] = SERVICES[name]["volumes"]
+        source, _, target = mount.partition(":")
+        assert (source in COMPOSE["volumes"], target) == (True, volume)
+
+
+def test_its_variables_are_options():
+    names = SERVICES["router"]["environment"]
+    assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= set(RouteConfig.__struct_fields__)

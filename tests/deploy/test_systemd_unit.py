@@ -1,0 +1,83 @@
+"""deploy/trioserve.service: what it says of this program is so, and systemd understands it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from trioserve import cli
+from trioserve.config import Config, config_from
+from trioserve.model.loading.packaged_model import models_folder
+from trioserve_kernels import build
+
+UNIT = Path(__file__).parents[2] / "deploy" / "trioserve.service"
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+EXPOSURE_MAX = 25  # tenths; up to 2.5 of 10, systemd-analyze calls a service well guarded ("OK" ends at 5)
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
+
+
+def settings() -> dict[str, list[str]]:
+    """Each setting's values in their order."""
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def environment() -> dict[str, str]:
+    return dict(pair.split("=", 1) for line in settings()["Environment"] for pair in shlex.split(line))
+
+
+def config() -> Config:
+    [command] = settings()["ExecStart"]
+    program, *arguments = shlex.split(command)
+    assert PurePosixPath(program).name == "trioserve"
+    return config_from(cli._parser()[0].parse_args(arguments), environment(), kind=Config)
+
+
+def test_it_stops_as_the_server_stops_and_waits_for_its_drain():
+    assert settings()["KillSignal"] == ["SIGTERM"]
+    assert settings()["KillMode"] == ["mixed"]  # a second signal would cut the drain short
+    assert int(settings()["TimeoutStopSec"][0]) >= config().drain_timeout + SUPERVISOR_SECONDS
+
+
+def test_all_that_it_writes_is_in_its_cache_directory(monkeypatch: pytest.MonkeyPatch):
+    folder = PurePosixPath("/var/cache") / settings()["CacheDirectory"][0]
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+        if name != "XDG_CACHE_HOME":
+            assert PurePosixPath(value).is_relative_to(folder), name
+    assert models_folder().is_relative_to(folder)
+    assert build._cache_folder().is_relative_to(folder)
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit with a program that is there, since systemd looks for it."""
+    path = tmp_path / UNIT.name
+    path.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE))
+    return path
+
+
+@pytest.mark.slow
+@needs_systemd
+def test_systemd_understands_it(unit: Path):
+    ran = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    complaints = [line for line in ran.stderr.splitlines() if unit.name in line]
+    assert complaints == []
+
+
+@pytest.mark.slow
+@needs_systemd
+def test_systemd_finds_it_well_guarded(unit: Path):
+    words = ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE_MAX}", unit]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    if "unrecognized option" in ran.stderr:
+        pytest.skip("this systemd-analyze knows no --offline")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
