@@ -1,0 +1,323 @@
+"""What the chart of deploy/helm installs is what Kubernetes takes and what this program has: flags, variables, ports,
+paths, metrics, rights, directories, and time to stop."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import trio
+import yaml
+
+from trioserve import __version__, cli
+from trioserve.api import routes
+from trioserve.commands.serving import check_front
+from trioserve.config import Config, RouteConfig, config_from
+from trioserve.contracts.errors import EndpointLost
+from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.proxy import router_app
+from trioserve.proxy.discovery.kubernetes import KubernetesSource
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.peers.peer_list import parse_peers
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "trioserve"
+VALUES = [None, *sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())]
+COMPONENTS = {"router": (RouteConfig, router_app.ROUTES), "engine": (Config, routes.ROUTES)}
+OF_OTHERS = {"ScaledObject", "PodMonitor"}  # whose schemas Kubernetes does not bring
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+SECRET = "a-key-of-the-secret"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=VALUES, ids=str)
+def installed(request: Any, manifests: Callable[..., Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return manifests(request.param)
+
+
+@pytest.fixture(params=COMPONENTS)
+def component(request: Any) -> str:
+    return request.param
+
+
+def pod_of(installed: dict, component: str) -> dict[str, Any]:
+    return installed["Deployment", f"trioserve-{component}"]["spec"]["template"]["spec"]
+
+
+def container_of(installed: dict, component: str) -> dict[str, Any]:
+    [container] = pod_of(installed, component)["containers"]
+    return container
+
+
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    """As its process has it, where every Secret has every key."""
+    given = {"secretKeyRef": SECRET, "resourceFieldRef": "4"}
+    return {
+        one["name"]: one["value"] if "value" in one else given[next(iter(one["valueFrom"]))] for one in container["env"]
+    }
+
+
+def config_of(installed: dict, component: str) -> Any:
+    container = container_of(installed, component)
+    parsed = cli._parser()[0].parse_args(container["args"])
+    return config_from(parsed, environment_of(container), kind=COMPONENTS[component][0])
+
+
+def selected(installed: dict, selector: dict[str, str]) -> set[str]:
+    """The components whose pods it means."""
+    labels = {name: installed["Deployment", f"trioserve-{name}"]["spec"]["template"]["metadata"] for name in COMPONENTS}
+    return {name for name, metadata in labels.items() if selector.items() <= metadata["labels"].items()}
+
+
+# --- what the tools say ---
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_helm_finds_nothing_wrong(helm, values):
+    ran = helm("lint", "--strict", CHART, values=values)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("version", ["oldest", "newest"])
+def test_kubernetes_takes_all_of_it(installed, version):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    oldest = re.search(r">=([\d.]+)", yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"])[1]
+    wanted = oldest if version == "oldest" else kubernetes_validate.latest_version()
+    for (kind, _), manifest in installed.items():
+        if kind not in OF_OTHERS:
+            kubernetes_validate.validate(manifest, wanted, strict=True)
+
+
+def test_the_notes_say_how_to_reach_it_and_what_is_open(helm):
+    ran = helm("install", "--dry-run=client", "trioserve", CHART, "--namespace", "ml")
+    assert "port-forward service/trioserve-router 8000:80" in ran.stdout
+    assert "No API keys are set" in ran.stdout
+    ran = helm("install", "--dry-run=client", "trioserve", CHART, values="guarded")
+    assert "No API keys are set" not in ran.stdout
+
+
+def test_its_version_is_the_programs():
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
+
+
+# --- what the program says ---
+
+
+def test_its_command_line_and_variables_are_understood(installed, component):
+    container = container_of(installed, component)
+    assert container["args"][0] == ("route" if component == "router" else "serve")
+    config = config_of(installed, component)
+    check_front(config)
+    [port] = container["ports"]
+    assert (config.host, config.port) == ("0.0.0.0", port["containerPort"])
+    names = [name for name in environment_of(container) if name.startswith("TRIOSERVE_")]
+    assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= set(type(config).__struct_fields__)
+
+
+def test_a_service_of_the_same_name_sets_no_options(installed, component):
+    assert pod_of(installed, component)["enableServiceLinks"] is False
+
+
+def test_probes_ask_what_answers_without_a_key(installed, component):
+    container = container_of(installed, component)
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    for path in paths.values():
+        route = COMPONENTS[component][1][path]
+        assert "GET" in route.operations
+        assert not route.needs_key
+
+
+def test_a_pod_is_given_the_time_to_stop(installed, component):
+    pod, container = pod_of(installed, component), container_of(installed, component)
+    waited = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    needed = waited + config_of(installed, component).drain_timeout + SUPERVISOR_SECONDS
+    assert pod["terminationGracePeriodSeconds"] >= needed
+
+
+def test_all_that_it_writes_is_mounted_and_nothing_else_can_be_written(installed, component):
+    pod, container = pod_of(installed, component), container_of(installed, component)
+    volume = re.search(r"^VOLUME (\S+)$", (ROOT / "deploy" / "Containerfile").read_text(), re.MULTILINE)[1]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert mounts == {volume: "cache", "/tmp": "tmp"}
+    assert set(mounts.values()) <= {one["name"] for one in pod["volumes"]}
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert PurePosixPath(volume).is_absolute()
+
+
+def test_it_may_do_as_little_as_pods_can(installed, component):
+    """What the Pod Security Standard "restricted" asks for."""
+    pod, container = pod_of(installed, component), container_of(installed, component)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_it_runs_as_the_user_of_the_image_unless_the_cluster_chooses(manifests, component):
+    user = int(re.search(r"^USER (\d+)", (ROOT / "deploy" / "Containerfile").read_text(), re.MULTILINE)[1])
+    assert pod_of(manifests(), component)["securityContext"]["runAsUser"] == user
+    assert "runAsUser" not in pod_of(manifests("guarded"), component)["securityContext"]
+
+
+def test_keys_come_from_the_secret_and_the_routers_key_is_the_engines_admin_key(manifests):
+    router, engine = (config_of(manifests("guarded"), name) for name in COMPONENTS)
+    assert router.api_key == (SECRET,)
+    assert router.endpoint_api_key == engine.admin_api_key == SECRET
+    for name in COMPONENTS:
+        config = config_of(manifests(), name)
+        assert config.api_key == ()
+        assert config.admin_api_key is None
+    rendered = {name: yaml.safe_dump(container_of(manifests("guarded"), name)["args"]) for name in COMPONENTS}
+    assert not [name for name, args in rendered.items() if "api-key" in args]
+
+
+# --- routers and engines find each other ---
+
+
+class DeafApiServer:
+    """Notes what it is asked for, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    @asynccontextmanager
+    async def request(self, method: str, path: str, headers: object, body: bytes) -> Any:
+        self.asked.append((method, path))
+        raise EndpointLost("deaf")
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+async def test_routers_may_ask_the_api_server_for_what_they_ask(manifests, autojump_clock):
+    installed = manifests()
+    namespace, _, rest = config_of(installed, "router").endpoints_kubernetes.partition("/")
+    service, _, port = rest.partition(":")
+    api = DeafApiServer()
+    source = KubernetesSource(
+        api, namespace=namespace, service=service, port=port, template=lambda url: EndpointSpec(url=url)
+    )
+    with trio.move_on_after(0.5):
+        await source.run(None)
+    [(method, path)] = api.asked
+    group, resource = re.fullmatch(r"/apis/([\w.]+)/v1/namespaces/ml/(\w+)\?.*", path).groups()
+    [rule] = installed["Role", "trioserve-router"]["rules"]
+    assert (method, rule) == ("GET", {"apiGroups": [group], "resources": [resource], "verbs": ["list", "watch"]})
+    binding = installed["RoleBinding", "trioserve-router"]
+    pod = pod_of(installed, "router")
+    assert [one["name"] for one in binding["subjects"]] == [pod["serviceAccountName"]]
+    assert pod["automountServiceAccountToken"]
+    assert not pod_of(installed, "engine")["automountServiceAccountToken"]
+    target = installed["Service", service]["spec"]
+    assert selected(installed, target["selector"]) == {"engine"}
+    assert [one["name"] for one in target["ports"]] == [port]
+    assert not target.get("publishNotReadyAddresses")
+
+
+def test_routers_find_each_other_also_before_they_are_ready(installed):
+    [peers] = config_of(installed, "router").router_peers
+    parse_peers([peers])
+    _, host, port = peers.split(":")
+    service = installed["Service", host.removesuffix(".ml.svc.cluster.local")]["spec"]
+    assert selected(installed, service["selector"]) == {"router"}
+    assert service["publishNotReadyAddresses"]
+    assert service["clusterIP"] == "None"
+    assert int(port) == config_of(installed, "router").port
+
+
+def test_clients_reach_routers_alone(installed):
+    service = installed["Service", "trioserve-router"]["spec"]
+    assert selected(installed, service["selector"]) == {"router"}
+    assert service["ports"][0]["targetPort"] == container_of(installed, "router")["ports"][0]["name"]
+
+
+def test_network_policies_let_routers_to_engines_and_others_as_far_as_values_say(manifests):
+    def peers(policy: dict[str, Any]) -> set[str]:
+        [rule] = policy["spec"]["ingress"]
+        assert rule["ports"] == [{"port": Config().port}]
+        return {
+            name
+            for peer in rule.get("from", ())
+            if "podSelector" in peer
+            for name in selected(installed, peer["podSelector"]["matchLabels"])
+        }
+
+    installed = manifests()
+    assert peers(installed["NetworkPolicy", "trioserve-engine"]) == {"router"}
+    assert "from" not in installed["NetworkPolicy", "trioserve-router"]["spec"]["ingress"][0]
+    guarded = manifests("guarded")
+    assert peers(guarded["NetworkPolicy", "trioserve-router"]) == {"router"}
+    assert len(guarded["NetworkPolicy", "trioserve-engine"]["spec"]["ingress"][0]["from"]) == 2
+    assert not [kind for kind, _ in manifests("bare") if kind == "NetworkPolicy"]
+
+
+def test_a_router_that_knows_caches_is_told_of_them(manifests):
+    assert config_of(manifests("guarded"), "router").tokenizer == config_of(manifests("guarded"), "engine").model
+    assert config_of(manifests("guarded"), "engine").kv_events
+    assert not config_of(manifests(), "engine").kv_events
+
+
+# --- how many there are ---
+
+
+def test_who_is_scaled_has_no_number_of_its_own(manifests):
+    def replicas(values: str | None) -> dict[str, bool]:
+        return {name: "replicas" in manifests(values)["Deployment", f"trioserve-{name}"]["spec"] for name in COMPONENTS}
+
+    assert replicas(None) == {"router": True, "engine": True}
+    assert replicas("scaled") == {"router": False, "engine": False}
+    assert replicas("bare") == {"router": True, "engine": False}
+    target = manifests("bare")["HorizontalPodAutoscaler", "trioserve-engine"]["spec"]["scaleTargetRef"]["name"]
+    assert ("Deployment", target) in manifests("bare")
+
+
+def test_nodes_are_emptied_pod_by_pod(installed, component):
+    budget = installed["PodDisruptionBudget", f"trioserve-{component}"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert selected(installed, budget["selector"]["matchLabels"]) == {component}
+
+
+def triggers(manifests: Callable[..., Any]) -> Iterator[dict[str, str]]:
+    scaled = manifests("scaled")["ScaledObject", "trioserve-engine"]["spec"]
+    assert scaled["scaleTargetRef"] == {"name": "trioserve-engine"}
+    yield from (trigger["metadata"] for trigger in scaled["triggers"])
+
+
+def test_keda_asks_for_metrics_that_exist(manifests, tmp_path):
+    [trigger] = triggers(manifests)
+    named = set(re.findall(r"trioserve(?:_router)?:\w+", trigger["query"]))
+    assert "trioserve_router:queued_requests" in named
+    assert named <= {metric.full_name for metric in CATALOGUE}
+    pods = re.search(r'pod=~"([^"]+)"', trigger["query"])[1]
+    assert all(re.fullmatch(pods, f"trioserve-{name}-5d4f-x7k2p") for name in COMPONENTS)
+    if shutil.which("promtool") is None:
+        return
+    rule = {"groups": [{"name": "keda", "rules": [{"record": "wanted", "expr": trigger["query"]}]}]}
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rule))
+    ran = subprocess.run(["promtool", "check", "rules", "rules.yml"], cwd=tmp_path, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_prometheus_scrapes_pods_where_they_have_metrics(manifests):
+    monitor = manifests("scaled")["PodMonitor", "trioserve-pods"]["spec"]
+    assert selected(manifests("scaled"), monitor["selector"]["matchLabels"]) == set(COMPONENTS)
+    [endpoint] = monitor["podMetricsEndpoints"]
+    for name, (_, known) in COMPONENTS.items():
+        assert endpoint["path"] in known
+        assert endpoint["port"] == container_of(manifests("scaled"), name)["ports"][0]["name"]
+
+
+def test_one_cache_is_claimed_and_stays(manifests):
+    claim = manifests("gpu")["PersistentVolumeClaim", "trioserve-cache"]
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    volumes = {one["name"]: one for one in pod_of(manifests("gpu"), "engine")["volumes"]}
+    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "trioserve-cache"

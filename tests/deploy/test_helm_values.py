@@ -1,0 +1,109 @@
+"""A value of the chart that is misspelt or wrong is refused, by its name; and each has a meaning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trioserve.config import Config
+from trioserve.router.policies import POLICIES
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "trioserve"
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+OF_HELM = {"global"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("router.replica=3", "'/router': additional properties 'replica' not allowed"),
+        ("routers.replicas=3", "additional properties 'routers' not allowed"),
+        ("engine.autoscaling.min=3", "'/engine/autoscaling': additional properties 'min' not allowed"),
+        ("router.replicas=0", "'/router/replicas': minimum: got 0, want 1"),
+        ("router.replicas=two", "'/router/replicas': got string, want integer"),
+        ("engine.autoscaling.kind=vpa", "'/engine/autoscaling/kind': value must be one of 'none', 'hpa', 'keda'"),
+        ("drainSeconds=-1", "'/drainSeconds': minimum: got -1, want 0"),
+        ("networkPolicy.enabled=yes", "'/networkPolicy/enabled': got string, want boolean"),
+        ("router.service.port=80000", "'/router/service/port': maximum: got 80,000, want 65,535"),
+        ("engine.extraArgs={max-num-seqs}", "'/engine/extraArgs/0': 'max-num-seqs' does not match pattern"),
+        ("engine.model=", "'/engine/model': minLength: got 0, want 1"),
+        ("engine.resources.requests.cpu=null", "'/engine/resources/requests': missing property 'cpu'"),
+        ("engine.cache.sizeLimit=20gigs", "'/engine/cache/sizeLimit': '20gigs' does not match pattern"),
+        ("engine.extraArgs={--port=9000}", "engine.extraArgs: --port is the chart's own"),
+        ("router.extraArgs={--api-key=x}", "router.extraArgs: --api-key belongs into a Secret"),
+        (
+            "router.autoscaling.enabled=true,router.autoscaling.minReplicas=9",
+            "router.autoscaling: minReplicas is 9, more than maxReplicas (6)",
+        ),
+        (
+            "engine.cache.existingClaim=mine,engine.cache.claim.create=true",
+            "engine.cache: give existingClaim or claim.create, not both",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(helm, value, told):
+    ran = helm("template", "trioserve", CHART, "--set", value)
+    assert ran.returncode != 0
+    assert told in ran.stderr
+
+
+def names(values: dict[str, Any], schema: dict[str, Any], place: str = "") -> Iterator[tuple[str, set[str], set[str]]]:
+    """Of each map whose names the schema knows: where it is, its names, and those that the schema knows."""
+    yield place, set(values), set(schema["properties"]) - OF_HELM
+    for name, value in values.items():
+        known = schema["properties"][name]
+        if isinstance(value, dict) and "properties" in known:
+            yield from names(value, known, f"{place}/{name}")
+
+
+def test_the_schema_knows_the_values_that_there_are_and_no_others():
+    places = list(names(yaml.safe_load((CHART / "values.yaml").read_text()), SCHEMA))
+    assert len(places) > 10
+    for place, there, known in places:
+        assert there == known, place
+
+
+def test_no_map_takes_names_that_it_does_not_know():
+    def maps(schema: Any) -> Iterator[dict[str, Any]]:
+        for child in schema.values() if isinstance(schema, dict) else ():
+            yield from maps(child)
+        if isinstance(schema, dict) and "properties" in schema and schema.get("type") == "object":
+            yield schema
+
+    assert all(schema["additionalProperties"] is False for schema in maps(SCHEMA))
+
+
+def test_flags_that_the_chart_keeps_to_itself_are_flags():
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    kept = {name for words in re.findall(r'splitList " " "([a-z -]+)"', helpers) for name in words.split()}
+    assert "drain-timeout" in kept
+    assert {name.replace("-", "_") for name in kept} <= set(Config.__struct_fields__)
+
+
+def test_its_defaults_are_the_programs():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["drainSeconds"] == Config().drain_timeout
+    assert values["engine"]["model"] == Config().model
+    assert values["router"]["policy"] == Config().policy
+    assert values["router"]["policy"] in POLICIES
+    assert values["engine"]["autoscaling"]["requestsPerEngine"] <= Config().max_num_seqs
+
+
+@pytest.mark.slow
+def test_the_documents_give_values_that_it_takes(helm, tmp_path):
+    page = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
+    [block] = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "values.yaml").write_text(block)
+    ran = helm("template", "llm", CHART, "--values", tmp_path / "values.yaml")
+    assert ran.returncode == 0, ran.stderr
+    named = re.findall(r"--set (\S+)", page)
+    assert len(named) == 2
+    ran = helm("template", "llm", CHART, *(word for pair in named for word in ("--set", pair)))
+    assert ran.returncode == 0, ran.stderr
