@@ -31,6 +31,8 @@ SEEDS = "0:2000"
 FOUND_BY = HERE / "planted" / "found_by.txt"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
 HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
+# Taken once: pytest changes a variable for each test, and bugs are looked for in other threads meanwhile.
+ENVIRONMENT = dict(os.environ)
 MODES = {"core": [], **{mode: [f"--{mode}"] for mode in ("stack", "router", "routers", "pair", "lasting")}}
 
 
@@ -66,7 +68,7 @@ def plant(changes: list[Change], folder: Path) -> Path:
 
 def simulate(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In the copy's folder, so that it is the copy that runs."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "trioserve", "simulate", "--no-shrink", *arguments]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
 
