@@ -830,7 +830,7 @@ def write_family_gguf(
     if "kv_lora_rank" in config:
         head_dim = config["qk_rope_head_dim"]
         _add_latent_metadata(writer, config, has_latent_halves)
-    else:
+    elif model_type != "phi3":  # of which the converter writes down only what is turned
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}

@@ -199,10 +199,9 @@ def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
 
 
 def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:
-    """How many numbers a head has, and how many of them are turned."""
-    key_length = fields.whole_or(f"{architecture}.attention.key_length", None)
+    """How many numbers a head has, and how many of them are turned. default: of a file that does not say the first."""
+    head_dim = fields.whole_or(f"{architecture}.attention.key_length", default)
     rotated = fields.whole_or(f"{architecture}.rope.dimension_count", None)
-    head_dim = key_length if key_length is not None else rotated if rotated is not None else default
     value_length = fields.whole_or(f"{architecture}.attention.value_length", head_dim)
     if value_length != head_dim:
         raise ModelLoadError(

@@ -1,0 +1,84 @@
+"""What llama.cpp's own converter makes of tiny checkpoints is read as they are. TRIOSERVE_LLAMA_CPP names a checkout of
+llama.cpp, and without it all of this is skipped: the converter is not on PyPI, and changes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from trioserve.contracts.sampling import SamplingParams
+
+LLAMA_CPP = os.environ.get("TRIOSERVE_LLAMA_CPP")
+# Without those whose files leave out what the tiny ones set: a window (Mistral, Qwen2, Llama 4's sections), a scale
+# (Gemma 2), that weights of experts are not normed (LFM2).
+KINDS = (
+    *("llama", "llama-tied", "llama-biased-64", "llama3-rope", "llama-padded", "llama-linear-rope", "llama-wide"),
+    *("qwen2", "qwen2-yarn", "qwen3", "gemma", "gemma3n", "phi3", "phi3-part", "olmo2", "olmo3", "smollm3", "granite"),
+    *("glm4", "cohere", "cohere-normed", "exaone4", "internlm3", "ernie4_5", "seed_oss"),
+    *("mixtral", "qwen3-moe", "olmoe", "granite-moe", "glm4-moe", "dots1", "gpt-oss", "llama4-long"),
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight", "minicpm3"),
+    *("lfm2", "granite-hybrid", "falcon-h1", "falcon-h1-unnormed", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+)
+# The tokenizers' kind is not one that it knows, and what predicts further tokens is not there.
+CONVERT = """
+import sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
+import convert_hf_to_gguf as converter
+from conversion import base
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+found = converter.get_model_class
+def with_plain_vocabulary(*arguments, **options):
+    model = found(*arguments, **options)
+    model.set_vocab = lambda self: self._set_vocab_gpt2()
+    model.no_mtp = True
+    return model
+converter.get_model_class = with_plain_vocabulary
+sys.argv = ["convert", sys.argv[2], "--outfile", sys.argv[3], "--outtype", "f32"]
+converter.main()
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(LLAMA_CPP is None, reason="TRIOSERVE_LLAMA_CPP names no checkout of llama.cpp"),
+]
+
+
+def as_published(directory: Path, copy: Path) -> None:
+    """With the fields that the makers' own configs have, and transformers leaves out or calls otherwise."""
+    for file in directory.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] == "deepseek_v3":
+        config["scoring_func"] = "sigmoid"
+    if config["model_type"] == "granitemoehybrid":
+        names = {"full_attention": "attention", "linear_attention": "mamba"}
+        config["layer_types"] = [names[kind] for kind in config["layer_types"]]
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def logprobs_of(step_driver: ModuleType, path: Path) -> torch.Tensor:
+    driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels="torch"))
+    prompt = [(7 * position + 5) % 300 + 5 for position in range(40)]
+    driver.add("p", prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    return torch.tensor([entry.logprob for entry in driver.step({"p": 40}).prompt_logprobs["p"]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_converted_file_says_what_its_directory_says(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
+) -> None:
+    as_published(tiny_checkpoint(kind), tmp_path)
+    path = tmp_path / "model.gguf"
+    command = [sys.executable, "-c", CONVERT, str(LLAMA_CPP), str(tmp_path), str(path)]
+    converted = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert converted.returncode == 0, converted.stderr
+    expected = logprobs_of(step_driver, tiny_checkpoint(kind))
+    torch.testing.assert_close(logprobs_of(step_driver, path), expected, atol=1e-4, rtol=0)
