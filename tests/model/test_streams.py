@@ -179,3 +179,26 @@ async def test_an_engine_answers_and_gives_every_block_back(tiny_checkpoint: Cal
     assert said[0] == said[1]
     assert stats.prefix_hit_tokens_total > 0
     assert (stats.running_count, stats.blocks_used) == (0, 0)
+
+
+async def test_blocks_go_to_the_host_and_back_without_what_is_shared(tiny_checkpoint: Callable[..., Path]) -> None:
+    """The last two layers keep nothing of their own: what comes back of the others is enough, and it is all."""
+    prompt, other = list(range(5, 69)), list(range(70, 170))
+    limits = {"memory_gib": 0.05}
+    transfer = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": limits}
+    answers = []
+    async with open_engine(
+        str(tiny_checkpoint("gemma3n")),
+        dtype="float32",
+        max_num_seqs=1,
+        max_model_len=128,
+        kv_cache_memory=0.0003,
+        kv_transfer_config=transfer,
+    ) as engine:
+        assert engine.stats().blocks_total * 16 < len(prompt) + len(other)  # the other prompt drives the first one out
+        for tokens in (prompt, other, prompt):
+            async with engine.generate(tokens, SamplingParams(temperature=0.0, max_tokens=16)) as stream:
+                answers.append([token_id async for delta in stream for token_id in delta.token_ids])
+        stats = engine.stats()
+    assert answers[0] == answers[2]
+    assert stats.loaded_tokens_total >= 32

@@ -203,6 +203,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How KV lies in a block: for each layer [block_size, part_count, kv_head_count, head_dim] numbers of `dtype`, so
     that a token's numbers in a layer are token_bytes side by side.
 
+    layer_count: of layers that keep something; those that see what another one keeps do not count.
     part_count: 2, keys at index 0 and values at index 1; 1, latents from which both are computed.
     model: tells models apart whose shapes are equal; engines exchange KV only if they agree on it.
     dtype: float32, bfloat16 or float16; or int8 or fp8, where a head's numbers have their scale behind them, a

@@ -19,7 +19,7 @@ class HostPages:
         self.layout = layout
         self.block_count = storage.block_count
         self._block_bytes = layout.block_size * layout.token_bytes
-        self._layers = [memoryview(_flat_bytes(pages)) for pages in storage.pages]
+        self._layers = [memoryview(_flat_bytes(pages)) for pages in storage.kept]
 
     def view(self, layer: int, block: BlockIndex) -> memoryview:
         return self._layers[layer][block * self._block_bytes : (block + 1) * self._block_bytes]
@@ -39,7 +39,7 @@ class CudaPages:
         self.layout = layout
         self.block_count = storage.block_count
         torch = torch_now()
-        self._layers = [pages.view(torch.uint8).view(pages.shape[0], -1) for pages in storage.pages]
+        self._layers = [pages.view(torch.uint8).view(pages.shape[0], -1) for pages in storage.kept]
 
     def region(self, layer: int) -> tuple[int, int, int]:
         """Where a layer's blocks lie: the address on the device, the number of bytes, and the device's index."""

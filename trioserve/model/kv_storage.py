@@ -24,8 +24,8 @@ class KVStorage(Generic[Buffer]):
     memory comes uninitialised; who begins a block clears what lies behind its last token, unless the kernels never read
     that.
 
-    With has_spare there is one block more, at index block_count, which no request owns: rows that stand for nobody
-    write there. What lies in it is never read.
+    kept: the buffers that are not empty. With has_spare there is one block more, at index block_count, which no request
+    owns: rows that stand for nobody write there. What lies in it is never read.
     """
 
     def __init__(
@@ -49,4 +49,8 @@ class KVStorage(Generic[Buffer]):
             width = head_width(entry.head_dim, kv_format)
             return (block_count + has_spare, block_size, entry.part_count, entry.head_count, width)
 
-        self.pages: tuple[Buffer, ...] = tuple(make(shape(entry)) for entry in config.kv_entries)
+        entries = config.kv_entries
+        self.pages: tuple[Buffer, ...] = tuple(make(shape(entry)) for entry in entries)
+        self.kept: tuple[Buffer, ...] = tuple(
+            pages for pages, entry in zip(self.pages, entries, strict=True) if entry is not None
+        )

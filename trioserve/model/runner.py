@@ -237,7 +237,7 @@ class ModelRunner:
         entry = self.config.kv_attention.kv_entry
         layout = KVLayout(
             model=like if self._batch_invariant else model_name,
-            layer_count=self.config.layer_count,
+            layer_count=len(self.storage.kept),
             block_size=self.block_size,
             part_count=entry.part_count,
             kv_head_count=entry.head_count,
