@@ -380,6 +380,7 @@ class NativeModel:
         return tuple(entries)
 
     launches = False
+    warms_by_shape = False
 
     def launch(
         self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None

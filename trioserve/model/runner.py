@@ -51,7 +51,7 @@ from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_model import StepModel
-from trioserve.model.warm_up_plans import fused_kernel_plans, warm_up_plans
+from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, warm_up_plans
 from trioserve.model.weights import fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
@@ -265,14 +265,19 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose
         and cache their kernels; where kernels are compiled as they are first launched, of every shape that compiles
-        one. Uses the KV blocks: call it before the first request."""
+        one; and where none is chosen, one step of one token, which claims first memory. Uses the KV blocks: call it
+        before the first request."""
         assert self._model is not None, "warm_up after close"
         self._model.warm_up()
         if self._draft is not None:
             self._draft.model.warm_up()
         context_max = min(self._context_tokens_max, self.block_count * self.block_size)
         limits = (context_max, self.block_count, self.config.vocab_size)
-        for plan in warm_up_plans(*limits, has_states=self.config.state_bytes > 0):
+        has_states = self.config.state_bytes > 0
+        if not self._model.warms_by_shape and self._draft is None:
+            self.execute(first_step_plan(*limits[1:], has_states=has_states))
+            return
+        for plan in warm_up_plans(*limits, has_states=has_states):
             self.execute(plan)
         if self._model.launches:
             for plan in fused_kernel_plans(*limits):

@@ -89,6 +89,11 @@ class StepModel(Protocol):
         """Prepare ahead what the first steps would have to wait for. No block is written."""
         ...
 
+    @property
+    def warms_by_shape(self) -> bool:
+        """Whether kernels are chosen, or compiled, at the first step of a shape."""
+        ...
+
     def compute(
         self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
     ) -> ComputedStep | None:

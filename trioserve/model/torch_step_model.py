@@ -56,6 +56,7 @@ __all__ = ["TorchStepModel"]
 class TorchStepModel:
     """A Decoder with its KV cache. A number of threads in the settings holds for the whole process."""
 
+    warms_by_shape = True
     loading_threads = 1  # a second thread in which torch computes would have a team of its own
 
     def __init__(

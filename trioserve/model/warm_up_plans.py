@@ -16,7 +16,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.model.mask_rows import FilledMasks
 
-__all__ = ["fused_kernel_plans", "warm_up_plans"]
+__all__ = ["first_step_plan", "fused_kernel_plans", "warm_up_plans"]
 
 PROMPT_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -32,10 +32,16 @@ def warm_up_plans(
         request = _request("warm-up", count, vocab_size, SamplingParams(temperature=temperature))
         prompt, decode = _chunk(request, 0, count, block_count), _chunk(request, count - 1, 1, block_count)
         if has_states:
-            prompt = structs.replace(prompt, states=(StateSpan(count, None, 0),))
+            prompt = _with_state(prompt)
             decode = structs.replace(decode, states=(StateSpan(1, 0, 0),))
         yield _plan(prompt)
         yield _plan(decode)
+
+
+def first_step_plan(block_count: int, vocab_size: int, *, has_states: bool = False) -> StepPlan:
+    """A prompt of one token. After it, steps of every other shape take what they will always take."""
+    chunk = _chunk(_request("warm-up", 1, vocab_size, GREEDY), 0, 1, block_count)
+    return _plan(_with_state(chunk) if has_states else chunk)
 
 
 def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> Iterator[StepPlan]:
@@ -77,6 +83,10 @@ def _request(name: str, token_count: int, vocab_size: int, sampling: SamplingPar
 def _chunk(request: EngineRequest, start: int, count: int, block_count: int) -> ScheduledChunk:
     tokens: Sequence[int] = request.prompt_token_ids
     return ScheduledChunk(request, tokens, start, count, range(block_count), start + count == len(tokens))
+
+
+def _with_state(prompt: ScheduledChunk) -> ScheduledChunk:
+    return structs.replace(prompt, states=(StateSpan(prompt.count, None, 0),))
 
 
 def _plan(*chunks: ScheduledChunk) -> StepPlan:
