@@ -6,12 +6,13 @@ addresses; numpy knows no bfloat16, so its numbers are held as their 16 bits, in
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,18 @@ __all__ = [
     "STATE_NORMS",
     "Engine",
     "ExpertsStruct",
+    "FileRowsStruct",
     "LatentStruct",
     "LaurelStruct",
     "LayerStreamsStruct",
     "LayerStruct",
     "Library",
+    "Loading",
     "MatrixStruct",
     "ModelStruct",
     "NoNativeKernels",
     "RecurrentStruct",
+    "RowsKind",
     "SamplingStruct",
     "StepStruct",
     "StreamsStruct",
@@ -75,6 +79,7 @@ _ARRAY_TYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype(np.uint8),
 }
 FINISHED, ABANDONED = 0, 1
+FILE_ENDED = -1
 BLOCK_OUTPUTS = 16  # of a block of a packed weight
 CACHE_LINE_BYTES = 64
 CONV_KERNEL_MAX = 64  # of cpu/state_space.h
@@ -289,6 +294,36 @@ class StepStruct(ctypes.Structure):
     )
 
 
+class RowsKind(enum.IntEnum):
+    """How rows of a file come to a weight: as they are; packed, with a number of DTYPES as their type; or packed of
+    blocks, with a number of BLOCK_FORMATS."""
+
+    COPIED = 0
+    DENSE = 1
+    BLOCKS = 2
+
+
+class FileRowsStruct(ctypes.Structure):
+    """FileRows of cpu/loading.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("offset", "rows", "columns", "row_bytes")),
+        ("to", _pointer),
+        *((name, ctypes.c_int64) for name in ("first_block", "block_step", "counts_as")),
+        *((name, _int) for name in ("file", "kind", "type", "pairs_of")),
+    )
+
+
+class LoadingStruct(ctypes.Structure):
+    """Loading of cpu/loading.h."""
+
+    _fields_ = (
+        ("rows", _pointer),
+        *((name, ctypes.c_int64) for name in ("count", "next", "bytes_done")),
+        ("is_stopped", _int),
+    )
+
+
 class AdapterPartStruct(ctypes.Structure):
     """AdapterPart of cpu/adapters.h."""
 
@@ -331,6 +366,7 @@ class Library:
         self._pack = _declared(
             functions.trioserve_pack, None, _int, _pointer, *[ctypes.c_int64] * 2, _pointer, *[ctypes.c_int64] * 2
         )
+        self.load_files = _declared(functions.trioserve_load_files, ctypes.c_int64, *[_pointer] * 3)
         self.step = _declared(functions.trioserve_step, _int, _pointer, _pointer, _pointer)
         self.logprobs = _declared(
             functions.trioserve_logprobs,
@@ -409,6 +445,41 @@ class Library:
     def use_large_pages(self, array: Array) -> None:
         """Ask for them; the array must not have been written yet."""
         self._use_large_pages(address(array), array.nbytes)
+
+
+class Loading:
+    """Rows of files on their way into weights. As many threads share the work as call run; the GIL is let go for all of
+    it, so that nobody who holds it keeps the weights waiting."""
+
+    def __init__(self, library: Library, paths: Sequence[Path], rows: Sequence[FileRowsStruct]) -> None:
+        """rows: each with the index of its path as `file`, in the order in which they are read. What they are written
+        to has to stay until every run has ended."""
+        self._library = library
+        self._paths = paths
+        self._rows = (FileRowsStruct * len(rows))(*rows)
+        self._struct = LoadingStruct(rows=ctypes.addressof(self._rows), count=len(rows))
+
+    def run(self) -> None:
+        """Ends when all has been begun, by this thread or others. Raises OSError, with the path, if a file cannot be
+        read, and EOFError if it ends too early; the others then end, too."""
+        with contextlib.ExitStack() as scopes:
+            files = int32_array(scopes.enter_context(path.open("rb", buffering=0)).fileno() for path in self._paths)
+            error = _int()
+            failed = self._library.load_files(ctypes.addressof(self._struct), start_of(files), ctypes.addressof(error))
+        if failed >= 0:
+            path = str(self._paths[self._rows[failed].file])
+            if error.value == FILE_ENDED:
+                raise EOFError(path)
+            raise OSError(error.value, os.strerror(error.value), path)
+
+    def stop(self) -> None:
+        """From any thread: what has not begun is left out."""
+        self._struct.is_stopped = 1
+
+    @property
+    def bytes_done(self) -> int:
+        """The sum of counts_as of all that have come."""
+        return int(self._struct.bytes_done)
 
 
 class WeightMemory:

@@ -7,27 +7,12 @@
 #include <exception>
 #include <new>
 
-#include "product.h"
-#include "quantized.h"
+#include "loading.h"
 #include "step.h"
 
 using namespace trioserve;
 
 namespace {
-
-// `Number` is what a unit holds for one output: a float32 or a pair of bfloat16. Half a pair at the end gets a zero.
-template <class T, class Number>
-void pack(const T* from, int64_t n, int64_t k, Number* to, int64_t first_block, int64_t block_step) {
-    constexpr int DEPTH = sizeof(Number) / sizeof(T);
-    const int64_t units = padded_depth(k) / DEPTH;
-    for (int64_t row = 0; row < n; row++) {
-        Number* block = to + (first_block + row / LANES * block_step) * units * LANES + row % LANES;
-        const T* values = from + row * k;
-        for (int64_t unit = 0; unit < k / DEPTH; unit++)
-            std::memcpy(block + unit * LANES, values + unit * DEPTH, sizeof(Number));
-        if (k % DEPTH) std::memcpy(block + k / DEPTH * LANES, values + k / DEPTH * DEPTH, sizeof(T));
-    }
-}
 
 // Of the pages that lie wholly in this memory.
 int advise(void* memory, int64_t bytes, int advice) {
@@ -84,14 +69,9 @@ void trioserve_release(void* memory, int64_t bytes) { munmap(memory, size_t(byte
 // Elements of a packed weight [n, k].
 int64_t trioserve_packed_count(int64_t n, int64_t k) { return block_count(n) * LANES * padded_depth(k); }
 
-// weight: [n, k] in the model's dtype. Its blocks become blocks first_block, first_block + block_step, ... of `to`, which
-// was all zeros.
 void trioserve_pack(int32_t dtype, const void* weight, int64_t n, int64_t k, void* to, int64_t first_block,
                     int64_t block_step) {
-    if (dtype == BFLOAT16)
-        pack(static_cast<const bf16*>(weight), n, k, static_cast<uint32_t*>(to), first_block, block_step);
-    else
-        pack(static_cast<const float*>(weight), n, k, static_cast<float*>(to), first_block, block_step);
+    pack_dense(dtype, weight, n, k, to, first_block, block_step);
 }
 
 // Bytes of a quantized weight [n, k].
@@ -107,6 +87,10 @@ void trioserve_pack_blocks(int32_t storage, const void* blocks, int64_t n, int64
 void trioserve_pack_values(int32_t format, const float* values, int64_t n, int64_t k, void* to, int64_t first_block,
                            int64_t block_step) {
     pack_values(format, values, n, k, static_cast<uint8_t*>(to), first_block, block_step);
+}
+
+int64_t trioserve_load_files(Loading* loading, const int32_t* files, int32_t* error) {
+    return load_files(*loading, files, *error);
 }
 
 // 0: finished; 1: abandoned; 2: out of memory.

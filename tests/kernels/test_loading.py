@@ -1,0 +1,188 @@
+"""Weights packed from memory, and from files by the library's own reading: the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from trioserve_kernels.native import (
+    BLOCK_FORMATS,
+    DTYPES,
+    FileRowsStruct,
+    Library,
+    Loading,
+    NoNativeKernels,
+    RowsKind,
+    WeightFormat,
+    WeightMemory,
+    address,
+    load_library,
+)
+
+KINDS = {"float32": np.dtype(np.uint32), "bfloat16": np.dtype(np.uint16)}
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    try:
+        return load_library()
+    except NoNativeKernels as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
+@pytest.fixture
+def memories(library: Library) -> Iterator[list[WeightMemory]]:
+    made: list[WeightMemory] = []
+    yield made
+    for memory in made:
+        memory.close()
+
+
+def bits(*shape: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]:
+    values = np.random.default_rng(seed).integers(0, 2**15, shape, dtype=KINDS[dtype])
+    return values.view(np.float32) if dtype == "float32" else values
+
+
+def rows_of(weight: npt.NDArray[Any], **fields: Any) -> FileRowsStruct:
+    """As the file holds them that `written` wrote."""
+    return FileRowsStruct(
+        **{
+            "offset": 7,
+            "rows": len(weight),
+            "columns": weight.shape[1],
+            "row_bytes": weight[0].nbytes,
+            "block_step": 1,
+            "counts_as": weight.nbytes,
+            **fields,
+        }
+    )
+
+
+def written(path: Path, *weights: npt.NDArray[Any]) -> Path:
+    path.write_bytes(b"ahead: " + b"".join(weight.tobytes() for weight in weights))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("rows, columns", ((16, 32), (33, 70), (48, 47), (5, 3), (64, 1000)))
+def test_where_each_number_lies(
+    library: Library, memories: list[WeightMemory], dtype: str, rows: int, columns: int
+) -> None:
+    """Blocks of 16 rows; in each, units of one number of every row, or of two neighbours."""
+    weight = bits(rows, columns, dtype=dtype)
+    size = library.packed_bytes(rows, columns, dtype)
+    memories.append(WeightMemory(library, size))
+    place = memories[-1].take(size)
+    library.pack(weight, place)
+    depth = 2 if dtype == "bfloat16" else 1
+    padded = np.zeros((-(-rows // 16) * 16, -(-columns // 32) * 32), dtype=weight.dtype)
+    padded[:rows, :columns] = weight
+    expected = padded.reshape(-1, 16, padded.shape[1] // depth, depth).swapaxes(1, 2)
+    assert ctypes.string_at(place, size) == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_rows_of_a_file_are_packed_as_those_in_memory(
+    library: Library, memories: list[WeightMemory], dtype: str, tmp_path: Path
+) -> None:
+    """Two matrices block for block in turn, each larger than what is read at once, the second one in two parts."""
+    gate, up = bits(160, 3000, dtype=dtype, seed=1), bits(160, 3000, dtype=dtype, seed=2)
+    size = library.packed_bytes(320, 3000, dtype)
+    memories.extend(WeightMemory(library, size) for _ in range(2))
+    expected, place = (memory.take(size) for memory in memories)
+    library.pack(gate, expected, first_block=0, block_step=2)
+    library.pack(up, expected, first_block=1, block_step=2)
+    path = written(tmp_path / "weights", gate, up)
+    common = {"to": place, "block_step": 2, "kind": RowsKind.DENSE, "type": DTYPES[dtype]}
+    loading = Loading(
+        library,
+        [path],
+        [
+            rows_of(gate, **common),
+            rows_of(up[:96], offset=7 + gate.nbytes, first_block=1, **common),
+            rows_of(up[96:], offset=7 + gate.nbytes + up[:96].nbytes, first_block=13, **common),
+        ],
+    )
+    loading.run()
+    assert ctypes.string_at(place, size) == ctypes.string_at(expected, size)
+    assert loading.bytes_done == gate.nbytes + up.nbytes
+
+
+@pytest.mark.parametrize("head_dim", (32, 64, 128))
+def test_halves_of_heads_in_turn(library: Library, memories: list[WeightMemory], head_dim: int, tmp_path: Path) -> None:
+    weight = bits(256, 2000, dtype="bfloat16")
+    size = library.packed_bytes(256, 2000, "bfloat16")
+    memories.extend(WeightMemory(library, size) for _ in range(2))
+    expected, place = (memory.take(size) for memory in memories)
+    halves = weight.reshape(-1, 2, head_dim // 32, 16, 2000).swapaxes(1, 2)
+    library.pack(np.ascontiguousarray(halves).reshape(256, 2000), expected)
+    path = written(tmp_path / "weights", weight)
+    rows = rows_of(weight, to=place, kind=RowsKind.DENSE, type=DTYPES["bfloat16"], pairs_of=head_dim)
+    Loading(library, [path], [rows]).run()
+    assert ctypes.string_at(place, size) == ctypes.string_at(expected, size)
+
+
+def test_blocks_of_a_file(library: Library, memories: list[WeightMemory], tmp_path: Path) -> None:
+    number, format = BLOCK_FORMATS["Q4_0"]
+    assert format == WeightFormat.Q4
+    columns = 9600
+    blocks = np.random.default_rng(0).integers(0, 120, (96, columns // 32 * 18), dtype=np.uint8)
+    size = library.quantized_bytes(96, columns, format)
+    memories.extend(WeightMemory(library, size) for _ in range(2))
+    expected, place = (memory.take(size) for memory in memories)
+    library.pack_blocks("Q4_0", blocks, columns, expected)
+    path = written(tmp_path / "weights", blocks)
+    rows = rows_of(blocks, columns=columns, to=place, kind=RowsKind.BLOCKS, type=number)
+    Loading(library, [path], [rows]).run()
+    assert ctypes.string_at(place, size) == ctypes.string_at(expected, size)
+
+
+def test_rows_that_stay_as_they_are(library: Library, tmp_path: Path) -> None:
+    first, second = bits(30, 40, dtype="bfloat16"), bits(20, 40, dtype="bfloat16", seed=1)
+    paths = [written(tmp_path / name, weight) for name, weight in (("a", first), ("b", second))]
+    place = np.zeros((50, 40), dtype=np.uint16)
+    rows = [
+        rows_of(first, to=address(place)),
+        rows_of(second, to=address(place[30:]), file=1),
+    ]
+    Loading(library, paths, rows).run()
+    assert (place == np.concatenate((first, second))).all()
+
+
+def test_a_file_that_ends_too_early_and_one_that_is_gone(library: Library, tmp_path: Path) -> None:
+    weight = bits(30, 40, dtype="bfloat16")
+    path = written(tmp_path / "short", weight[:29])
+    place = np.zeros((30, 40), dtype=np.uint16)
+    loading = Loading(library, [path], [rows_of(weight, to=address(place))] * 3)
+    with pytest.raises(EOFError, match="short"):
+        loading.run()
+    assert loading.bytes_done == 0
+    loading.run()  # another thread finds that it has to stop
+    with pytest.raises(FileNotFoundError):
+        Loading(library, [tmp_path / "gone"], []).run()
+
+
+def test_what_cannot_be_read_is_told_as_the_system_tells_it(library: Library, tmp_path: Path) -> None:
+    weight = bits(30, 40, dtype="bfloat16")
+    rows = rows_of(weight, to=0)  # no memory is there
+    path = written(tmp_path / "weights", weight)
+    with pytest.raises(OSError, match="Bad address") as caught:
+        Loading(library, [path], [rows]).run()
+    assert caught.value.filename == str(path)
+
+
+def test_nothing_begins_after_a_stop(library: Library, tmp_path: Path) -> None:
+    weight = bits(30, 40, dtype="bfloat16")
+    place = np.zeros((30, 40), dtype=np.uint16)
+    path = written(tmp_path / "weights", weight)
+    loading = Loading(library, [path], list(itertools.repeat(rows_of(weight, to=address(place)), 3)))
+    loading.stop()
+    loading.run()
+    assert not place.any()
