@@ -51,7 +51,7 @@ def in_float32(
     def read(_dtype: str) -> Any:
         return np.ascontiguousarray(change(tensor.read("float32")), dtype=np.float32)
 
-    return tensor._replace(read=read, dtype="float32", block_type=None, read_blocks=None, **named)
+    return tensor._replace(read=read, dtype="float32", block_type=None, read_blocks=None, rows=None, **named)
 
 
 def checkpoint_of(config: ModelConfig, tensors: Callable[[], Iterator[StoredTensor]]) -> Any:
@@ -167,7 +167,10 @@ def upcycled(checkpoint: Any, experts: ExpertsConfig) -> Any:
             if name == "gate_proj":
                 router = rng.normal(0, 0.1, (experts.expert_count, config.hidden_size)).astype(np.float32)
                 yield tensor._replace(
-                    name=".".join((*before, "router", kind)), shape=router.shape, read=lambda _dtype, r=router: r.copy()
+                    name=".".join((*before, "router", kind)),
+                    shape=router.shape,
+                    read=lambda _dtype, r=router: r.copy(),
+                    rows=None,
                 )
             for expert in range(experts.expert_count):
                 yield tensor._replace(name=".".join((*before, "experts", str(expert), name, kind)))

@@ -87,7 +87,7 @@ def with_changed(path: Path, name: str, change: Callable[[Values], None]) -> Any
                 change(values)
                 return values
 
-            yield tensor._replace(read=read) if tensor.name == name else tensor
+            yield tensor._replace(read=read, rows=None) if tensor.name == name else tensor
 
     return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None)
 

@@ -96,7 +96,7 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(
             values[33] = float("nan")
             return values
 
-        return [tensor._replace(read=read) if tensor.name == "embed.weight" else tensor]
+        return [tensor._replace(read=read, rows=None) if tensor.name == "embed.weight" else tensor]
 
     settings = msgspec.structs.replace(SETTINGS, cpu_kernels=cpu_kernels)
     runner = ModelRunner.load(changed(open_checkpoint(tiny_checkpoint("llama")), damage), settings)
@@ -198,7 +198,6 @@ def test_progress_counts_every_byte_and_may_end_the_loading(tiny_checkpoint: Cal
     checkpoint = open_checkpoint(tiny_checkpoint("qwen2"))
     seen: list[tuple[int, int]] = []
     ModelRunner.load(checkpoint, SETTINGS, progress=lambda done, total: seen.append((done, total)))
-    assert len(seen) == sum(1 for _ in checkpoint.tensors())
     assert seen == sorted(seen)
     assert seen[-1] == (checkpoint.weight_bytes, checkpoint.weight_bytes)
 

@@ -197,7 +197,7 @@ def test_a_row_whose_numbers_are_not_finite_fails_alone(
             values[33] = float("nan")
             return values
 
-        return tensor._replace(read=read) if tensor.name == "embed.weight" else tensor
+        return tensor._replace(read=read, rows=None) if tensor.name == "embed.weight" else tensor
 
     class Damaged:
         vision = None

@@ -48,7 +48,7 @@ from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.state_storage import StateStorage
-from trioserve.model.weights import Slot
+from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import (
     ACTIVATIONS,
     BLOCK_OUTPUTS,
@@ -67,6 +67,7 @@ from trioserve_kernels.native import (
     Library,
     MatrixStruct,
     ModelStruct,
+    RowsKind,
     StepStruct,
     address,
     empty_array,
@@ -223,8 +224,7 @@ class NativeModel:
     def slots(self) -> Iterator[Slot]:
         yield from self._weights.slots()
         if self._embedding is not None:
-            fill = functools.partial(_copy, self._embedding)
-            yield Slot("embed.weight", self._embedding.shape, self.dtype, fill)
+            yield _copied_slot("embed.weight", self._embedding, self.dtype, self._library)
         for index, layer in enumerate(self._layers):
             yield from layer.slots(f"layers.{index}")
         if self._streams is not None:
@@ -675,6 +675,14 @@ def _part(bias: Float32Array | None, first: int, count: int) -> Float32Array | N
 
 def _every_other_block(bias: Float32Array | None, first: int) -> Float32Array | None:
     return None if bias is None else bias.reshape(-1, 2, BLOCK_OUTPUTS)[:, first]
+
+
+def _copied_slot(name: str, place: Values, dtype: Dtype, library: Library) -> Slot:
+    def rows_of(first_row: int, row_count: int) -> Slot:
+        return _copied_slot(name, place[first_row : first_row + row_count], dtype, library)
+
+    target = RowsTarget(library, RowsKind.COPIED, DTYPES[dtype], address(place))
+    return Slot(name, place.shape, dtype, functools.partial(_copy, place), part=rows_of, target=target)
 
 
 def _copy(place: Values, values: Values) -> None:

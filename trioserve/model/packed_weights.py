@@ -21,12 +21,14 @@ from trioserve.model.model_config import (
 )
 from trioserve.model.number_formats import Dtype, Float32Array, Values
 from trioserve.model.quantization import Quantization, weight_format
-from trioserve.model.weights import Slot
+from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import (
     BLOCK_FORMATS,
     BLOCK_OUTPUTS,
+    DTYPES,
     Library,
     MatrixStruct,
+    RowsKind,
     WeightFormat,
     WeightMemory,
     matrix_of,
@@ -116,7 +118,17 @@ class PackedWeights:
             return self._library.packed_bytes(part.outputs, part.columns, self._dtype)
         return self._library.quantized_bytes(part.outputs, part.columns, part.format)
 
-    def _slot(self, name: str, part: _Part, place: int, first_block: int) -> Slot:
+    def _slot(self, name: str, part: _Part, place: int, index: int) -> Slot:
+        """Of the part's matrix with this index."""
+        rows_at_once = part.pairs_of or BLOCK_OUTPUTS
+
+        def rows_of(first_row: int, row_count: int) -> Slot:
+            first_block = index + first_row // BLOCK_OUTPUTS * len(part.names)
+            return self._rows_slot(name, part, place, row_count, first_block)
+
+        return rows_of(0, part.rows)._replace(part=rows_of, part_rows=rows_at_once)
+
+    def _rows_slot(self, name: str, part: _Part, place: int, row_count: int, first_block: int) -> Slot:
         def pack(weight: Values) -> None:
             library.pack(ordered(weight), place, first_block=first_block, block_step=step)
 
@@ -137,13 +149,17 @@ class PackedWeights:
             return together
 
         step = len(part.names)
-        library, shape = self._library, (part.rows, part.columns)
+        library, shape = self._library, (row_count, part.columns)
+        places = {"to": place, "first_block": first_block, "block_step": step, "pairs_of": part.pairs_of}
         if part.format == WeightFormat.DENSE:
-            return Slot(name, shape, self._dtype, pack)
+            dense = RowsTarget(library, RowsKind.DENSE, DTYPES[self._dtype], **places)
+            return Slot(name, shape, self._dtype, pack, target=dense)
         block_type = self._block_types.get(name)
         if block_type is None or BLOCK_FORMATS[block_type][1] != part.format:
             return Slot(name, shape, "float32", quantize)
-        return Slot(name, shape, "float32", quantize, block_type, functools.partial(take, block_type))
+        number, _ = BLOCK_FORMATS[block_type]
+        blocks = RowsTarget(library, RowsKind.BLOCKS, number, **places)
+        return Slot(name, shape, "float32", quantize, block_type, functools.partial(take, block_type), target=blocks)
 
 
 def _share_of_step(config: ModelConfig, part: _Part) -> float:

@@ -139,9 +139,9 @@ class ModelRunner:
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
-        """Read the weights into the target number format, tensor by tensor; torch computes in the calling thread alone.
+        """Read the weights into the target number format, part by part; torch computes in the calling thread alone.
 
-        progress(bytes_done, bytes_total) is called after each tensor, on_compile(sentence, seconds) every second while
+        progress(bytes_done, bytes_total) is called again and again, on_compile(sentence, seconds) every second while
         kernels are compiled; what they raise ends the loading. draft: a model that proposes tokens, loaded first.
         Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there, or
         the draft model has another vocabulary.

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from trioserve.model.loading.names import Shape, TensorPlace
-from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_bytes, read_plain, read_sample
+from trioserve.model.loading.stored_tensor import Bytes, FileRows, StoredTensor, read_bytes, read_plain, read_sample
 from trioserve.model.number_formats import Dtype
 
 __all__ = ["PLAIN_DTYPES", "STORAGE_BYTES", "FileTensor"]
@@ -54,5 +54,14 @@ class FileTensor(msgspec.Struct, frozen=True):
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
         """The rows that a place names, of a tensor of plain numbers. name: in here."""
         part = self.part(place.first_row, place.rows_shape)
-        rows = functools.partial(read_plain, part.path, part.offset, part.shape, part.dtype)
-        return StoredTensor(name, place.shape, part.dtype, functools.partial(place.read, rows), part.sample)
+        read = functools.partial(read_plain, part.path, part.offset, part.shape, part.dtype)
+        stored = StoredTensor(name, place.shape, part.dtype, functools.partial(place.read, read), part.sample)
+        if not place.has_parts:
+            return stored
+        rows = FileRows(
+            part.path,
+            part.offset,
+            part.byte_count // part.shape[0],
+            lambda first_row, row_count: self.stored(name, place.part(first_row, row_count)),
+        )
+        return stored._replace(rows=rows)

@@ -14,7 +14,15 @@ from trioserve.model.loading.gguf_config import (
     sampling_defaults_from,
 )
 from trioserve.model.loading.names import GGUF, FurtherLayers, TensorPlace, match_tensors
-from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain, read_sample
+from trioserve.model.loading.stored_tensor import (
+    Bytes,
+    FileRows,
+    StoredTensor,
+    read_blocks,
+    read_bytes,
+    read_plain,
+    read_sample,
+)
 from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
@@ -51,15 +59,26 @@ class GgufCheckpoint:
 
     def tensors(self) -> Iterator[StoredTensor]:
         for name, place in self._places.items():
-            tensor = self._stored[place.name].part(place)
-            dtype = _PLAIN_DTYPES.get(tensor.storage.name, "float32")
-            sample = functools.partial(read_sample, self.files[0], tensor.offset, tensor.byte_count)
-            read = functools.partial(place.read, functools.partial(self._read, tensor))
-            stored = StoredTensor(name, place.shape, dtype, read, sample)
-            if tensor.storage.name not in _PLAIN_DTYPES and len(place.shape) == 2 and place.has_whole_rows:
-                read_blocks = functools.partial(self._read_blocks, tensor, place)
-                stored = stored._replace(block_type=tensor.storage.name, read_blocks=read_blocks)
-            yield stored
+            yield self._stored_tensor(name, place)
+
+    def _stored_tensor(self, name: str, place: TensorPlace) -> StoredTensor:
+        tensor = self._stored[place.name].part(place)
+        dtype = _PLAIN_DTYPES.get(tensor.storage.name, "float32")
+        sample = functools.partial(read_sample, self.files[0], tensor.offset, tensor.byte_count)
+        read = functools.partial(place.read, functools.partial(self._read, tensor))
+        stored = StoredTensor(name, place.shape, dtype, read, sample)
+        if tensor.storage.name not in _PLAIN_DTYPES and len(place.shape) == 2 and place.has_whole_rows:
+            read_blocks = functools.partial(self._read_blocks, tensor, place)
+            stored = stored._replace(block_type=tensor.storage.name, read_blocks=read_blocks)
+        if not place.has_parts:
+            return stored
+        rows = FileRows(
+            self.files[0],
+            tensor.offset,
+            tensor.byte_count // place.shape[0],
+            lambda first_row, row_count: self._stored_tensor(name, place.part(first_row, row_count)),
+        )
+        return stored._replace(rows=rows)
 
     def _read(self, tensor: GgufTensor, wanted: Dtype) -> Values:
         path, storage = self.files[0], tensor.storage

@@ -104,9 +104,25 @@ class TensorPlace:
         """Of what has to be read."""
         return self.shape if self.stored_shape is None else self.stored_shape
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether values are others than in the file."""
+        return bool(self.offset) or self.is_log or self.factors is not None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether it is a matrix whose rows are the file's, one behind the other as they lie there."""
+        is_moved = self.stored_shape is not None or self.order is not None or not self.has_whole_rows
+        return len(self.shape) == 2 and not is_moved and not self.is_changed
+
+    def part(self, first_row: int, row_count: int) -> TensorPlace:
+        """Some rows, counted from its own first, of one that has parts."""
+        assert self.has_parts, "its rows cannot be read alone"
+        return replace(self, shape=(row_count, self.shape[1]), first_row=self.first_row + first_row)
+
     def read(self, read: Callable[[Dtype], Values], wanted: Dtype) -> Values:
         """read: gives the rows from first_row on as they lie there."""
-        if not (self.offset or self.is_log) and self.factors is None:
+        if not self.is_changed:
             return self.ordered(read(wanted))
         values = self.multiplied(self.ordered(cast(Float32Array, read("float32")))) + np.float32(self.offset)
         if self.is_log:

@@ -15,12 +15,31 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.names import Shape
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, empty_values, values_of
 
-__all__ = ["SLICE_VALUES", "Bytes", "StoredTensor", "read_blocks", "read_bytes", "read_plain", "read_sample"]
+__all__ = [
+    "SLICE_VALUES",
+    "Bytes",
+    "FileRows",
+    "StoredTensor",
+    "read_blocks",
+    "read_bytes",
+    "read_plain",
+    "read_sample",
+]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 SLICE_VALUES = 2**17  # of float32 half a MiB
 SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2048
+
+
+class FileRows(NamedTuple):
+    """Rows of row_bytes each, one behind the other from this offset of a file on. part(first_row, row_count) is a
+    tensor of some of them."""
+
+    path: Path
+    offset: int
+    row_bytes: int
+    part: Callable[[int, int], StoredTensor]
 
 
 class StoredTensor(NamedTuple):
@@ -29,7 +48,8 @@ class StoredTensor(NamedTuple):
     read(dtype) gives its values in that format, in memory of their own; several threads may read at the same time. It
     raises ModelLoadError if the file cannot be read any more. block_type: ggml's name of the type of a matrix that is
     quantized; read_blocks() then gives its blocks as they are, uint8 [rows, bytes of a row], on the same terms.
-    sample() gives some of its bytes as they lie in the file, from all over it.
+    sample() gives some of its bytes as they lie in the file, from all over it. rows: of a matrix whose rows lie
+    there as they are wanted, in `dtype` or in blocks of block_type; None: it is read as a whole.
     """
 
     name: str
@@ -39,6 +59,7 @@ class StoredTensor(NamedTuple):
     sample: Callable[[], bytes]
     block_type: str | None = None
     read_blocks: Callable[[], Bytes] | None = None
+    rows: FileRows | None = None
 
     @property
     def byte_count(self) -> int:
@@ -71,6 +92,8 @@ def read_sample(path: Path, offset: int, byte_count: int) -> bytes:
 
 def read_plain(path: Path, offset: int, shape: Shape, stored: Dtype, wanted: Dtype) -> Values:
     """The values of a tensor that lie one after the other from this offset of a file on."""
+    if stored == wanted:
+        return values_of(read_bytes(path, offset, (math.prod(shape), VALUE_BYTES[stored])), stored).reshape(shape)
 
     def decode(blocks: Bytes) -> Values:
         return values_of(blocks, stored)
