@@ -335,6 +335,8 @@ class _Opening:
         self._defaults: GenerationDefaults | None = None
         self._arithmetic = ""
         self._is_batch_invariant = False
+        self._weights_name: str | None = None
+        self._tokenizer_name = ""
         self._fingerprint: str | None = None
         self._executor: str | None = None
         self._compiler: FormCompiler | None = None
@@ -383,10 +385,10 @@ class _Opening:
             try:
                 runner = await self._load(checkpoint, draft, compute, runners)
                 masks = scopes.enter_context(MaskThread(checkpoint.config.vocab_size))
-                connector = await self._connector(checkpoint, runner, None if draft else _window_tokens(checkpoint))
+                connector = self._connector(checkpoint, runner, None if draft else _window_tokens(checkpoint))
                 settings = _core_settings(config, self._transfers, self._drafts, runner, checkpoint, draft)
                 core = EngineCore(settings, connector=connector, mask_maker=masks)
-                await self._note_model(checkpoint, runner)
+                self._note_model(checkpoint, runner)
                 self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
                 self._show(runner, finds_prefixes=core.settings.enable_prefix_caching)
                 scopes.callback(show_masks(self._metrics, masks))
@@ -545,8 +547,9 @@ class _Opening:
         compute: WorkerThread,
         runners: list[Runner],
     ) -> Runner:
-        """Weights in the compute thread, the tokenizer and what forms need of it, the first time, in the text thread,
-        at the same time. What is put in `runners` is the caller's to close, also when this raises."""
+        """Weights in the compute thread; at the same time in the text thread the weights' name, and the first time the
+        tokenizer and what forms need of it. What is put in `runners` is the caller's to close, also when this raises.
+        """
         is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
 
         def tell(progress: LoadProgress) -> None:
@@ -588,10 +591,16 @@ class _Opening:
             tokenizer = await self._text.run_cancellable(self._make_tokenizer, checkpoint)
             ends = self._defaults.eos_token_ids
             self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
+            self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
+
+        async def prepare_texts() -> None:
+            if self._compiler is None:
+                await load_tokenizer()
+            # Last, when the weights have been read from the disk, or most of them.
+            self._weights_name = await self._text.run_cancellable(_weights_name, checkpoint)
 
         async with trio.open_nursery() as nursery:
-            if self._compiler is None:
-                nursery.start_soon(load_tokenizer)
+            nursery.start_soon(prepare_texts)
             try:
                 runner = await compute.run(load_runner, on_cancel=is_cancelled.set)
             except Exception:
@@ -600,16 +609,12 @@ class _Opening:
                 raise
         return runner
 
-    async def _note_model(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> None:
+    def _note_model(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> None:
         """Raises StartupError if its files have become another model's since the engine was opened first."""
-        compiler = self._compiler
-        assert compiler is not None, "the tokenizer comes with the weights"
         assert self._defaults is not None, "they are read with the checkpoint"
         # Unasked, too, where all that is computed here is so: KV from elsewhere might not be.
         is_invariant = self._config.batch_invariant or (runner.is_batch_invariant and self._transfers is None)
-        found = await self._text.run_cancellable(
-            _fingerprint, self._config, checkpoint, runner, compiler.tokenizer, is_invariant, self._defaults
-        )
+        found = self._fingerprint_with(runner, self._defaults, is_batch_invariant=is_invariant)
         if self._engine is not None and found != self._fingerprint:
             raise StartupError(
                 f"{self._path} has changed since the engine was opened, and streams cannot go on with another model: "
@@ -619,7 +624,28 @@ class _Opening:
         self._executor = f"{runner.dtype} on {runner.device} by {runner.computed_by}"
         self._arithmetic, self._is_batch_invariant = runner.arithmetic, is_invariant
 
-    async def _connector(
+    def _fingerprint_with(
+        self, runner: Runner, defaults: GenerationDefaults, *, is_batch_invariant: bool
+    ) -> str | None:
+        """None for an encoder, which has no responses to go on with."""
+        if self._weights_name is None:
+            return None
+        config = self._config
+        return fingerprint_of(
+            weights=self._weights_name,
+            arithmetic=runner.arithmetic,
+            dtype=runner.dtype,
+            batch_invariant=is_batch_invariant,
+            tokenizer=self._tokenizer_name,
+            others=(
+                defaults.eos_token_ids,
+                dict(defaults.named),
+                config.tool_call_parser,
+                config.reasoning_parser,
+            ),
+        )
+
+    def _connector(
         self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner, window_tokens: int | None
     ) -> RunningConnector | None:
         transfers = self._transfers
@@ -635,12 +661,12 @@ class _Opening:
                 "this model's layers keep a state beside their KV, which connectors do not carry: leave out "
                 "--kv-transfer-config"
             )
-        name = await self._text.run_cancellable(weights_name, checkpoint)
+        assert self._weights_name is not None, "it comes with the weights"
         connector = make_connector(
             ConnectorSetup(
                 engine_id=secrets.token_hex(16),
                 role=transfers.role,
-                pages=runner.kv_pages(name),
+                pages=runner.kv_pages(self._weights_name),
                 options=transfers.options,
                 wake=self._wake,
                 window_tokens=window_tokens,
@@ -713,30 +739,9 @@ def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool = 
     )
 
 
-def _fingerprint(
-    config: Config,
-    checkpoint: Checkpoint | EncoderDirectory,
-    runner: Runner,
-    tokenizer: Tokenizer,
-    is_batch_invariant: bool,
-    defaults: GenerationDefaults,
-) -> str | None:
-    """None for an encoder, which has no responses to go on with. Takes some tenths of a second."""
-    if isinstance(checkpoint, EncoderDirectory):
-        return None
-    return fingerprint_of(
-        weights=weights_name(checkpoint),
-        arithmetic=runner.arithmetic,
-        dtype=runner.dtype,
-        batch_invariant=is_batch_invariant,
-        tokenizer=tokenizer.name(),
-        others=(
-            defaults.eos_token_ids,
-            dict(defaults.named),
-            config.tool_call_parser,
-            config.reasoning_parser,
-        ),
-    )
+def _weights_name(checkpoint: Checkpoint | EncoderDirectory) -> str | None:
+    """None for an encoder, which neither goes on with responses nor exchanges KV."""
+    return None if isinstance(checkpoint, EncoderDirectory) else weights_name(checkpoint)
 
 
 def _family(checkpoint: Checkpoint | EncoderDirectory) -> str:
