@@ -18,6 +18,7 @@ from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
+from trioserve.model.loading.read_ahead import start_reading_ahead
 
 __all__ = ["main", "run_program"]
 
@@ -289,6 +290,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             )
         arguments.model = arguments.served
     config = config_from(arguments, kind=Config)
+    start_reading_ahead(config.model)
     from trioserve.commands.serve import run_server
 
     return run_server(config)
