@@ -17,16 +17,25 @@ MACHINE = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
 
 # Ready at the third question; it writes down its process and its flags.
 SERVER = """
-import http.server, os, pathlib, sys
+import http.server, json, os, pathlib, sys
 
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
 
     def do_GET(self):
         Handler.asked += 1
-        self.send_response(200 if self.path == "/ready" and Handler.asked > 2 else 503)
-        self.send_header("Content-Length", "0")
+        self.respond(200 if Handler.asked > 2 else 503, {"object": "list", "data": [{"id": "it", "object": "model"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.respond(200 if (asked["model"], asked["max_tokens"]) == ("it", 1) else 400, {})
+
+    def respond(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *arguments):
         pass
@@ -63,6 +72,7 @@ def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, cap
     for start in report["starts"]:
         assert 0 < start["ready_seconds"] < 120
         assert start["resident_bytes"] >= start["proportional_bytes"] > 0
+        assert len(start["request_seconds"]) == 2
     table = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in table[2:4]] == ["| this version", f"| {there}"]
     for folder in (here, there):
@@ -81,7 +91,10 @@ def test_a_model_is_read_from_the_disk_before_each_start(tmp_path, monkeypatch, 
     model.mkdir()
     for name in ("a.safetensors", "b.safetensors"):
         (model / name).write_bytes(os.urandom(3 * 2**20))
-    assert main(StartupSettings(cold_path=str(model), rounds=1, json_path=str(tmp_path / "report.json"))) == 0
+    settings = StartupSettings(
+        cold_path=str(model), memory_at_hand_gib=0.001, rounds=1, json_path=str(tmp_path / "report.json")
+    )
+    assert main(settings) == 0
     (start,) = json.loads((tmp_path / "report.json").read_text())["starts"]
     assert 0 < start["read_seconds"] < 60
     head, _line, row, *_ = capsys.readouterr().out.splitlines()
@@ -115,7 +128,7 @@ def test_the_table_shows_medians_and_what_is_not_known():
         for seconds, bytes_ in ((3.0, 2**20), (1.0, 5 * 2**20), (2.0, 3 * 2**20))
     ]
     report = StartupReport(settings=StartupSettings(label="mine"), date="today", machine=MACHINE, starts=starts)
-    assert startup_text(report).splitlines()[2] == "| mine | 2.00 | 1.00 | - | 3 | - | 1024 |"
+    assert startup_text(report).splitlines()[2] == "| mine | 2.00 | 1.00 | - | 3 | - | 1024 | - | - |"
 
 
 def test_memory_is_read_as_the_kernel_tells_it(tmp_path):
@@ -131,5 +144,7 @@ def test_memory_is_read_as_the_kernel_tells_it(tmp_path):
 def test_what_cannot_be_started_is_refused(tmp_path):
     with pytest.raises(StartupError, match="has no trioserve in it"):
         StartupSettings(checkouts=(str(tmp_path),))
+    with pytest.raises(StartupError, match="--memory-at-hand is -1"):
+        StartupSettings(memory_at_hand_gib=-1.0)
     with pytest.raises(StartupError, match="--rounds is 0"):
         StartupSettings(rounds=0)

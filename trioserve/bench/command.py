@@ -168,6 +168,11 @@ _FLAGS = {
     "server_flags": Flag(
         "--flags", "flags of serve in one text, such as --flags='--cpu-kernels torch'", {"type": _words}
     ),
+    "memory_at_hand_gib": Flag(
+        "--memory-at-hand",
+        "taken and let go again right before each start, so that a virtual machine need not ask its host for it then",
+        {"type": float, "metavar": "GIB"},
+    ),
     "cold_path": Flag(
         "--cold",
         "folder or file of the model: dropped from memory before each start, and its reading alone is timed, too",

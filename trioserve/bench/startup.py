@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import mmap
 import os
 import pathlib
 import socket
@@ -44,6 +45,8 @@ LOOKS_SECONDS = 0.005  # between two questions whether it is ready; as much may 
 STOP_SECONDS_MAX = 10.0
 READY_PATH = "/ready"
 READ_BYTES = 8 * 2**20
+PROMPT_CHARACTERS = 64
+MADV_POPULATE_WRITE = 23  # of Linux; Python does not name it
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     /ready. cpu_seconds: of all of its threads until then. Bytes are of the idle server right afterwards: what is
     resident, the same with shared pages divided among those who share them, and the most it ever was; None where the
     system does not tell. read_seconds: to read the model's files from the disk, alone and just before; None where they
-    are not read cold.
+    are not read cold. request_seconds: of the first request and of a second one like it, one token each behind
+    PROMPT_CHARACTERS; None if that is not answered.
     """
 
     checkout: str
@@ -61,6 +65,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     proportional_bytes: int | None
     resident_bytes_max: int | None
     read_seconds: float | None = None
+    request_seconds: tuple[float, float] | None = None
 
 
 class StartupReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,9 +118,9 @@ def startup_text(report: StartupReport) -> str:
     """One line a version: medians, and the quickest start."""
     is_cold = report.settings.cold_path is not None
     lines = [
-        "| version | ready, s: median | least | CPU s | resident, MiB | proportional | most |"
-        + (" reading, s | ready to reading |" if is_cold else ""),
-        "|---|---|---|---|---|---|---|" + ("---|---|" if is_cold else ""),
+        "| version | ready, s: median | least | CPU s | resident, MiB | proportional | most "
+        "| first request, s | second one |" + (" reading, s | ready to reading |" if is_cold else ""),
+        "|---|---|---|---|---|---|---|---|---|" + ("---|---|" if is_cold else ""),
     ]
     for checkout in ("", *report.settings.checkouts):
         starts = [start for start in report.starts if start.checkout == checkout]
@@ -131,6 +136,8 @@ def startup_text(report: StartupReport) -> str:
             _middle([start.proportional_bytes for start in starts], "{:.0f}", 2**20),
             _middle([start.resident_bytes_max for start in starts], "{:.0f}", 2**20),
         ]
+        requests = [start.request_seconds or (None, None) for start in starts]
+        cells += [_middle(place, "{:.2f}", 1) for place in zip(*requests, strict=True)]
         if is_cold:
             reads = [(start.ready_seconds, start.read_seconds) for start in starts if start.read_seconds is not None]
             cells += [
@@ -160,7 +167,11 @@ def memory_bytes(pid: int, root: pathlib.Path = pathlib.Path("/")) -> tuple[int 
 
 def _start(checkout: str, settings: StartupSettings) -> Start:
     """Raises _NotReady."""
-    read_seconds = None if settings.cold_path is None else _read_cold(pathlib.Path(settings.cold_path))
+    read_seconds = None
+    if settings.cold_path is not None:
+        _have_memory_at_hand(settings.memory_at_hand_gib)
+        read_seconds = _read_cold(pathlib.Path(settings.cold_path))
+    _have_memory_at_hand(settings.memory_at_hand_gib)
     port = free_port()
     command = [sys.executable, "-m", "trioserve", "serve", "--port", str(port), *settings.server_flags]
     with _environment(checkout) as (folder, environment), tempfile.TemporaryFile() as log:
@@ -175,14 +186,16 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
                 said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
                 raise _NotReady(f"{_name(checkout)} did not become ready; its last words: {said[-1]}")
             resident, proportional, most = memory_bytes(process.pid)
+            cpu = cpu_seconds(process.pid)
             return Start(
                 checkout=checkout,
                 ready_seconds=ready_at - started_at,
-                cpu_seconds=cpu_seconds(process.pid),
+                cpu_seconds=cpu,
                 resident_bytes=resident,
                 proportional_bytes=proportional,
                 resident_bytes_max=most,
                 read_seconds=read_seconds,
+                request_seconds=trio.run(_time_requests, port, settings.timeout_seconds),
             )
         finally:
             process.terminate()
@@ -191,6 +204,33 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+async def _time_requests(port: int, seconds_max: float) -> tuple[float, float] | None:
+    target = Target.from_url(f"http://127.0.0.1:{port}")
+    headers = [("host", target.authority), ("content-type", "application/json"), *common_headers(None)]
+    client = Http1Client(stream_opener(target, 1), headers)
+    seconds: list[float] = []
+    with trio.move_on_after(seconds_max):
+        listed = PlainResponse()
+        await client.request("GET", "/v1/models", b"", listed)
+        # Other letters: the second one finds nothing that the first one left.
+        for letter in "ab" if listed.first_model() else "":
+            asked = {"model": listed.first_model(), "prompt": letter * PROMPT_CHARACTERS, "max_tokens": 1}
+            response, began_at = PlainResponse(), time.perf_counter()
+            failure = await client.request("POST", "/v1/completions", msgspec.json.encode(asked), response)
+            if failure is None and response.status == 200:
+                seconds.append(time.perf_counter() - began_at)
+        await client.aclose()
+    return (seconds[0], seconds[1]) if len(seconds) == 2 else None
+
+
+def _have_memory_at_hand(gib: float) -> None:
+    byte_count = int(gib * 2**30)
+    if byte_count:
+        with mmap.mmap(-1, byte_count) as memory, contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(MADV_POPULATE_WRITE)
 
 
 def _read_cold(path: pathlib.Path) -> float:

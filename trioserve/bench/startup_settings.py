@@ -18,12 +18,14 @@ class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkouts: folders with other versions of this project, started in turn with this one, so that a noisy machine is
     noisy for all. server_flags: what `serve` is given besides its port. cold_path: a model's folder or file, which
     before each start is dropped from memory, read alone, and dropped again, so that the start reads it from the disk;
-    None: it is found where the system keeps it.
+    None: it is found where the system keeps it. memory_at_hand_gib: of memory that is taken and let go again right
+    before each reading and each start, so that a virtual machine need not ask its host for it then.
     """
 
     checkouts: tuple[str, ...] = ()
     server_flags: tuple[str, ...] = ()
     cold_path: str | None = None
+    memory_at_hand_gib: float = 0.0
     rounds: int = 5
     timeout_seconds: float = 120.0
     json_path: str | None = None
@@ -31,6 +33,7 @@ class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_integer("--rounds", self.rounds, 1, 100)
+        check_number("--memory-at-hand", self.memory_at_hand_gib, 0.0, 4096.0)
         check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
         for folder in self.checkouts:
             if not pathlib.Path(folder, "trioserve", "__main__.py").is_file():
