@@ -551,6 +551,7 @@ class _Opening:
         tokenizer and what forms need of it. What is put in `runners` is the caller's to close, also when this raises.
         """
         is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
+        weights_come, token = trio.Event(), trio.lowlevel.current_trio_token()
 
         def tell(progress: LoadProgress) -> None:
             if is_cancelled.is_set():
@@ -558,7 +559,11 @@ class _Opening:
             if self._engine is None and self._on_progress is not None:
                 self._on_progress(progress)
 
+        def tell_weights_come() -> None:
+            token.run_sync_soon(weights_come.set, idempotent=True)
+
         def read(done: int, total: int) -> None:
+            tell_weights_come()
             tell(LoadProgress(f"loading {self._config.model}", done, total))
 
         def compiling(sentence: str, seconds: float) -> None:
@@ -580,6 +585,7 @@ class _Opening:
                     checkpoint, _model_settings(self._config), draft=draft, progress=read, on_compile=compiling
                 )
             runners.append(runner)
+            tell_weights_come()  # also where nobody told of them
             runner.allocate_kv(runner.block_count)
             if runner.device != "cpu":  # where kernels are compiled, which takes its time
                 tell(LoadProgress(f"warming {self._config.model} up", 0))
@@ -594,6 +600,9 @@ class _Opening:
             self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
 
         async def prepare_texts() -> None:
+            # The libraries for tokens and forms hold the GIL for tenths of a second. Reading weights does not need it,
+            # once it has begun.
+            await weights_come.wait()
             if self._compiler is None:
                 await load_tokenizer()
             # Last, when the weights have been read from the disk, or most of them.

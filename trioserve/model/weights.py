@@ -16,7 +16,8 @@ from trioserve_kernels.native import FileRowsStruct, Library, Loading, RowsKind
 __all__ = ["Progress", "RowsTarget", "Slot", "fill_slots"]
 
 Progress = Callable[[int, int], None]
-"""progress(bytes_done, bytes_total), after each tensor, or part of one. What it raises ends the loading."""
+"""progress(bytes_done, bytes_total), first when reading has begun, and then again and again. What it raises ends the
+loading."""
 
 PART_VALUES = 2**20
 """Of a large matrix, read and filled in at once: so little is held besides the weights, and what is read is in the
@@ -131,7 +132,9 @@ def _is_for_library(slot: Slot, tensor: StoredTensor) -> bool:
 def _filled(
     by_library: list[tuple[Slot, StoredTensor]], others: list[tuple[Slot, StoredTensor]], thread_count: int
 ) -> Generator[int, None, None]:
-    """The bytes of what is in its place, again and again."""
+    """The bytes of what is in its place, again and again; 0 first, when reading has begun or is about to."""
+    if thread_count == 1 or not by_library:
+        yield 0
     if thread_count == 1:
         for part in by_library:
             with _read_errors():
@@ -149,6 +152,7 @@ def _filled_by_library(loading: Loading, pool: ThreadPoolExecutor, thread_count:
     runs = [pool.submit(loading.run) for _ in range(thread_count)]
     bytes_done = 0
     try:
+        yield 0
         are_running = True
         while are_running:
             are_running = bool(wait(runs, PROGRESS_SECONDS, FIRST_EXCEPTION).not_done)
