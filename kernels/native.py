@@ -251,7 +251,7 @@ class ModelStruct(ctypes.Structure):
         *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
         *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count", "latent_dim")),
         ("kv_format", _int),
-        ("temperature_interval", _int),
+        *((name, _int) for name in ("temperature_interval", "temperature_first")),
         *((name, _float) for name in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap")),
         ("temperature_scale", _float),
         *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),

@@ -370,7 +370,7 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     temperatures_.resize(rows_);
     for (const Chunk& chunk : chunks_)
         for (int64_t token = 0; token < chunk.count && model.temperature_interval > 0; token++) {
-            const int64_t steps = (chunk.start + token + 1) / model.temperature_interval;
+            const int64_t steps = (chunk.start + token + model.temperature_first) / model.temperature_interval;
             temperatures_[chunk.first_row + token] = float(1.0 + double(model.temperature_scale) * std::log1p(double(steps)));
         }
     partials_.of<float>(partials * partial_count(shape));

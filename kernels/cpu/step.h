@@ -136,12 +136,12 @@ struct Layer {
 
 // intermediate_size: the largest. latent_dim: of latent attention, whose head_dim is that of the cache's keys; 0 is none.
 // temperature_interval, temperature_scale: queries at a position of some layers are multiplied by 1 + scale * ln(1 + (position
-// + 1) / interval), a whole number. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights
+// + temperature_first) / interval), a whole number. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights
 // alone. Without AMX they always do.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
-    int32_t kv_format, temperature_interval;  // a KvFormat
+    int32_t kv_format, temperature_interval, temperature_first;  // a KvFormat
     float norm_eps, embedding_scale, logit_scale, logit_cap, temperature_scale;  // a cap of 0 is none
     const float* frequencies;  // [rotaries][D / 2], radians a token; D: of what is turned
     const float* magnitudes;   // the same, of cosine and sine

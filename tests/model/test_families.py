@@ -21,7 +21,14 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import ExpertsConfig, KVAttention, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    KVAttention,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+)
 from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.settings import ModelSettings
@@ -30,6 +37,8 @@ from trioserve.model.torch_step_model import TorchStepModel
 GGUF_KINDS = (
     "gemma3n",
     "qwen3-next",
+    "ministral3",
+    "minimax-m2",
     "gemma",
     "gemma2",
     "gemma3",
@@ -134,6 +143,9 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
         own_rotary = replace(own.attention.rotary, scaling=other.attention.rotary.scaling)
         own = replace(own, attention=replace(own.attention, rotary=own_rotary))
     attention = replace(own.attention, scale=scale)
+    if isinstance(attention, AttentionConfig) and attention.temperature is not None:
+        assert attention.temperature.scale == pytest.approx(other.attention.temperature.scale)
+        attention = replace(attention, temperature=other.attention.temperature)
     if isinstance(own.mlp, MlpConfig) and isinstance(other.mlp, MlpConfig):
         assert own.mlp.cutoff == pytest.approx(other.mlp.cutoff)
         own = replace(own, mlp=replace(own.mlp, cutoff=other.mlp.cutoff))
@@ -365,8 +377,8 @@ def test_a_cap_may_be_switched_off() -> None:
         ),
         (
             "Mistral3ForConditionalGeneration",
-            {"text_config": {**BASE, "model_type": "ministral3"}},
-            "the text_config in config.json is of a ministral3; supported in such a model is mistral",
+            {"text_config": {**BASE, "model_type": "mistral4"}},
+            "the text_config in config.json is of a mistral4; supported in such a model is mistral",
         ),
         (
             "Gemma3ForConditionalGeneration",

@@ -22,8 +22,8 @@ LLAMA_CPP = os.environ.get("TRIOSERVE_LLAMA_CPP")
 KINDS = (
     *("llama", "llama-tied", "llama-biased-64", "llama3-rope", "llama-padded", "llama-linear-rope", "llama-wide"),
     *("qwen2", "qwen2-yarn", "qwen3", "gemma", "gemma3n", "phi3", "phi3-part", "olmo2", "olmo3", "smollm3", "granite"),
-    *("glm4", "cohere", "cohere-normed", "exaone4", "internlm3", "ernie4_5", "seed_oss"),
-    *("mixtral", "qwen3-moe", "olmoe", "granite-moe", "glm4-moe", "dots1", "gpt-oss", "llama4-long"),
+    *("glm4", "cohere", "cohere-normed", "exaone4", "internlm3", "ministral3", "ernie4_5", "seed_oss"),
+    *("mixtral", "qwen3-moe", "olmoe", "granite-moe", "glm4-moe", "minimax-m2", "dots1", "gpt-oss", "llama4-long"),
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight", "minicpm3"),
     *("lfm2", "granite-hybrid", "falcon-h1", "falcon-h1-unnormed", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
 )
@@ -37,7 +37,8 @@ base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 found = converter.get_model_class
 def with_plain_vocabulary(*arguments, **options):
     model = found(*arguments, **options)
-    model.set_vocab = lambda self: self._set_vocab_gpt2()
+    for part in (model, *(part for part in vars(model).values() if isinstance(part, type))):
+        part.set_vocab = lambda self: self._set_vocab_gpt2()
     model.no_mtp = True
     return model
 converter.get_model_class = with_plain_vocabulary
@@ -58,6 +59,8 @@ def as_published(directory: Path, copy: Path) -> None:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] == "deepseek_v3":
         config["scoring_func"] = "sigmoid"
+    if config["model_type"] == "minimax_m2":
+        config["rotary_dim"] = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
     if config["model_type"] == "granitemoehybrid":
         names = {"full_attention": "attention", "linear_attention": "mamba"}
         config["layer_types"] = [names[kind] for kind in config["layer_types"]]

@@ -411,6 +411,17 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 8,
 }
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
 _DELTA: dict[str, Any] = {
     "layer_types": None,
     "full_attention_interval": 2,
@@ -542,6 +553,26 @@ FAMILY_KINDS |= {
             "layer_norm_epsilon": 1e-5,
             "chunk_size": 8,
             "pad_token_id": 0,
+        },
+    ),
+    "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": _MINISTRAL3_ROPE}),
+    "ministral3-images": (
+        "mistral3",
+        {
+            "text_config": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3_ROPE},
+            "vision_config": {**_EYES, "model_type": "pixtral", "head_dim": 16},
+            "image_token_index": VOCAB_SIZE - 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "head_dim": 32,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5},
         },
     ),
     "qwen3-next": ("qwen3_next", {**_DELTA, **_QWEN_EXPERTS, "num_hidden_layers": 3}),
@@ -752,10 +783,12 @@ _FAMILY_METADATA: dict[str, str] = {
 }
 _ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite")
 _HYBRIDS = ("granitemoehybrid", "lfm2", "lfm2_moe")
-_PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "smollm3")
+_PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "ministral3", "smollm3")
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
+    "ministral3": "mistral3",
+    "minimax_m2": "minimax-m2",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -822,6 +855,10 @@ def write_family_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
+    if model_type == "ministral3":
+        writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+    if model_type == "minimax_m2":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "linear_num_value_heads" in config:
         _add_delta_metadata(writer, config)
     if model_type == "gemma3n_text":

@@ -301,7 +301,7 @@ class RotaryAngles:
 def temperature_factors(positions: Tensor, temperature: Temperature) -> Tensor:
     """Of the queries at these positions (int64 [T]), float32 [T]."""
     # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
-    steps = ((positions + 1) // temperature.interval).double()
+    steps = ((positions + temperature.first) // temperature.interval).double()
     return (steps.log1p() * temperature.scale + 1.0).float()
 
 

@@ -166,10 +166,13 @@ class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Temperature(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / interval)) (arXiv 2501.19399)."""
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + first) / interval)) (arXiv 2501.19399).
+
+    first: what the first position counts as."""
 
     scale: float
     interval: int
+    first: Literal[0, 1] = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale >= 0):

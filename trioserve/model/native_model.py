@@ -200,6 +200,7 @@ class NativeModel:
             rotary_count=len(rotaries),
             kv_format=KV_FORMATS[kv_format],
             temperature_interval=temperature.interval,
+            temperature_first=temperature.first,
             temperature_scale=temperature.scale,
             norm_eps=config.norm_eps,
             embedding_scale=_rounded(config.embedding_scale, dtype),

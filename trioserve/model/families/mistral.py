@@ -1,18 +1,34 @@
-"""Mistral and Ministral: a Llama whose layers may see a window. In GGUF files they are Llamas."""
+"""Mistral and Ministral: a Llama whose layers may see a window. In older GGUF files they are Llamas. Ministral 3 turns
+queries up by their positions."""
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family
-from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.model_config import ModelConfig
+from msgspec import structs
 
-__all__ = ["MISTRAL"]
+from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.model_config import ModelConfig, Temperature
+
+__all__ = ["MINISTRAL3", "MISTRAL"]
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
-    attention, mlp = fields.attention(), fields.mlp()
+    return _described(fields, "mistral", None)
+
+
+def _describe_ministral3(fields: ModelFields) -> ModelConfig:
+    rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling") or fields
+    scale = rope.number_or("llama_4_scaling_beta", 0.0)
+    if not scale:
+        return _described(fields, "ministral3", None)
+    interval = rope.whole("original_max_position_embeddings")
+    return _described(fields, "ministral3", Temperature(scale=scale, interval=interval, first=0))
+
+
+def _described(fields: ModelFields, family: str, temperature: Temperature | None) -> ModelConfig:
+    attention = structs.replace(fields.attention(), temperature=temperature)
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
-    return fields.described("mistral", windowed_layers(attention, mlp, windows))
+    return fields.described(family, windowed_layers(attention, fields.mlp(), windows))
 
 
 MISTRAL = Family(
@@ -20,5 +36,13 @@ MISTRAL = Family(
     classes=("MistralForCausalLM", "MinistralForCausalLM"),
     model_type="mistral",
     describe=_describe,
+    with_images=("Mistral3ForConditionalGeneration",),
+)
+MINISTRAL3 = Family(
+    name="ministral3",
+    classes=("Ministral3ForCausalLM",),
+    model_type="ministral3",
+    describe=_describe_ministral3,
+    gguf=GgufNaming(architecture="mistral3", pairs_adjacent=True),
     with_images=("Mistral3ForConditionalGeneration",),
 )

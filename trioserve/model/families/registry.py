@@ -26,7 +26,8 @@ from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import LLAMA
 from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mamba2 import MAMBA2
-from trioserve.model.families.mistral import MISTRAL
+from trioserve.model.families.minimax import MINIMAX_M2
+from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import MIXTRAL
 from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
 from trioserve.model.families.phi import PHI3
@@ -41,6 +42,7 @@ __all__ = ["FAMILIES", "family_named", "family_of_class", "family_of_gguf", "fam
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,
+    MINISTRAL3,
     QWEN2,
     QWEN3,
     GEMMA,
@@ -79,6 +81,7 @@ FAMILIES: tuple[Family, ...] = (
     LFM2,
     LFM2_MOE,
     GLM4_MOE,
+    MINIMAX_M2,
     DOTS1,
     GPT_OSS,
     LLAMA4,
@@ -94,12 +97,14 @@ def family_named(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def family_of_class(name: str) -> Family:
-    """name: an entry of config.json's architectures. Raises ModelLoadError for one that is not served."""
-    for family in FAMILIES:
-        if name in (*family.classes, *family.with_images):
-            return family
-    raise _unknown(name, _classes())
+def family_of_class(name: str, text_type: str | None = None) -> Family:
+    """name: an entry of config.json's architectures. text_type: the model_type of the part for texts, where images are
+    seen, too; of several families that may be that part the first, if it is none of theirs. Raises ModelLoadError for
+    one that is not served."""
+    found = [family for family in FAMILIES if name in (*family.classes, *family.with_images)]
+    if not found:
+        raise _unknown(name, _classes())
+    return next((family for family in found if family.model_type == text_type), found[0])
 
 
 def family_of_model_type(name: str | None) -> Family:

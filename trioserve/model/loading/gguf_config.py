@@ -73,6 +73,8 @@ _KEYS = {
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
     "num_dense_layers": "leading_dense_block_count",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
     "linear_num_value_heads": "ssm.time_step_rank",
     "linear_num_key_heads": "ssm.group_count",
     "linear_key_head_dim": "ssm.state_size",
@@ -195,6 +197,8 @@ def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
     """Of families in which some models have it."""
     if architecture == "llama4":  # whose norm has no weights; llama.cpp tells the models by their experts, too
         return expert_count != 128
+    if architecture == "minimax-m2":
+        return True
     return architecture in ("command-r", "glm4moe") and "blk.0.attn_q_norm.weight" in file.tensors
 
 

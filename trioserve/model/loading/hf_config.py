@@ -106,7 +106,8 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     named = fields.strings_or("architectures", None)
     if not named:
         return family_of_model_type(fields.text_or("model_type", None)), False
-    family = family_of_class(named[0])
+    texts = fields.group_or_none("text_config")
+    family = family_of_class(named[0], None if texts is None else texts.text_or("model_type", None))
     return family, named[0] in family.with_images
 
 

@@ -1,0 +1,43 @@
+"""MiniMax-M2: every MLP is a mixture of experts that are chosen by sigmoids with a bias; a row's queries and keys are
+normed whole, and a part of each head is turned."""
+
+from __future__ import annotations
+
+from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.model_config import LayerConfig, ModelConfig
+
+__all__ = ["MINIMAX_M2"]
+
+
+def _describe(fields: ModelFields) -> ModelConfig:
+    if not fields.flag_or("use_qk_norm", True):
+        raise fields.wrong("use_qk_norm", "true for this family")
+    if (scoring := fields.text_or("scoring_func", "sigmoid")) != "sigmoid":
+        raise fields.wrong("scoring_func", f"'sigmoid' for this family, and not {scoring!r}")
+    head_dim = fields.whole_or("head_dim", 128)
+    turned = fields.whole_or("rotary_dim", head_dim)  # before it was written down as a factor
+    rotated = fields.part_of_head(head_dim, turned / max(head_dim, 1))
+    rotary = fields.rotary(head_dim, rotated_dims=rotated, theta=5_000_000.0)
+    attention = fields.attention(head_dim=128, rotary=rotary, qk_norm="row")
+    middle = fields.whole_or("moe_intermediate_size", None) or fields.whole("intermediate_size")
+    experts = fields.experts("num_local_experts", middle, normalizes=True, scoring="sigmoid", has_score_bias=True)
+    return fields.described("minimax_m2", [LayerConfig(attention=attention, mlp=experts)] * fields.layer_count)
+
+
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    classes=("MiniMaxM2ForCausalLM",),
+    model_type="minimax_m2",
+    describe=_describe,
+    transformers=Naming(
+        modules={
+            "router": "block_sparse_moe.gate",
+            "router.score_bias": "block_sparse_moe.e_score_correction_bias",
+            "experts.gate_proj": "block_sparse_moe.experts.{expert}.w1",
+            "experts.up_proj": "block_sparse_moe.experts.{expert}.w3",
+            "experts.down_proj": "block_sparse_moe.experts.{expert}.w2",
+        }
+    ),
+    gguf=GgufNaming(architecture="minimax-m2"),
+)
