@@ -273,7 +273,7 @@ DEEP = b"".join(struct.pack("<IQ", ARRAY, 1) for _ in range(50)) + struct.pack("
         (lambda at: write(at, tensors=(tensor_entry("t", (4,), 0, 8),)), "aligns to 32"),
         (lambda at: write(at, tensors=(tensor_entry("t", (4,), 0, 2**63),)), "lies at bytes"),
         (lambda at: write(at, tensors=(tensor_entry("t", (256,), 16),)), "ggml type 16; supported are F32, F16"),
-        (lambda at: write(at, rest=b""), "not named in the file; supported are llama, qwen2, qwen3"),
+        (lambda at: write(at, rest=b""), "not named in the file; supported are llama, mistral3, qwen2"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, made: Callable[[Path], Path], said: str) -> None:
@@ -368,7 +368,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"general.architecture": "mamba"}, "architecture is mamba; supported are llama, qwen2, qwen3"),
+        ({"general.architecture": "mamba"}, "architecture is mamba; supported are llama, mistral3, qwen2"),
         ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
         ({"llama.embedding_length": None}, "lacks llama.embedding_length"),
         ({"llama.embedding_length": "64"}, "must be a whole number"),
