@@ -54,6 +54,8 @@ ENVIRONMENT_PREFIX = "TRIOSERVE_"
 OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|(.*_)?SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
 """Ours that are no options, and those that Kubernetes sets for a service of our name."""
 
+ROUTER_PROCESSES_MAX = 64  # as many as there may be routers before the same endpoints: see PEERS_MAX
+
 TOKEN_COUNTS = frozenset({"max_model_len", "max_num_batched_tokens"})
 """Numbers of tokens that may be long, and so may end in k or K."""
 
@@ -218,6 +220,9 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "another; default: none", "ROUTER")] = ()
     router_name: Annotated[str | None, _about(
         "this router's name among them; default: that under which it finds itself there", "NAME")] = None
+    router_processes: Annotated[int, _about(
+        "processes of route that share the port, each for a core: connections are spread over them, and limits of the "
+        "queue count in each; on Linux, for TCP, without --router-peers", "N", ge=1, le=ROUTER_PROCESSES_MAX)] = 1
     health_interval: Annotated[float, _about(
         "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
     continuations_per_second: Annotated[float, _about(
@@ -420,6 +425,11 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         # Now, and not when the model has been loaded.
+        if self.router_processes != 1:
+            raise StartupError(
+                f"router_processes is {self.router_processes}, and the engine of serve is in one process: leave it "
+                "out, or start `route --router-processes` before this server"
+            )
         if self.router_peers:
             raise StartupError(
                 "router_peers is for routers that share endpoints, and nobody shares the engine of serve: start "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import pytest
 import trustme
 
 from trioserve.contracts.errors import StartupError
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.listener import addresses, open_listeners, tls_context
+from trioserve.http.listener import addresses, open_listeners, open_shared_listeners, tls_context
 
 
 def close(listeners):
@@ -95,3 +96,16 @@ def test_tls_files_that_are_missing_wrong_or_do_not_belong_together(tmp_path):
         tls_context(text)
     with pytest.raises(StartupError, match="cannot be used"):
         tls_context(certificate, key)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="SO_REUSEPORT spreads connections on Linux alone")
+async def test_several_listen_at_one_port_and_nobody_else_may_join_them():
+    shared = await open_shared_listeners("127.0.0.1", 0, 3)
+    try:
+        [port] = {listener.socket.getsockname()[1] for listeners in shared for listener in listeners}
+        for count in (1, 2):
+            with pytest.raises(StartupError, match="in use by another program"):
+                await open_shared_listeners("127.0.0.1", port, count)
+    finally:
+        for listeners in shared:
+            close(listeners)

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 
 from trioserve.admission.dispatch import Dispatch
@@ -18,6 +19,7 @@ from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.prompt_naming import open_prompt_naming
 from trioserve.commands.serving import (
     NativeFrontEnd,
+    Places,
     access_rules,
     around_app,
     check_front,
@@ -26,12 +28,14 @@ from trioserve.commands.serving import (
     page_settings,
     run_until_signal,
     server_tls,
+    server_urls,
 )
 from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, RouteConfig, engine_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.tracing import NO_TRACER, Tracer
+from trioserve.http.listener import inherited_listener
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.discovery.file import FileSource, read_endpoints
@@ -43,6 +47,7 @@ from trioserve.proxy.peers.farewells import Farewells
 from trioserve.proxy.peers.peer_list import parse_peers
 from trioserve.proxy.peers.peer_metrics import show_peers
 from trioserve.proxy.peers.peer_watch import PeerWatch
+from trioserve.proxy.peers.processes import OneProcess, OtherProcesses, ProcessDoor, ProcessPeers, ProcessPlace
 from trioserve.proxy.peers.retries import NoPeers, PeerStreams
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
@@ -54,13 +59,26 @@ from trioserve.trio_tools.service import Service
 if TYPE_CHECKING:
     from trioserve.proxy.prompt_blocks import PromptBlocks
 
-__all__ = ["Routing", "run_router", "serve_router"]
+__all__ = ["InheritedPlace", "Routing", "checked_routing", "run_router", "serve_router"]
 
 POLICY_ENTRY_POINTS = "trioserve.policies"
 
 
+class InheritedPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one process of several. listeners, door: file descriptors of listening sockets, for clients and for the other
+    processes."""
+
+    place: ProcessPlace
+    listeners: tuple[int, ...]
+    door: int
+
+
 def run_router(config: RouteConfig) -> int:
     """Route until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError."""
+    if config.router_processes > 1:
+        from trioserve.commands.router_processes import run_router_processes
+
+        return run_router_processes(config)
 
     async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         await serve_router(config, orders, on_serving=announce)
@@ -68,28 +86,42 @@ def run_router(config: RouteConfig) -> int:
     return run_until_signal(config, serve, what="a router")
 
 
-async def serve_router(
-    config: RouteConfig,
-    orders: trio.MemoryReceiveChannel[object],
-    *,
-    on_serving: Callable[[list[str]], None] = lambda urls: None,
-) -> None:
-    """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
-    handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
+def checked_routing(config: RouteConfig, place: ProcessPlace | None = None) -> Routing:
+    """The parts of the router. Raises StartupError for what can be found wrong before it listens."""
     check_front(config)
-    limits = frontend_limits(config)
-    ssl_context = server_tls(config)
-    routing = Routing(config)
+    routing = Routing(config, place)
     if not routing.has_endpoints:
         raise StartupError(
             "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
             "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
         )
+    return routing
+
+
+async def serve_router(
+    config: RouteConfig,
+    orders: trio.MemoryReceiveChannel[object],
+    *,
+    on_serving: Callable[[list[str]], None] = lambda urls: None,
+    inherited: InheritedPlace | None = None,
+) -> None:
+    """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
+    handlers. on_serving is told the URLs. Cancelling it ends everything at once. inherited: it is one process of
+    several, and this is where it listens; None: where the configuration says."""
+    place = None if inherited is None else inherited.place
+    limits = frontend_limits(config)
+    routing = checked_routing(config, place)
+    ssl_context = server_tls(config)
     async with open_tracing(config) as tracing, routing.naming(config.tokenizer) as naming:
         app = routing.app(naming=naming, tracer=tracing.tracer)
         tracing.show(routing.metrics)
         show_dropped_lines(routing.metrics)
-        async with open_places(config, limits) as (listeners, urls):
+        async with (
+            open_places(config, limits) if inherited is None else _inherited_places(config, inherited) as (
+                listeners,
+                urls,
+            )
+        ):
             front_end = NativeFrontEnd(
                 FrontendServer(
                     around_app(app, config), limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller
@@ -99,16 +131,47 @@ async def serve_router(
             )
             service = Service(routing.dispatch, front_end, routing.settings)
             with errors_unwrapped():
-                async with routing.running(), app.page.running(), trio.open_nursery() as nursery:
+                async with (
+                    _open_door(app, inherited),
+                    routing.running(),
+                    app.page.running(),
+                    trio.open_nursery() as nursery,
+                ):
                     await nursery.start(service.run, orders)
                     on_serving(urls)
 
 
-class Routing:
-    """The parts of a router. Nothing of it runs before `running`. Making it raises StartupError for what cannot be."""
+@asynccontextmanager
+async def _inherited_places(config: RouteConfig, inherited: InheritedPlace) -> AsyncIterator[Places]:
+    listeners = [inherited_listener(each) for each in inherited.listeners]
+    try:
+        yield Places(listeners, server_urls(config, listeners))
+    finally:
+        for listener in listeners:
+            listener.socket.close()
 
-    def __init__(self, config: RouteConfig) -> None:
+
+@asynccontextmanager
+async def _open_door(app: RouterApp, inherited: InheritedPlace | None) -> AsyncIterator[None]:
+    """The other processes are answered inside, to the very end: what drains can still be aborted."""
+    if inherited is None:
+        yield
+        return
+    server = FrontendServer(ProcessDoor(app, app.kept, inherited.place.secret))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, [inherited_listener(inherited.door)])
+        yield
+        nursery.cancel_scope.cancel()
+
+
+class Routing:
+    """The parts of a router. Nothing of it runs before `running`. Making it raises StartupError for what cannot be.
+    place: of one process of several; None: it is the only one."""
+
+    def __init__(self, config: RouteConfig, place: ProcessPlace | None = None) -> None:
         self._config = config
+        self._place = place
+        self._processes = OneProcess() if place is None else OtherProcesses(place)
         self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
         self._peer_watch = self._watched_peers()
         self._farewells = Farewells()
@@ -137,12 +200,16 @@ class Routing:
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
         self._peers: NoPeers = NoPeers()
-        if self._peer_watch is not None:
+        if self._peer_watch is not None and place is not None:
+            self._peers = ProcessPeers(self._peer_watch)
+        elif self._peer_watch is not None:
             streams = self._peers = PeerStreams(self._farewells, self._peer_watch)
             show_peers(self.metrics, self._peer_watch, streams, self._farewells)
 
     def _watched_peers(self) -> PeerWatch | None:
-        config = self._config
+        config, place = self._config, self._place
+        if place is not None:
+            return PeerWatch(self.dispatch, place.specs(), own=place.name, connect=place.connected)
         if not config.router_peers:
             if config.router_name is not None:
                 raise StartupError("--router-name is set and --router-peers is not: name the routers, or leave it out")
@@ -202,6 +269,7 @@ class Routing:
             more_metrics=more_metrics,
             naming=naming,
             peers=self._peers,
+            processes=self._processes,
             page=page_settings(config),
             tracer=tracer,
             logs_requests=config.access_log,
@@ -219,7 +287,10 @@ class Routing:
                 await nursery.start(self._peer_watch.run)
             for source in self._sources:
                 nursery.start_soon(source.run, self.fleet)
-            yield
+            try:
+                yield
+            finally:
+                self._processes.close()
             nursery.cancel_scope.cancel()
 
 

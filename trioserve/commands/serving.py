@@ -8,7 +8,7 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,8 @@ __all__ = [
     "page_settings",
     "run_until_signal",
     "server_tls",
+    "server_urls",
+    "tell_serving",
 ]
 
 _IMPORTED_AT = time.perf_counter()
@@ -56,16 +58,19 @@ Serve = Callable[[trio.MemoryReceiveChannel[object], Callable[[list[str]], None]
 """Serves until an item comes, and then drains; tells the URLs at which it does."""
 
 
-def run_until_signal(config: ServerConfig, serve: Serve, *, what: str) -> int:
-    """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises what `serve` raises. what: is served."""
+def run_until_signal(
+    config: ServerConfig, serve: Serve, *, what: str, on_serving: Callable[[], None] | None = None
+) -> int:
+    """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises what `serve` raises. what: is served.
+    on_serving: called when it is, instead of telling people."""
     for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
     with logging_to(level=config.log_level, form=config.log_format):
-        return trio.run(_serve_until_signal, serve, what, config.ui)
+        return trio.run(_serve_until_signal, serve, what, config.ui, on_serving)
 
 
-async def _serve_until_signal(serve: Serve, what: str, has_page: bool) -> int:
+async def _serve_until_signal(serve: Serve, what: str, has_page: bool, on_serving: Callable[[], None] | None) -> int:
     sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
     is_serving = trio.Event()
 
@@ -81,19 +86,28 @@ async def _serve_until_signal(serve: Serve, what: str, has_page: bool) -> int:
     def announce(urls: list[str]) -> None:
         keep_what_is_loaded()
         is_serving.set()
-        seconds = _process_seconds()
-        for url in urls:
-            print(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)", file=sys.stderr, flush=True)
-            if has_page and url.startswith("http"):
-                print(f"watch it in a browser: {url}/", file=sys.stderr, flush=True)
+        if on_serving is not None:
+            on_serving()
+        else:
+            tell_serving(what, urls, has_page=has_page)
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             await nursery.start(relay_signals, nursery.cancel_scope)
             await serve(orders, announce)
-            print("stopped", file=sys.stderr)
+            if on_serving is None:
+                print("stopped", file=sys.stderr)
             nursery.cancel_scope.cancel()
     return 0 if is_serving.is_set() else EXIT_INTERRUPTED
+
+
+def tell_serving(what: str, urls: list[str], *, has_page: bool) -> None:
+    """Tell people on stderr where `what` is served."""
+    seconds = _process_seconds()
+    for url in urls:
+        print(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)", file=sys.stderr, flush=True)
+        if has_page and url.startswith("http"):
+            print(f"watch it in a browser: {url}/", file=sys.stderr, flush=True)
 
 
 def _process_seconds() -> float:
@@ -156,14 +170,19 @@ async def open_places(config: ServerConfig, limits: FrontendLimits) -> AsyncIter
         listeners = await open_listeners(config.host, config.port, limits=limits)
     else:
         listeners = [await open_unix_listener(Path(config.uds), limits=limits)]
-    scheme = "unix" if config.uds is not None else "http" if config.ssl_certfile is None else "https"
     try:
-        yield Places(listeners, [f"{scheme}://{address}" for address in addresses(listeners)])
+        yield Places(listeners, server_urls(config, listeners))
     finally:
         for listener in listeners:
             listener.socket.close()
         if config.uds is not None:
             _remove(config.uds)
+
+
+def server_urls(config: ServerConfig, listeners: Sequence[trio.SocketListener]) -> list[str]:
+    """How clients reach each."""
+    scheme = "unix" if config.uds is not None else "http" if config.ssl_certfile is None else "https"
+    return [f"{scheme}://{address}" for address in addresses(listeners)]
 
 
 def _remove(path: str) -> None:

@@ -62,6 +62,7 @@ def view(state: FeedState, url: str) -> RenderableType:
     head = Text.assemble(
         (f"{server.get('model') or 'router'} ", "bold"),
         f"{server.get('executor') or ''}  {url}  ",
+        f"process {server['process']} (each has its own view)  " if server.get("process") else "",
         ("draining" if server.get("is_draining") else "", "yellow"),
     )
     counts = Text(

@@ -80,7 +80,8 @@ class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
     """What hardly changes. kind: "engine" or "router". executor: what computes; None: nothing here does, or nobody has
-    said. sees: whether the reader sees all requests, or its own."""
+    said. sees: whether the reader sees all requests, or its own. process: of a router of several processes, which one
+    this is, such as "1 of 2"; only its requests are shown."""
 
     kind: str
     model: str
@@ -95,6 +96,7 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     sees: str = "all"
     started_at: float | None = None
+    process: str | None = None
 
 
 class StepsShown(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,18 +14,28 @@ import trio
 from trioserve.contracts.errors import StartupError
 from trioserve.http.limits import FrontendLimits
 
-__all__ = ["ClientCertificates", "addresses", "open_listeners", "open_unix_listener", "tls_context"]
+__all__ = [
+    "ClientCertificates",
+    "addresses",
+    "inherited_listener",
+    "open_listeners",
+    "open_shared_listeners",
+    "open_unix_listener",
+    "tls_context",
+]
 
 BACKLOG = 1024  # connections that the kernel holds for us; it lowers this to its own limit
 
 
 async def open_listeners(
-    host: str | None, port: int, *, limits: FrontendLimits | None = None
+    host: str | None, port: int, *, limits: FrontendLimits | None = None, shares_port: bool = False
 ) -> list[trio.SocketListener]:
     """One listener for each address of `host`: "localhost" has two, for IPv4 and IPv6; None means all interfaces.
 
     port 0 lets the kernel choose one, the same for every address. An address family that this machine does not have is
-    passed over as long as another one remains. Raises StartupError with one sentence when it cannot be done.
+    passed over as long as another one remains. shares_port: others of this user that say so, too, may listen at the
+    same port (SO_REUSEPORT), and the kernel gives each connection to one of them. Raises StartupError with one sentence
+    when it cannot be done.
     """
     limits = limits or FrontendLimits()
     if not 0 <= port <= 65535:
@@ -43,7 +53,7 @@ async def open_listeners(
     try:
         for family, _, _, _, address in dict.fromkeys(found):
             try:
-                listeners.append(_listen(family, (address[0], port, *address[2:]), limits))
+                listeners.append(_listen(family, (address[0], port, *address[2:]), limits, shares_port))
             except OSError as error:
                 if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                     raise
@@ -60,10 +70,42 @@ async def open_listeners(
     return listeners
 
 
-def _listen(family: int, address: tuple[str | int, ...], limits: FrontendLimits) -> trio.SocketListener:
+async def open_shared_listeners(
+    host: str | None, port: int, count: int, *, limits: FrontendLimits | None = None
+) -> list[list[trio.SocketListener]]:
+    """The listeners of `count` processes, a list for each, all at the same port; port 0 is one that the kernel chooses.
+    Raises StartupError as open_listeners does, also where another program of this user shares the port already."""
+    # Who shares a port would be let in to those of another program that shares it; who does not is refused.
+    alone = await open_listeners(host, port, limits=limits)
+    port = alone[0].socket.getsockname()[1]
+    for listener in alone:
+        listener.socket.close()
+    opened: list[list[trio.SocketListener]] = []
+    try:
+        for _ in range(count):
+            opened.append(await open_listeners(host, port, limits=limits, shares_port=True))
+    except BaseException:
+        for listener in (listener for listeners in opened for listener in listeners):
+            listener.socket.close()
+        raise
+    return opened
+
+
+def inherited_listener(file_descriptor: int) -> trio.SocketListener:
+    """Of a listening socket that another process has opened and left to this one."""
+    listening = socket.socket(fileno=file_descriptor)
+    listening.set_inheritable(False)
+    return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+
+
+def _listen(
+    family: int, address: tuple[str | int, ...], limits: FrontendLimits, shares_port: bool
+) -> trio.SocketListener:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Connections inherit it.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_buffer_bytes)
         if family == socket.AF_INET6:

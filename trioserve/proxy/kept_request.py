@@ -60,7 +60,7 @@ async def forward_kept(context: RouterContext) -> None:
     id = path.removeprefix(MESSAGE_BATCHES_PATH + "/").split("/")[0]
     if not path.startswith(MESSAGE_BATCHES_PATH):
         id = path.split("/")[3]
-    kept = _known(context, id)
+    kept = await _known(context, id)
     if kept is None:
         await _ask_all(context, id, body)
     else:
@@ -143,9 +143,13 @@ async def endpoint_of_response(context: RouterContext, id: str) -> EndpointId:
 # --- inside ---
 
 
-def _known(context: RouterContext, id: str) -> KeptObject | None:
+async def _known(context: RouterContext, id: str) -> KeptObject | None:
     """None: it may be anywhere. Raises Refusal (404) if it is another's, or nobody can say whose."""
     kept = context.kept.find(id)
+    if kept is None:
+        kept = await context.processes.find_kept(id)
+        if kept is not None:
+            context.kept.remember(id, kept)
     if kept is not None and context.owner is not None and kept.owner != owner_of(context):
         raise _nothing(id)
     if kept is None and _cannot_be_told_apart(context):
@@ -164,7 +168,7 @@ def _cannot_be_told_apart(context: RouterContext) -> bool:
 async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
     if not may_be_id(id):  # from a body: it would be anything in a path
         raise _nothing(id)
-    kept = _known(context, id)
+    kept = await _known(context, id)
     if kept is not None:
         return kept.endpoint
     for candidate in _candidates(context):

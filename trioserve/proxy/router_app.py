@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import trio
 
 from trioserve.api.api_keys import ApiKeys
@@ -18,15 +19,17 @@ from trioserve.api.ollama.models import model_card, read_api_version, running_ca
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.debug import TASKS_PATH, read_tasks
-from trioserve.api.operations.live_requests import REQUEST_PATH, serve_abort, serve_aborts
+from trioserve.api.operations.live_requests import REQUEST_PATH, Abort, serve_abort, serve_aborts
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
+from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.metrics.joined_pages import joined_pages
 from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
@@ -41,6 +44,7 @@ from trioserve.proxy.kept_request import (
     forward_stream,
 )
 from trioserve.proxy.peers.peer_watch import PEER_PATH
+from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
@@ -79,6 +83,9 @@ ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """What follows is the endpoint's id, slashes included."""
 DRAIN_SUFFIX = "/drain"
+ABORT_OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
+COUNTED_TOGETHER = ("leases", "in_flight", "moved_from", "moved_to")
+"""Of an endpoint, by all processes of this router."""
 MOVE_SECONDS = 30.0
 """In which an endpoint is emptied, if the request does not say: what finds no room elsewhere meanwhile waits there."""
 MOVE_SECONDS_MAX = 86_400
@@ -135,17 +142,36 @@ async def read_version(context: RouterContext) -> None:
 
 
 async def list_endpoints(context: RouterContext) -> None:
-    await context.respond_json({"object": "list", "data": context.fleet.described()})
+    described = context.fleet.described()
+    for answer in await context.processes.ask(context):
+        told = {each["id"]: each for each in _listed(answer)}
+        for endpoint in described:
+            for name in COUNTED_TOGETHER:
+                endpoint[name] += told.get(endpoint["id"], {}).get(name, 0)
+    await context.respond_json({"object": "list", "data": described})
+
+
+def _listed(answer: Answer) -> list[dict[str, Any]]:
+    """Of another process that was asked for a list; nothing if it had none."""
+    if answer.status != 200:
+        return []
+    return msgspec.json.decode(answer.body, type=_List).data
+
+
+class _List(msgspec.Struct):
+    data: list[dict[str, Any]]
 
 
 async def add_endpoint(context: RouterContext) -> None:
     """From now on it gets requests; as soon as it says that it is well."""
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
-    spec = decode_body(await context.exchange.body(), EndpointSpec)
+    body = await context.exchange.body()
+    spec = decode_body(body, EndpointSpec)
     try:
         id = context.fleet.add(spec)
     except StartupError as error:
         raise InvalidRequest(str(error)) from None
+    await context.processes.ask(context, body)
     await context.respond_json({"id": id, "object": "endpoint"}, status=201)
 
 
@@ -164,6 +190,7 @@ async def drain_endpoint(context: RouterContext) -> None:
     move_seconds = _move_seconds(context)
     if not context.fleet.drain(id, move_seconds=move_seconds):
         raise _endpoint_not_found(f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them')
+    await context.processes.ask(context)
     moves = {} if move_seconds is None else {"moving": True, "seconds": move_seconds}
     await context.respond_json({"id": id, "object": "endpoint", "draining": True, **moves})
 
@@ -213,33 +240,67 @@ async def list_peers(context: RouterContext) -> None:
 async def list_requests(context: RouterContext) -> None:
     """Those that live, wherever they are."""
     now = trio.current_time()
-    await context.respond_json(
+    live: list[dict[str, object]] = [
         {
-            "object": "list",
-            "data": [
-                {
-                    "id": admission.id,
-                    "object": "request",
-                    "state": admission.state,
-                    "endpoint": None if admission.is_queued else admission.endpoint,
-                    "prefill_endpoint": admission.prefilled_by,
-                    "priority": admission.priority,
-                    "age_seconds": round(now - admission.entered_at, 3),
-                }
-                for admission in context.fleet.dispatch.live_admissions(owner=context.owner)
-            ],
+            "id": admission.id,
+            "object": "request",
+            "state": admission.state,
+            "endpoint": None if admission.is_queued else admission.endpoint,
+            "prefill_endpoint": admission.prefilled_by,
+            "priority": admission.priority,
+            "age_seconds": round(now - admission.entered_at, 3),
         }
-    )
+        for admission in context.fleet.dispatch.live_admissions(owner=context.owner)
+    ]
+    for answer in await context.processes.ask(context):
+        live += _listed(answer)
+    await context.respond_json({"object": "list", "data": live})
 
 
 async def abort_request(context: RouterContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await serve_abort(context, context.fleet.dispatch.abort)
+    answers = await context.processes.ask(context)
+    told = [msgspec.json.decode(answer.body, type=_Aborted) for answer in answers if answer.status == 200]
+    await serve_abort(context, _aborting(context, told))
 
 
 async def abort_requests(context: RouterContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await serve_aborts(context, context.fleet.dispatch.abort)
+    answers = await context.processes.ask(context, await context.exchange.body())
+    told = [msgspec.convert(each, _Aborted) for answer in answers for each in _listed(answer)]
+    await serve_aborts(context, _aborting(context, told))
+
+
+class _Aborted(msgspec.Struct):
+    id: str
+    result: AbortOutcome
+
+
+def _aborting(context: RouterContext, told: Iterable[_Aborted]) -> Abort:
+    """Abort here; told: what came of it in the other processes. Where one id has several requests, each process ends
+    its own, and one that was live is what counts."""
+    found: dict[str, set[AbortOutcome]] = {}
+    for each in told:
+        found.setdefault(each.id, set()).add(each.result)
+
+    def abort(request_ids: Iterable[str], /, *, owner: str | None) -> dict[str, AbortOutcome]:
+        outcomes = context.fleet.dispatch.abort(request_ids, owner=owner)
+        return {id: min({outcome, *found.get(id, ())}, key=ABORT_OUTCOMES.index) for id, outcome in outcomes.items()}
+
+    return abort
+
+
+async def control_request(context: RouterContext) -> None:
+    """To the endpoint where the request is, whichever process has it."""
+    try:
+        await forward_control(context)
+    except Refusal as refusal:
+        if refusal.response.code == "request_not_found":
+            for answer in await context.processes.ask(context, await context.exchange.body()):
+                if answer.status != refusal.response.status:
+                    await context.respond_bytes(answer.body, "application/json", status=answer.status)
+                    return
+        raise
 
 
 async def stream_page_events(context: RouterContext) -> None:
@@ -249,7 +310,13 @@ async def stream_page_events(context: RouterContext) -> None:
 
 async def read_metrics(context: RouterContext) -> None:
     metrics = context.metrics
-    await context.respond_bytes(metrics.expose() + context.more_metrics(), metrics.content_type)
+    page = metrics.expose() + context.more_metrics()
+    answers = await context.processes.ask(context)
+    if context.processes.count > 1 and not context.processes.is_asking(context):
+        pages = {context.processes.number: page}
+        pages |= {answer.number: answer.body for answer in answers if answer.status == 200}
+        page = joined_pages({str(number): pages[number] for number in sorted(pages)}, label="process")
+    await context.respond_bytes(page, metrics.content_type)
 
 
 ROUTES = {
@@ -285,7 +352,7 @@ ROUTES = {
 }
 MODEL = Route[RouterContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
 REQUEST = Route[RouterContext](
-    path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": forward_control}
+    path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
 )
 TEMPLATES: tuple[Route[RouterContext], ...] = (
     Route(path="/v1/responses/{response}", operations={"GET": forward_kept, "DELETE": forward_kept}),
@@ -308,7 +375,7 @@ ENDPOINT = Route[RouterContext](
 
 
 class RouterApp(BaseApp[RouterContext]):
-    """The handler of a router."""
+    """The handler of a router. kept: what endpoints keep and was made through it."""
 
     def __init__(
         self,
@@ -323,12 +390,14 @@ class RouterApp(BaseApp[RouterContext]):
         clock_and_ids: ClockAndIds | None = None,
         naming: PromptBlocks | None = None,
         peers: NoPeers | None = None,
+        processes: OneProcess | None = None,
         page: PageSettings | None = None,
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
     ) -> None:
         """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks.
-        peers: what other routers before the same endpoints mean for streams. page: the live page.
+        peers: what other routers before the same endpoints mean for streams. processes: the other ones of this router.
+        page: the live page.
         tracer, logs_requests: see BaseApp."""
         super().__init__(
             ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
@@ -342,9 +411,13 @@ class RouterApp(BaseApp[RouterContext]):
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._naming = naming
         self._peers = peers
-        feed = RouterFeed(fleet, metrics)
+        self._processes = processes or OneProcess()
+        of_many = self._processes.count > 1
+        feed = RouterFeed(
+            fleet, metrics, process=f"{self._processes.number} of {self._processes.count}" if of_many else None
+        )
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
-        self._kept = KeptObjects()
+        self.kept = KeptObjects()
         self._streams = LiveStreams()
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
 
@@ -372,11 +445,12 @@ class RouterApp(BaseApp[RouterContext]):
             self._clock_and_ids,
             more_metrics=self._more_metrics,
             naming=self._naming,
-            kept=self._kept,
+            kept=self.kept,
             streams=self._streams,
             access=self._keys.rules,
             peers=self._peers,
             page=self.page,
+            processes=self._processes,
         )
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:

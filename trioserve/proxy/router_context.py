@@ -18,6 +18,7 @@ from trioserve.proxy.kept_objects import KeptObjects
 from trioserve.proxy.peers.client_events import ClientEvents, NotTheSame
 from trioserve.proxy.peers.kept_stream import Stream
 from trioserve.proxy.peers.not_the_same import not_the_same
+from trioserve.proxy.peers.processes import OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class RouterContext(Responder):
     streams: those that may be continued. continuation: of this one, if it may.
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
-    page: the live page.
+    page: the live page. processes: the other ones of this router.
     leg: the span of what is asked of an endpoint now, where the request is traced.
     stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
     """
@@ -92,8 +93,10 @@ class RouterContext(Responder):
         access: AccessRules | None = None,
         peers: NoPeers | None = None,
         page: Page | None = None,
+        processes: OneProcess | None = None,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
+        self.processes = processes or OneProcess()
         self.page = page
         self.fleet = fleet
         self.rules = rules

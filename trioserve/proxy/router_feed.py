@@ -30,10 +30,12 @@ SHARES = (0.5, 0.95)
 
 
 class RouterFeed:
-    """Every method belongs to the thread of the router's Trio program. leaving: set when it takes nothing new."""
+    """Every method belongs to the thread of the router's Trio program. leaving: set when it takes nothing new.
+    process: which of the router's processes this is; None: there is one."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: Metrics, *, process: str | None = None) -> None:
         self.leaving = trio.Event()
+        self._process = process
         self._fleet = fleet
         self._dispatch = fleet.dispatch
         self._dispatch.on_drain = self.leaving.set
@@ -83,6 +85,7 @@ class RouterFeed:
                 is_draining=self._dispatch.is_draining,
                 sees="all" if owner is None else "own",
                 started_at=self._started_at,
+                process=self._process,
             ),
             requests=requests,
             request_count=request_count,

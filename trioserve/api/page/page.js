@@ -49,11 +49,12 @@ function updateAll(changed) {
 function showServer(server) {
 	write(find("model"), server.model ?? "");
 	document.title = `${server.model ? `${server.model} · ` : ""}trioserve`;
-	const parts = [`trioserve ${server.version}`, server.kind === "router" ? "router" : null, server.executor, server.role && server.role !== "both" ? `role ${server.role}` : null,
+	const parts = [`trioserve ${server.version}`, server.kind === "router" ? `router${server.process ? `, process ${server.process}` : ""}` : null, server.executor, server.role && server.role !== "both" ? `role ${server.role}` : null,
 		server.max_num_seqs && `${count(server.max_num_seqs)} sequences at a time`, server.max_model_len && `${count(server.max_model_len)} tokens of context`];
 	write(find("about"), parts.filter(Boolean).join(" · "));
 	const notes = [server.is_draining && "This server is draining: it takes nothing new.", server.sees === "own" && "With this key you see your own requests; counts are everybody's.",
-		server.restarts && `The engine broke and was opened anew (${count(server.restarts)}); streams went on.`];
+		server.restarts && `The engine broke and was opened anew (${count(server.restarts)}); streams went on.`,
+		server.process && "This router is several processes, and the page shows the one that it reached: load it anew to reach another."];
 	note(notes.filter(Boolean).join(" "));
 }
 

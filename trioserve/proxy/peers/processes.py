@@ -1,0 +1,186 @@
+"""The other processes of one router, which listen at the same port: how they are asked, and what they may ask.
+
+A client does not choose which process gets its connection. So what is asked of the router, such as to abort by id,
+is asked of all of them. Each has a door for the others, a port of the loopback address that nobody else may use. As
+for the leases of endpoints, they are peers: see peer_watch. They share nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import msgspec
+import trio
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost
+from trioserve.http.exchange import Exchange, Handler
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.kept_objects import KeptObject, KeptObjects, may_be_id
+from trioserve.proxy.peers.retries import NoPeers
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+
+if TYPE_CHECKING:
+    from trioserve.proxy.peers.peer_list import Peer
+    from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
+    from trioserve.proxy.router_context import RouterContext
+
+__all__ = ["Answer", "OneProcess", "OtherProcesses", "ProcessDoor", "ProcessPeers", "ProcessPlace"]
+
+logger = logging.getLogger(__name__)
+
+PROCESS_HEADER = "x-trioserve-process"
+"""Says that another process asks, which asks all the others itself; and proves it at the door."""
+KEPT_PATH = "/process/kept/"
+ANSWER_SECONDS_MAX = 2.0
+ANSWER_BYTES_MAX = 32 * 1024 * 1024  # a page of metrics of many endpoints
+FORWARDED_HEADERS = ("authorization", "x-api-key", "content-type")
+PATH_CHARACTERS = "/:@!$&'()*+,;=~"
+
+
+class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one process among the others. number: from 1. doors: the ports of all, in their order. run: another one at
+    each start. secret: known to these processes alone."""
+
+    number: int
+    doors: tuple[int, ...]
+    run: str
+    secret: str
+
+    @property
+    def count(self) -> int:
+        return len(self.doors)
+
+    @property
+    def name(self) -> str:
+        """As a peer; no other router before the same endpoints has it."""
+        return self._name(self.number)
+
+    def specs(self) -> list[EndpointSpec]:
+        """All processes, as peers."""
+        return [
+            EndpointSpec(url=f"http://127.0.0.1:{port}", id=self._name(number))
+            for number, port in enumerate(self.doors, start=1)
+        ]
+
+    def connected(self, peer: Peer) -> RemoteEndpoint:
+        return self.remote(peer.name, peer.url)
+
+    def remote(self, name: str, url: str) -> RemoteEndpoint:
+        return RemoteEndpoint(EndpointId(name), EndpointAddress.parse(url), headers=((PROCESS_HEADER, self.secret),))
+
+    def _name(self, number: int) -> str:
+        return f"{self.run}-{number}"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What another process said. number: of the process."""
+
+    number: int
+    status: int
+    body: bytes
+
+
+class OneProcess:
+    """Of a router that is one process: there is nobody to ask."""
+
+    number = 1
+    count = 1
+
+    async def ask(self, context: RouterContext, body: bytes = b"") -> list[Answer]:
+        """The same request, of every other process; those that answered, in their order. None are asked where another
+        process asks. body: of the request."""
+        return []
+
+    def is_asking(self, context: RouterContext) -> bool:
+        """Whether this request is another process's question, and the answer is to be of this one alone."""
+        return context.exchange.headers.get(PROCESS_HEADER) is not None
+
+    async def find_kept(self, id: str) -> KeptObject | None:
+        """Where something is that was made through another process."""
+        return None
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+
+
+class OtherProcesses(OneProcess):
+    def __init__(self, place: ProcessPlace) -> None:
+        self.number = place.number
+        self.count = place.count
+        self._others = [
+            (number, place.remote(spec.endpoint_id, spec.url))
+            for number, spec in enumerate(place.specs(), start=1)
+            if number != place.number
+        ]
+
+    async def ask(self, context: RouterContext, body: bytes = b"") -> list[Answer]:
+        exchange = context.exchange
+        if self.is_asking(context):
+            return []
+        target = quote(exchange.path, safe=PATH_CHARACTERS) + (f"?{exchange.query}" if exchange.query else "")
+        headers = [(name, value) for name in FORWARDED_HEADERS if (value := exchange.headers.get(name)) is not None]
+        headers.append(("x-request-id", context.request_id))  # so that the lines of all logs tell of one request
+        return await self._ask_all(exchange.method, target, headers, body)
+
+    async def find_kept(self, id: str) -> KeptObject | None:
+        if not may_be_id(id):
+            return None
+        for answer in await self._ask_all("GET", KEPT_PATH + id, [], b""):
+            if answer.status == 200:
+                return msgspec.json.decode(answer.body, type=KeptObject)
+        return None
+
+    def close(self) -> None:
+        for _, remote in self._others:
+            remote.close()
+
+    async def _ask_all(self, method: str, target: str, headers: list[tuple[str, str]], body: bytes) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+
+        async def ask(number: int, remote: RemoteEndpoint) -> None:
+            try:
+                with trio.fail_after(ANSWER_SECONDS_MAX):
+                    async with remote.request(method, target, headers, body) as response:
+                        said = await response.whole(ANSWER_BYTES_MAX)
+                        answers[number] = Answer(number, response.status, said or b"")
+            except (EndpointLost, trio.TooSlowError) as error:
+                logger.warning("no answer of another process process=%d method=%s reason=%s", number, method, error)
+
+        async with trio.open_nursery() as nursery:
+            for number, remote in self._others:
+                nursery.start_soon(ask, number, remote)
+        return [answers[number] for number in sorted(answers)]
+
+
+class ProcessPeers(NoPeers):
+    """What the processes of one router are to each other's streams: nobody goes on with them. They end together."""
+
+    def __init__(self, watch: PeerWatch) -> None:
+        self._watch = watch
+
+    def greeting(self) -> Greeting:
+        return self._watch.greeting()
+
+
+class ProcessDoor:
+    """Handles what the other processes ask, and nobody else."""
+
+    def __init__(self, app: Handler, kept: KeptObjects, secret: str) -> None:
+        self._app = app
+        self._kept = kept
+        self._secret = secret.encode()
+
+    async def __call__(self, exchange: Exchange) -> None:
+        shown = exchange.headers.get(PROCESS_HEADER) or ""
+        if not hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._secret):
+            await exchange.respond(403, [("content-type", "text/plain")], b"this port is for the router itself\n")
+        elif exchange.path.startswith(KEPT_PATH):
+            kept = self._kept.find(exchange.path.removeprefix(KEPT_PATH))
+            status, body = (404, b"{}") if kept is None else (200, msgspec.json.encode(kept))
+            await exchange.respond(status, [("content-type", "application/json")], body)
+        else:
+            await self._app(exchange)
