@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -36,6 +37,11 @@ def test_a_small_measurement_has_every_figure(tmp_path, capsys):
     middle, best = report["figures"]["requests/s through, 4 at a time"]
     assert middle == best > 0
     assert all(each >= 0 for each in report["figures"]["router CPU us a request"])
+    if sys.platform.startswith("linux"):
+        one, two = report["processes"]
+        assert (one["processes"], two["processes"]) == (1, 2)
+        assert one["streams"] == two["streams"] == 8 * 4
+        assert report["figures"]["events/s by the clock, 2 processes"][0] > 0
     held_back, passed_on = report["bursts"]
     assert (held_back["holds_back"], passed_on["holds_back"]) == (True, False)
     for burst in report["bursts"]:

@@ -15,6 +15,7 @@ from trioserve.bench.router.settings import RouterBenchSettings
 __all__ = [
     "EventFigures",
     "LatencyFigures",
+    "ProcessFigures",
     "RouterReport",
     "ThroughputFigures",
     "router_json",
@@ -65,6 +66,18 @@ class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
     pinned_cpu_seconds: list[float | None] = []
 
 
+class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The same streams through a router of so many processes, more than one process can serve in time. One list entry
+    a round. cpu_seconds: of all its processes together; busiest_cpu_seconds: of the one that had most to do."""
+
+    processes: int
+    streams: int
+    events: int
+    through_seconds: list[float]
+    cpu_seconds: list[float | None]
+    busiest_cpu_seconds: list[float | None]
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: RouterBenchSettings
     date: str
@@ -72,6 +85,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     latency: list[LatencyFigures]
     throughput: ThroughputFigures | None
     events: EventFigures | None
+    processes: list[ProcessFigures]
     bursts: list[BurstFigures]
 
     @classmethod
@@ -82,6 +96,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
         latency: list[LatencyFigures],
         throughput: ThroughputFigures | None,
         events: EventFigures | None,
+        processes: list[ProcessFigures],
         bursts: list[BurstFigures],
     ) -> RouterReport:
         return cls(
@@ -91,6 +106,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
             latency=latency,
             throughput=throughput,
             events=events,
+            processes=processes,
             bursts=bursts,
         )
 
@@ -123,7 +139,7 @@ def router_text(report: RouterReport) -> str:
             )
             lines.append(f"{each.what:<26}" + "".join(f"{cell:>13.3f}" for cell in cells))
     figures = _figures(report)
-    if report.throughput is not None or report.events is not None:
+    if report.throughput is not None or report.events is not None or report.processes:
         lines += ["", f"{'of the rounds':<44}{'median':>10}{'best':>10}"]
         lines += [f"{name:<44}{_shown(middle):>10}{_shown(best):>10}" for name, (middle, best) in figures.items()]
     for burst in report.bursts:
@@ -145,6 +161,11 @@ def _figures(report: RouterReport) -> dict[str, tuple[float | None, float | None
         figures[f"events/s through, {events.streams} streams"] = _rates(events.through_seconds, events.events)
         figures["router CPU us an event"] = _each_us(events.cpu_seconds, events.events)
         figures["the same, nothing kept to go on with"] = _each_us(events.pinned_cpu_seconds, events.events)
+    for each in report.processes:
+        of = "1 process" if each.processes == 1 else f"{each.processes} processes"
+        figures[f"events/s by the clock, {of}"] = _rates(each.through_seconds, each.events)
+        figures[f"events/s if each has a core, {of}"] = _rates(each.busiest_cpu_seconds, each.events)
+        figures[f"router CPU us an event, {of}"] = _each_us(each.cpu_seconds, each.events)
     return figures
 
 

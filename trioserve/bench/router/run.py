@@ -25,12 +25,13 @@ from trioserve.bench.router.fake_endpoint import MODEL, DepthFigures, FakeEndpoi
 from trioserve.bench.router.report import (
     EventFigures,
     LatencyFigures,
+    ProcessFigures,
     RouterReport,
     ThroughputFigures,
     router_json,
     router_text,
 )
-from trioserve.bench.router.settings import RouterBenchSettings
+from trioserve.bench.router.settings import PROCESS_COUNTS, RouterBenchSettings
 from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_REQUESTS_FAILED, EXIT_UNREACHABLE
 from trioserve.bench.socket_load import Address, LoadFailed, Response, WireRequest, ask, at_a_time, at_moments, opened
 from trioserve.bench.startup import cpu_seconds, free_port
@@ -40,6 +41,7 @@ __all__ = ["main"]
 READY_SECONDS_MAX = 60.0
 LOOKS_SECONDS = 0.02
 STOP_SECONDS_MAX = 15.0
+CHILDREN_LOOKS_MAX = 100
 TURN_REQUESTS = 100  # direct, then as many through the router: a noisy second is in both
 FEW_TOKENS = 4
 COMPLETIONS = "/v1/completions"
@@ -62,6 +64,7 @@ def main(settings: RouterBenchSettings) -> int:
     latency: list[LatencyFigures] = []
     throughput: ThroughputFigures | None = None
     events: EventFigures | None = None
+    processes: list[ProcessFigures] = []
     bursts: list[BurstFigures] = []
     exit_code = 0
     try:
@@ -79,6 +82,9 @@ def main(settings: RouterBenchSettings) -> int:
                 if "events" in rows:
                     events = _events(router, settings)
                     _tell("events are measured")
+        if "processes" in rows:
+            processes = _processes(settings)
+            _tell("routers of several processes are measured")
         if "bursts" in rows:
             for holds_back in (True, False):
                 bursts.append(_bursts(settings, holds_back=holds_back))
@@ -91,9 +97,11 @@ def main(settings: RouterBenchSettings) -> int:
     except LoadFailed as error:
         print(f"trioserve bench: {error}", file=sys.stderr)
         exit_code = EXIT_REQUESTS_FAILED
-    if not (latency or throughput or events or bursts):
+    if not (latency or throughput or events or processes or bursts):
         return exit_code
-    report = RouterReport.now(settings, latency=latency, throughput=throughput, events=events, bursts=bursts)
+    report = RouterReport.now(
+        settings, latency=latency, throughput=throughput, events=events, processes=processes, bursts=bursts
+    )
     print(router_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
     if settings.json_path == "-":
         sys.stdout.write(router_json(report).decode())
@@ -183,6 +191,61 @@ def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
         cpu_seconds=cpu,
         pinned_cpu_seconds=pinned_cpu,
     )
+
+
+def _processes(settings: RouterBenchSettings) -> list[ProcessFigures]:
+    """Routers of one process and of several, in turn: a noisy second is in both."""
+    streams, tokens = settings.process_streams, settings.output_tokens
+    body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
+    request = WireRequest(COMPLETIONS, body, events=tokens)
+    made = [
+        ProcessFigures(
+            processes=count,
+            streams=streams,
+            events=streams * tokens,
+            through_seconds=[],
+            cpu_seconds=[],
+            busiest_cpu_seconds=[],
+        )
+        for count in PROCESS_COUNTS
+    ]
+    with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(_endpoints(FakeEndpointSettings(event_seconds=settings.event_seconds)))
+        routers = [
+            stack.enter_context(_router(ports, (*settings.server_flags, *_process_flags(count))))
+            for count in PROCESS_COUNTS
+        ]
+        for router in routers:
+            _timed(router.address, _small(stream=True), streams, 4 * streams)
+        pids = [_serving_processes(router, count) for router, count in zip(routers, PROCESS_COUNTS, strict=True)]
+        for _ in range(settings.rounds):
+            for router, figures, serving in zip(routers, made, pids, strict=True):
+                before = [cpu_seconds(pid) for pid in serving]
+                figures.through_seconds.append(_timed(router.address, request, streams, streams))
+                spent = [_difference(*each) for each in zip(before, map(cpu_seconds, serving), strict=True)]
+                known = [each for each in spent if each is not None]
+                figures.cpu_seconds.append(sum(known) if known else None)
+                figures.busiest_cpu_seconds.append(max(known, default=None))
+    return made
+
+
+def _process_flags(count: int) -> tuple[str, ...]:
+    """Nothing waits in the router."""
+    several = () if count == 1 else ("--router-processes", str(count))
+    return ("--endpoint-max-requests", "100000", "--max-queued-requests", "100000", *several)
+
+
+def _serving_processes(router: Router, count: int) -> list[int]:
+    """Of a router that is ready: the children of the one that was started, if there are to be several."""
+    if count == 1:
+        return [router.pid]
+    for _ in range(CHILDREN_LOOKS_MAX):  # one look may miss a child while processes begin and end
+        by_thread = pathlib.Path(f"/proc/{router.pid}/task").glob("*/children")
+        children = [pid for path in by_thread for pid in path.read_text(encoding="ascii").split()]
+        if len(children) == count:
+            return [int(pid) for pid in children]
+        time.sleep(LOOKS_SECONDS)
+    raise _NotReady(f"the router was to have {count} processes")
 
 
 def _bursts(settings: RouterBenchSettings, *, holds_back: bool) -> BurstFigures:

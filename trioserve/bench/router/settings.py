@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 from trioserve.bench.settings import check_integer, check_number, check_writable
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["ROUTER_ROWS", "WITHOUT_FLAGS", "RouterBenchSettings"]
+__all__ = ["PROCESS_COUNTS", "ROUTER_ROWS", "WITHOUT_FLAGS", "RouterBenchSettings"]
 
-ROUTER_ROWS = ("latency", "throughput", "events", "bursts")
+ROUTER_ROWS = ("latency", "throughput", "events", "processes", "bursts")
+PROCESS_COUNTS = (1, 2)
+STREAMS_MAX = 512
 ENDLESS = "1000000"
 WITHOUT_FLAGS = frozenset(
     {
@@ -31,7 +35,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: which of ROUTER_ROWS; empty is all. requests: in each round, direct and through the router, both one at a time
     and `concurrency` at a time. output_tokens: events of a response that is streamed at a pace. server_flags: what
-    `route` is given besides port and endpoints.
+    `route` is given besides port and endpoints. Processes of a router are measured with eight times `concurrency`.
 
     The bursts: `endpoints` servers with slots_max slots each, whose requests take service_seconds. One tenant sends
     steadily steady_share of what they can do together, another one bursts, so that together they ask for burst_load
@@ -74,7 +78,13 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chosen_rows(self) -> tuple[str, ...]:
-        return self.rows or ROUTER_ROWS
+        several = sys.platform.startswith("linux")  # elsewhere a router is one process
+        return self.rows or tuple(row for row in ROUTER_ROWS if several or row != "processes")
+
+    @property
+    def process_streams(self) -> int:
+        """Streams at a time, to measure several processes with: more than one of them can serve in time."""
+        return min(8 * self.concurrency, STREAMS_MAX)
 
     @property
     def capacity_per_second(self) -> float:
