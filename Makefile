@@ -4,6 +4,7 @@
 # make test    sets everything up, checks style and types, and runs the tests
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
 # make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
+# make ray-tests  installs Ray, and runs the tests of trioserve.ray with it; a minute and a half
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
 # make wheel   builds a wheel with the CPU kernels compiled, into dist
 #
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve disagg test check clients docs wheel lint pytest clean
+.PHONY: setup serve disagg test check clients ray-tests docs wheel lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -59,6 +60,10 @@ clients: setup
 	$(BIN)/python tests/clients/build_environments.py build/clients
 	if command -v npm >/dev/null; then npm install --prefix tests/clients/node --no-audit --no-fund --silent; fi
 	TRIOSERVE_CLIENTS=build/clients $(BIN)/python -m pytest --numprocesses 0 tests/clients $(ARGS)
+
+ray-tests: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]" "ray[data]>=2.50,<3"
+	TRIOSERVE_RAY=1 $(BIN)/python -m pytest --numprocesses 0 tests/ray $(ARGS)
 
 docs: setup $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml

@@ -135,7 +135,7 @@ ROOMS = {
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words("__init__ __main__ asgi assemble cli commands config")
+TOP_FILES = words("__init__ __main__ asgi assemble cli commands config ray")
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
@@ -434,10 +434,11 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
 @pytest.mark.parametrize(
     ("module", "unloaded"),
     [
-        ("trioserve", "torch trio h2 msgspec"),
+        ("trioserve", "torch trio h2 msgspec ray"),
         ("trioserve.asyncio", "torch trio h2 msgspec"),
         ("trioserve.core.engine", "torch trio"),
-        ("trioserve.cli", "torch trio h2"),
+        ("trioserve.asgi", "torch ray"),
+        ("trioserve.cli", "torch trio h2 ray"),
         ("trioserve.config", "torch trio h2"),
         ("trioserve.text.tokenizer", "torch trio"),
         ("trioserve.metrics.registry", "torch trio"),

@@ -1,0 +1,46 @@
+"""Ray Data: an actor with an engine answers the rows of a data set. Who has read enough leaves, and the actor is gone.
+
+pip install "trioserve[ray]" "ray[data]"
+python examples/ray_data.py
+"""
+
+import asyncio
+
+import ray.data
+
+import trioserve
+import trioserve.asyncio
+
+
+class Answers:
+    """Made in an actor of Ray Data, which gives it many rows at a time: each is a request of its own."""
+
+    def __init__(self, model: str) -> None:
+        self._opening = trioserve.asyncio.open_engine(model)
+        self._opened: asyncio.Task[trioserve.asyncio.Engine] | None = None
+
+    async def __call__(self, row: dict[str, str]) -> dict[str, str]:
+        async with asyncio.timeout(120):  # its timer is also what keeps this task alive: Ray Data does not
+            if self._opened is None:
+                self._opened = asyncio.create_task(self._opening.__aenter__())
+            engine = await asyncio.shield(self._opened)
+            prompt = trioserve.ChatPrompt(messages=[{"role": "user", "content": row["question"]}])
+            sampling = trioserve.SamplingParams(max_tokens=16, temperature=0.0)
+            async with engine.generate(prompt, sampling) as stream:
+                return row | {"answer": "".join([delta.text async for delta in stream])}
+
+
+def main() -> None:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    places = ["Kenya", "Peru", "Norway", "Japan"] * 50
+    questions = ray.data.from_items([{"question": f"Name a river in {place}."} for place in places])
+    answers = questions.map(Answers, fn_constructor_args=["smollm2"], compute=ray.data.ActorPoolStrategy(size=1))
+    for count, row in enumerate(answers.iter_rows(), 1):
+        print(row["question"], row["answer"].replace("\n", " "))
+        if count == 4:
+            break  # what was asked and is not answered ends here
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Ray on this machine, in a process of its own, and what is left of it at the end: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MARK = "TRIOSERVE_RAY_MARK"  # in the environment of every process that comes of a test
+SECONDS_MAX = 120
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_skipped()
+    for item in items:
+        if reason is not None and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_skipped() -> str | None:
+    if importlib.util.find_spec("ray") is None:
+        return "ray is not installed: make ray-tests"
+    return None if os.environ.get("TRIOSERVE_RAY") else "starts Ray, which takes a minute: make ray-tests"
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Returns when another process has come so far; it tells nobody."""
+    deadline = time.monotonic() + SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting: {what}"
+
+
+def marked_processes(mark: str, title: str = "") -> list[int]:
+    """Ids of those whose command line has `title`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_marked = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if is_marked and title.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@contextlib.contextmanager
+def ray_environment() -> Iterator[dict[str, str]]:
+    """Of a process that starts Ray. Fails if it leaves another one behind, and ends that."""
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: sockets are below it
+    mark = uuid.uuid4().hex
+    settings = {
+        MARK: mark,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_TOKEN": uuid.uuid4().hex,
+    }
+    try:
+        yield {**os.environ, **settings}
+        until(lambda: not marked_processes(mark), "for processes of Ray to end")
+    finally:
+        for process_id in marked_processes(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Cluster:
+    """port: Serve's, on 127.0.0.1."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, mark: str) -> None:
+        self._process = process
+        self.port = port
+        self._mark = mark
+
+    def order(self, **order: Any) -> dict[str, Any]:
+        """See program.py."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise AssertionError("the program is over")
+
+    def replicas(self, name: str) -> list[int]:
+        """Process ids of an application's replicas."""
+        return marked_processes(self._mark, f"ServeReplica:{name}:")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with ray_environment() as environment:
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("program.py"), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        try:
+            yield Cluster(process, port, environment[MARK])
+        finally:
+            process.communicate(timeout=SECONDS_MAX)

@@ -1,0 +1,163 @@
+"""What Ray Serve is told, and what a replica tells Serve of its engine; without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import threading
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from trioserve.asgi import AsgiApplication, asgi_app
+from trioserve.contracts.errors import StartupError
+from trioserve.testing.fake_engine import open_fake_engine
+
+from .conftest import why_skipped
+
+if why_skipped() is None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Serve's own, of what it uses
+        from trioserve.ray import ReplicaApp, app, build
+
+
+def deployment(application: Any) -> Any:
+    return application._bound_deployment
+
+
+@asynccontextmanager
+async def lifespan(replica: ReplicaApp) -> AsyncIterator[None]:
+    """As Serve runs it."""
+    received: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    sent: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    task = asyncio.create_task(replica({"type": "lifespan"}, received.get, sent.put))
+    received.put_nowait({"type": "lifespan.startup"})
+    assert await sent.get() == {"type": "lifespan.startup.complete"}
+    yield
+    received.put_nowait({"type": "lifespan.shutdown"})
+    assert await sent.get() == {"type": "lifespan.shutdown.complete"}
+    await task
+
+
+async def get(replica: ReplicaApp, path: str) -> tuple[int, Any]:
+    sent: list[dict[str, Any]] = []
+    is_over = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": path, "raw_path": path.encode()}
+    scope |= {"scheme": "http", "query_string": b"", "headers": [], "asgi": {"version": "3.0"}, "root_path": ""}
+    await replica(scope, receive, send)
+    is_over.set()
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+
+
+def test_a_replica_takes_as_many_requests_as_its_engine_and_some_to_refuse():
+    made = deployment(build("smollm2", num_replicas=3, num_gpus=1, max_num_seqs=4, max_queued_requests=6))
+    assert made.num_replicas == 3
+    assert made.max_ongoing_requests > 10
+    assert made.max_queued_requests == 6
+    assert made.ray_actor_options["num_gpus"] == 1
+
+
+def test_a_replica_is_killed_only_after_its_requests_had_their_time():
+    assert deployment(build(drain_timeout=12.0))._deployment_config.graceful_shutdown_timeout_s > 12
+
+
+def test_options_of_the_deployment_go_first():
+    made = deployment(build(deployment_options={"name": "other", "max_ongoing_requests": 7}))
+    assert (made.name, made.max_ongoing_requests) == ("other", 7)
+
+
+def test_settings_come_from_the_environment_and_arguments_go_first(monkeypatch):
+    monkeypatch.setenv("TRIOSERVE_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("TRIOSERVE_MAX_QUEUED_REQUESTS", "7")
+    made = deployment(app({"max_queued_requests": "9", "num_replicas": "2", "api_key": "a,b"}))
+    assert made.max_queued_requests == 9
+    assert made.num_replicas == 2
+    assert made.max_ongoing_requests == deployment(build(max_num_seqs=5, max_queued_requests=9)).max_ongoing_requests
+
+
+def test_an_option_that_is_misspelt_is_told_as_everywhere():
+    with pytest.raises(StartupError, match="did you mean max_num_seqs"):
+        build(max_num_seq=3)
+
+
+@pytest.mark.parametrize(
+    ("args", "expect"),
+    [
+        ({"port": "8000"}, "port: Ray Serve listens"),
+        ({"max_num_seqs": "many"}, "TRIOSERVE_MAX_NUM_SEQS is 'many'"),
+        ({"max_num_seqs": 0}, "0, allowed is a whole number"),
+        ({"num_replicas": "two"}, "num_replicas is 'two', allowed is a number"),
+        ({"modle": "smollm2"}, "did you mean TRIOSERVE_MODEL"),
+        ({"data_dir": "/tmp", "num_replicas": 2}, "data_dir belongs to one engine"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_deployed(args, expect):
+    with pytest.raises(StartupError, match=expect):
+        app(args)
+
+
+def check_no_thread_is_left(before: set[threading.Thread]) -> None:
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_replica_opens_and_closes_its_engine():
+    before = set(threading.enumerate())
+
+    async def program() -> None:
+        replica = ReplicaApp(asgi_app(open_fake_engine))
+        async with lifespan(replica):
+            replica.check()
+            assert (await get(replica, "/health"))[0] == 200
+
+    asyncio.run(program())
+    check_no_thread_is_left(before)
+
+
+def test_an_engine_that_is_over_fails_the_health_check_and_refuses_with_503():
+    before = set(threading.enumerate())
+
+    async def program() -> None:
+        llm: AsgiApplication = asgi_app(functools.partial(open_fake_engine, paused=True))
+        replica = ReplicaApp(llm)
+        async with lifespan(replica):
+            engine: Any = llm.engine
+            engine.thread.call(engine.on_trio.break_next_step)
+            engine.thread.call(engine.on_trio.resume)
+            async with engine.generate([1, 2, 3]) as stream:
+                with contextlib.suppress(Exception):
+                    async for _delta in stream:
+                        pass
+            while replica.failure is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match=r"EngineFault: .*a test broke the engine"):
+                replica.check()
+            status, body = await get(replica, "/v1/models")
+            assert (status, body["error"]["code"]) == (503, "engine_fault")
+
+    asyncio.run(program())
+    check_no_thread_is_left(before)
+
+
+def test_an_engine_that_cannot_be_opened_is_told_by_the_health_check():
+    async def program() -> None:
+        replica = ReplicaApp(asgi_app("/no/such/model"))
+        async with lifespan(replica):
+            with pytest.raises(RuntimeError, match="ModelLoadError: the model '/no/such/model' is not found"):
+                replica.check()
+
+    asyncio.run(program())
