@@ -453,6 +453,7 @@ class Decoder:
             _Layer(config, index, layer, kernels, dtype=dtype, device=device, block_types=block_types or {})
             for index, layer in enumerate(config.layers)
         ]
+        self._kv_layers = config.kv_layers
         self._streams: Streams | None = None
         if config.streams is not None:
             self._streams = Streams(config, config.streams, kernels, dtype=dtype, device=device)
@@ -516,7 +517,7 @@ class Decoder:
         memories = (None,) * len(self._layers) if states is None else states.buffers
         keys_values: dict[int, Tensor] = {}
         streams = None if self._streams is None else self._streams.begun(hidden, step.token_ids)
-        places = zip(self._layers, self.config.kv_layers, memories, strict=True)
+        places = zip(self._layers, self._kv_layers, memories, strict=True)
         for index, (layer, kv_layer, memory) in enumerate(places):
             if is_abandoned():
                 return None

@@ -217,12 +217,9 @@ class HeadNorms:
         self._size = attention.query_size + (attention.key_size if attention.kv_from is None else 0)
         # A number for every one that is normed, so that queries and keys of a head norm are normed together.
         self._weights = torch.empty(self._size, dtype=dtype, device=device)
-        self._places = {
-            f"{layer}.q_norm.weight": self._weights[: self._query_size],
-            f"{layer}.k_norm.weight": self._weights[self._query_size :],
-        }
-        if attention.kv_from is not None:
-            del self._places[f"{layer}.k_norm.weight"]
+        self._places = {f"{layer}.q_norm.weight": self._weights[: self._query_size]}
+        if attention.kv_from is None:
+            self._places[f"{layer}.k_norm.weight"] = self._weights[self._query_size :]
 
     def slots(self) -> Iterator[TensorSlot]:
         for name, place in self._places.items() if self._has_weights else ():

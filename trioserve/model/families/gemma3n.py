@@ -8,6 +8,7 @@ from statistics import NormalDist
 from typing import TypeVar
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.gemma import GEMMA3
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, StreamsConfig
 
@@ -15,7 +16,6 @@ __all__ = ["GEMMA3N"]
 
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # where a config does not say it
 Number = TypeVar("Number", int, float)
-MODULES = {"mlp_norm": "pre_feedforward_layernorm"}
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
@@ -110,7 +110,7 @@ GEMMA3N = Family(
     classes=("Gemma3nForCausalLM",),
     model_type="gemma3n_text",
     describe=_describe,
-    transformers=Naming(modules=MODULES),
+    transformers=Naming(modules=GEMMA3.transformers.modules),
     gguf=GgufNaming(architecture="gemma3n"),
     with_images=("Gemma3nForConditionalGeneration",),
     text_defaults={

@@ -4,6 +4,7 @@ normed whole, and a part of each head is turned."""
 from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.mixtral import MIXTRAL
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, ModelConfig
 
@@ -32,11 +33,8 @@ MINIMAX_M2 = Family(
     describe=_describe,
     transformers=Naming(
         modules={
-            "router": "block_sparse_moe.gate",
+            **MIXTRAL.transformers.modules,
             "router.score_bias": "block_sparse_moe.e_score_correction_bias",
-            "experts.gate_proj": "block_sparse_moe.experts.{expert}.w1",
-            "experts.up_proj": "block_sparse_moe.experts.{expert}.w3",
-            "experts.down_proj": "block_sparse_moe.experts.{expert}.w2",
         }
     ),
     gguf=GgufNaming(architecture="minimax-m2"),

@@ -193,6 +193,15 @@ class ModelFields(Fields):
             **choices,
         )
 
+    def mlps_by_layer(self, experts: ExpertsConfig) -> list[MlpConfig | ExpertsConfig]:
+        """As Qwen's mixtures have them: some layers are dense, those that mlp_only_layers names, and all but every
+        decoder_sparse_step-th."""
+        dense, step = self.wholes("mlp_only_layers"), self.whole_or("decoder_sparse_step", 1)
+        return [
+            self.mlp() if layer in dense or step < 1 or (layer + 1) % step else experts
+            for layer in range(self.layer_count)
+        ]
+
     def routed_mlps(self, scoring: Scoring, dense_count: int = 0, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
         """As DeepSeek's models have them, and those that took over their router: some dense layers first, then mixtures
         with experts that every token goes through besides.

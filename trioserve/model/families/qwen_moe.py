@@ -33,16 +33,12 @@ def _experts(fields: ModelFields, shared_size: int = 0, has_shared_gate: bool = 
 
 
 def _described(fields: ModelFields, family: str, attention: AttentionConfig, experts: ExpertsConfig) -> ModelConfig:
-    """Some layers may be dense: those that are named, and all but every so-many-th."""
-    dense, step = fields.wholes("mlp_only_layers"), fields.whole_or("decoder_sparse_step", 1)
     window = fields.whole_or("sliding_window", None) if fields.flag_or("use_sliding_window", False) else None
     first = fields.whole_or("max_window_layers", 28)
+    windows = fields.windows(window, lambda layer: layer >= first)
     layers = [
-        LayerConfig(
-            attention=msgspec.structs.replace(attention, window=of_layer),
-            mlp=fields.mlp() if layer in dense or step < 1 or (layer + 1) % step else experts,
-        )
-        for layer, of_layer in enumerate(fields.windows(window, lambda layer: layer >= first))
+        LayerConfig(attention=msgspec.structs.replace(attention, window=of_layer), mlp=mlp)
+        for of_layer, mlp in zip(windows, fields.mlps_by_layer(experts), strict=True)
     ]
     return fields.described(family, layers)
 

@@ -22,13 +22,7 @@ TEXT_DEFAULTS = {"num_attention_heads": 16, "max_position_embeddings": 32_768}
 
 
 def _describe_next(fields: ModelFields) -> ModelConfig:
-    """Some layers may be dense: those that are named, and all but every so-many-th."""
-    dense, step = fields.wholes("mlp_only_layers"), fields.whole_or("decoder_sparse_step", 1)
-    experts = _experts(fields, fields.flag_or("norm_topk_prob", True))
-    mlps = [
-        fields.mlp() if layer in dense or step < 1 or (layer + 1) % step else experts
-        for layer in range(fields.layer_count)
-    ]
+    mlps = fields.mlps_by_layer(_experts(fields, fields.flag_or("norm_topk_prob", True)))
     return _described(fields, "qwen3_next", mlps)
 
 
