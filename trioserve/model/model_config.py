@@ -23,10 +23,12 @@ __all__ = [
     "KVEntry",
     "LatentAttentionConfig",
     "LayerConfig",
+    "LayerPart",
     "MlpConfig",
     "ModelConfig",
     "NormKind",
     "QkNorm",
+    "RankPart",
     "Recurrent",
     "RopeScaling",
     "RowFactors",
@@ -654,6 +656,31 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
         _count("vocab_size_per_layer_input", self.input_vocab_size, DIMENSION_MAX)
 
 
+class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a group has of a layer. sums_attention, sums_mlp: its result is a part, and the result is the
+    sum of all ranks' parts; else each rank computes the whole. first_expert: of a mixture, the first expert that is
+    here, of as many as there are of expert_count; None: there is a part of each."""
+
+    sums_attention: bool
+    sums_mlp: bool
+    first_expert: int = 0
+    expert_count: int | None = None
+
+
+class RankPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a group has of a model. Its config is that of a whole model with fewer heads and narrower MLPs;
+    this says how the ranks' results become one.
+
+    Of embedding and head it has the rows of vocab_count tokens from vocab_first on, while vocab_size is that of the
+    whole. layers: of each."""
+
+    rank: int
+    size: int
+    vocab_first: int
+    vocab_count: int
+    layers: tuple[LayerPart, ...]
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model.
 
@@ -661,7 +688,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: what embeddings are multiplied by. logit_scale: what logits are multiplied by, before logit_cap, c,
     bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized one that of its
     embeddings, and "bfloat16" for a GGUF file. row_factors: what tensors of its files are multiplied by when they are
-    read; whoever computes finds them in the weights. streams: None: the hidden state is one vector.
+    read; whoever computes finds them in the weights. streams: None: the hidden state is one vector. part: None: this is
+    the whole model, and else what one rank has of it.
     Raises ModelLoadError, naming the field, when the values cannot belong together.
     """
 
@@ -681,6 +709,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype_name: Dtype
     row_factors: tuple[RowFactors, ...] = ()
     streams: StreamsConfig | None = None
+    part: RankPart | None = None
 
     def __post_init__(self) -> None:
         _count("vocab_size", self.vocab_size, DIMENSION_MAX)
