@@ -1,54 +1,18 @@
 #include "team.h"
 
-#include <immintrin.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <climits>
+
+#include "waiting.h"
 
 namespace trioserve {
 namespace {
 
-// Between two pieces of a step the others arrive within microseconds, and waking a sleeper costs about ten. Whoever
-// spins longer takes the core from the event loop.
-constexpr int SPINS_MAX = 1000;
-// Where somebody else computes on one of our cores, the one we wait for often cannot run before we sleep: spinning is
-// given up quickly then, and tried again now and then.
-constexpr int SPINS_MIN = 20;
-constexpr int WAITS_OF_TRIAL = 32;
-
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-
-void wake_all(std::atomic<uint32_t>& word) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
-void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep) {
-    static thread_local int spins_max = SPINS_MAX, waits = 0;
-    const int limit = ++waits % WAITS_OF_TRIAL == 0 ? SPINS_MAX : spins_max;
-    for (int spin = 0; spin < limit; spin++) {
-        if (word.load(std::memory_order_acquire) != value) {
-            if (spin > SPINS_MIN) spins_max = SPINS_MAX;
-            return;
-        }
-        _mm_pause();
-    }
-    spins_max = std::max(spins_max / 2, SPINS_MIN);
-    // Counted before the word is looked at again, and whoever changes the word looks at the count afterwards.
-    asleep.fetch_add(1);
-    while (word.load() == value) sleep_while(word, value);
-    asleep.fetch_sub(1);
-}
-
-void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep) {
-    word.store(value);
-    if (asleep.load() > 0) wake_all(word);
+void wait_for_change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep) {
+    static thread_local Patience patience;
+    wait_while<Among::THREADS>(word, value, asleep, patience);
 }
 
 bool set_cpus(pthread_t thread, const int* cpus, size_t count) {
@@ -73,7 +37,7 @@ Team::Team(int thread_count)
 
 Team::~Team() {
     is_ending_ = true;
-    change(job_, job_.load() + 1, asleep_);
+    change<Among::THREADS>(job_, job_.load() + 1, asleep_);
     for (std::thread& thread : threads_) thread.join();
 }
 
@@ -98,14 +62,14 @@ void Team::run(const std::function<void(int)>& work) {
     work_ = &work;
     renew();
     place();
-    change(job_, job_.load() + 1, asleep_);
+    change<Among::THREADS>(job_, job_.load() + 1, asleep_);
     work(0);
     meet();
 }
 
 void Team::serve(int thread) {
     for (uint32_t job = 0;; job++) {
-        wait_while(job_, job, asleep_);
+        wait_for_change(job_, job, asleep_);
         if (is_ending_) return;
         if (!cpus_.empty()) set_cpus(pthread_self(), cpus_.data(), cpus_.size());
         (*work_)(thread);
@@ -119,9 +83,9 @@ void Team::meet() {
     if (arrived_.fetch_add(1) + 1 == thread_count_) {
         arrived_.store(0);
         renew();
-        change(meeting_, meeting + 1, asleep_);
+        change<Among::THREADS>(meeting_, meeting + 1, asleep_);
     } else {
-        wait_while(meeting_, meeting, asleep_);
+        wait_for_change(meeting_, meeting, asleep_);
     }
 }
 

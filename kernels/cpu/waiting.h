@@ -1,0 +1,64 @@
+// How a thread waits until a word of memory changes: it spins for a moment, and then the system lets it sleep.
+#pragma once
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+namespace trioserve {
+
+// Who shares the word: threads of this process, or other processes, too.
+enum class Among { THREADS, PROCESSES };
+
+// How long to spin: learned by one thread from how it went. Between two pieces of a step the others arrive within
+// microseconds, and waking a sleeper costs about ten. Whoever spins longer takes the core from the event loop. Where
+// somebody else computes on one of our cores, the one we wait for often cannot run before we sleep: spinning is given up
+// quickly then, and tried again now and then.
+class Patience {
+public:
+    int spins() { return ++waits_ % WAITS_OF_TRIAL == 0 ? SPINS_MAX : spins_; }
+    void was_enough(int spins) {
+        if (spins > SPINS_MIN) spins_ = SPINS_MAX;
+    }
+    void was_in_vain() { spins_ = std::max(spins_ / 2, SPINS_MIN); }
+
+private:
+    static constexpr int SPINS_MAX = 1000, SPINS_MIN = 20, WAITS_OF_TRIAL = 32;
+    int spins_ = SPINS_MAX, waits_ = 0;
+};
+
+template <Among AMONG>
+constexpr int futex_operation(int operation) {
+    return AMONG == Among::THREADS ? operation | FUTEX_PRIVATE_FLAG : operation;
+}
+
+// asleep: how many sleep until the word changes.
+template <Among AMONG>
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep, Patience& patience) {
+    const int limit = patience.spins();
+    for (int spin = 0; spin < limit; spin++) {
+        if (word.load(std::memory_order_acquire) != value) return patience.was_enough(spin);
+        _mm_pause();
+    }
+    patience.was_in_vain();
+    // Counted before the word is looked at again, and whoever changes the word looks at the count afterwards.
+    asleep.fetch_add(1);
+    while (word.load() == value)
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), futex_operation<AMONG>(FUTEX_WAIT), value, nullptr, nullptr, 0);
+    asleep.fetch_sub(1);
+}
+
+template <Among AMONG>
+void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep) {
+    word.store(value);
+    if (asleep.load() > 0)
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), futex_operation<AMONG>(FUTEX_WAKE), INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace trioserve
