@@ -33,6 +33,7 @@ __all__ = [
     "FLAW_NOTHING_LEFT",
     "FLAW_NOT_FINITE",
     "GGML_FORMATS",
+    "GatherFunction",
     "KV_FORMATS",
     "NO_FLAW",
     "NORM_KINDS",
@@ -40,6 +41,8 @@ __all__ = [
     "CONV_KERNEL_MAX",
     "SCORINGS",
     "STATE_NORMS",
+    "SUM_DTYPES",
+    "CollectivesStruct",
     "Engine",
     "ExpertsStruct",
     "FileRowsStruct",
@@ -57,6 +60,7 @@ __all__ = [
     "SamplingStruct",
     "StepStruct",
     "StreamsStruct",
+    "SumFunction",
     "WeightFormat",
     "WeightMemory",
     "address",
@@ -71,6 +75,7 @@ QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 STATE_NORMS = {"gated": 0, "ungated": 1, "none": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+SUM_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 KV_FORMATS = {"plain": 0, "int8": 1, "fp8": 2}
 """Of keys and values: in the model's dtype, or in 8 bits; see cpu/kv_format.h."""
 _ARRAY_TYPES: dict[str, np.dtype[Any]] = {
@@ -345,6 +350,21 @@ class AdapterLayerStruct(ctypes.Structure):
     _fields_ = tuple((name, AdapterMatrixStruct) for name in ("qkv", "output", "gate_up", "down"))
 
 
+SumFunction = ctypes.CFUNCTYPE(_int, _pointer, _pointer, ctypes.c_int64, _int)
+GatherFunction = ctypes.CFUNCTYPE(None, _pointer, _pointer, ctypes.c_int64, _pointer)
+
+
+class CollectivesStruct(ctypes.Structure):
+    """Collectives of cpu/collectives.h."""
+
+    _fields_ = (
+        ("context", _pointer),
+        *((name, _int) for name in ("rank", "size")),
+        ("sum", SumFunction),
+        ("gather", GatherFunction),
+    )
+
+
 class Library:
     """level: which instructions it uses, a name of build.LEVELS."""
 
@@ -392,6 +412,16 @@ class Library:
         )
         self.attention = _declared(functions.trioserve_attention, None, *[_pointer] * 5)
         self.sampling = _declared(functions.trioserve_sampling, None, _pointer, _pointer, ctypes.c_int64, _pointer)
+        self.shared_memory_bytes = _declared(functions.trioserve_shared_memory_bytes, ctypes.c_int64, _int)
+        self.join_shared_memory = _declared(functions.trioserve_join_shared_memory, _pointer, _pointer, *[_int] * 2)
+        self.leave_shared_memory = _declared(functions.trioserve_leave_shared_memory, None, _pointer)
+        self.shared_collectives = _declared(functions.trioserve_shared_collectives, _pointer, _pointer)
+        self.shared_sum = _declared(
+            functions.trioserve_shared_sum, _int, _pointer, _int, _pointer, ctypes.c_int64, _int
+        )
+        self.shared_gather = _declared(
+            functions.trioserve_shared_gather, None, _pointer, _pointer, ctypes.c_int64, _pointer
+        )
         if self._prepare() != 0:
             raise NoNativeKernels(f"the system does not allow the instructions of {level}")
 

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "loading.h"
+#include "shared_memory.h"
 #include "step.h"
 
 using namespace trioserve;
@@ -110,6 +111,25 @@ int32_t trioserve_logprobs(Engine* engine, const Model* model, const float* hidd
     } catch (const std::bad_alloc&) {
         return 2;
     }
+}
+
+int64_t trioserve_shared_memory_bytes(int32_t size) { return SharedMemory::byte_count(size); }
+
+// memory: so many bytes, zeros before the first rank comes. Null if there is no memory for what this rank keeps.
+SharedMemory* trioserve_join_shared_memory(void* memory, int32_t rank, int32_t size) {
+    return new (std::nothrow) SharedMemory(memory, rank, size);
+}
+
+void trioserve_leave_shared_memory(SharedMemory* shared) { delete shared; }
+
+const Collectives* trioserve_shared_collectives(const SharedMemory* shared) { return &shared->collectives(); }
+
+int32_t trioserve_shared_sum(SharedMemory* shared, int32_t dtype, void* values, int64_t count, int32_t is_abandoned) {
+    return shared->sum(SumDtype(dtype), values, count, is_abandoned != 0);
+}
+
+void trioserve_shared_gather(SharedMemory* shared, const void* own, int64_t bytes, void* all) {
+    shared->gather(own, bytes, all);
 }
 
 // The following are for tests and measurements.

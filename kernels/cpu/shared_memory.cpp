@@ -1,0 +1,129 @@
+#include "shared_memory.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "quantized.h"
+#include "simd.h"
+
+namespace trioserve {
+namespace {
+
+inline void store(f16* to, Lanes a) {
+#if defined(__AVX512F__)
+    const __m256i halves = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(to, &halves, sizeof halves);
+#else
+    const __m128i halves[2] = {_mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT),
+                               _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT)};
+    std::memcpy(to, halves, sizeof halves);
+#endif
+}
+
+std::vector<int> allowed_cpus() {
+    std::vector<int> cpus;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cpus;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+    return cpus;
+}
+
+// The calling thread. False: the system does not let it.
+bool run_on(const int* cpus, size_t count) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (size_t index = 0; index < count; index++) CPU_SET(cpus[index], &set);
+    return sched_setaffinity(0, sizeof set, &set) == 0;
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(void* memory, int32_t rank, int32_t size)
+    : arrivals_(static_cast<Arrivals*>(memory)),
+      slots_(static_cast<char*>(memory) + size * sizeof(Arrivals)),
+      rank_(rank),
+      size_(size),
+      collectives_{this, rank, size,
+                   [](void* context, float* values, int64_t count, int32_t is_abandoned) -> int32_t {
+                       return static_cast<SharedMemory*>(context)->sum(SUM_FLOAT32, values, count, is_abandoned != 0);
+                   },
+                   [](void* context, const void* own, int64_t bytes, void* all) {
+                       static_cast<SharedMemory*>(context)->gather(own, bytes, all);
+                   }},
+      cpus_(allowed_cpus()) {
+    if (int32_t(cpus_.size()) < size) cpus_.clear();
+}
+
+// From a CPU that a rank before this one has, to one that none has.
+void SharedMemory::move_apart() {
+    const auto is_taken = [&](int cpu, int32_t count) {
+        return std::any_of(arrivals_, arrivals_ + count, [=](const Arrivals& other) { return other.cpu == cpu; });
+    };
+    if (cpus_.empty() || !is_taken(arrivals_[rank_].cpu, rank_)) return;
+    const auto free = std::find_if(cpus_.begin(), cpus_.end(), [&](int cpu) { return !is_taken(cpu, size_); });
+    if (free == cpus_.end()) return;
+    if (!run_on(&*free, 1) || !run_on(cpus_.data(), cpus_.size())) cpus_.clear();
+}
+
+// Until all have written their slots of this turn. True: one of them said is_abandoned.
+bool SharedMemory::meet(bool is_abandoned) {
+    Arrivals& own = arrivals_[rank_];
+    own.votes[turn()] = is_abandoned;
+    own.cpu = sched_getcpu();
+    change<Among::PROCESSES>(own.arrived, meetings_ + 1, own.asleep);
+    for (int32_t rank = 0; rank < size_; rank++) {
+        Arrivals& other = arrivals_[rank];
+        // Nobody is more than one meeting ahead of anybody.
+        if (rank != rank_) wait_while<Among::PROCESSES>(other.arrived, meetings_, other.asleep, patience_);
+        is_abandoned |= other.votes[turn()] != 0;
+    }
+    move_apart();
+    return is_abandoned;
+}
+
+template <class T>
+bool SharedMemory::add_up(T* values, int64_t count, bool is_abandoned) {
+    constexpr int64_t PIECE = SLOT_BYTES / int64_t(sizeof(T));
+    bool is_anywhere = false;
+    for (int64_t first = 0; first == 0 || first < count; first += PIECE) {
+        const int64_t some = std::min(PIECE, count - first);
+        std::memcpy(slot_of(rank_), values + first, sizeof(T) * some);
+        is_anywhere |= meet(is_abandoned);
+        for (int64_t n = 0; n < some; n += LANES) {
+            const auto of = [&](int32_t rank) { return load(reinterpret_cast<const T*>(slot_of(rank)) + n); };
+            Lanes sum = of(0);
+            for (int32_t rank = 1; rank < size_; rank++) sum = add(sum, of(rank));
+            if (n + LANES <= some) {
+                store(values + first + n, sum);
+                continue;
+            }
+            T last[LANES];
+            store(last, sum);
+            std::memcpy(values + first + n, last, sizeof(T) * (some - n));
+        }
+        meetings_++;
+    }
+    return is_anywhere;
+}
+
+bool SharedMemory::sum(SumDtype dtype, void* values, int64_t count, bool is_abandoned) {
+    if (dtype == SUM_BFLOAT16) return add_up(static_cast<bf16*>(values), count, is_abandoned);
+    if (dtype == SUM_FLOAT16) return add_up(static_cast<f16*>(values), count, is_abandoned);
+    return add_up(static_cast<float*>(values), count, is_abandoned);
+}
+
+void SharedMemory::gather(const void* own, int64_t bytes, void* all) {
+    for (int64_t first = 0; first == 0 || first < bytes; first += SLOT_BYTES) {
+        const int64_t some = std::min(SLOT_BYTES, bytes - first);
+        std::memcpy(slot_of(rank_), static_cast<const char*>(own) + first, some);
+        meet(false);
+        for (int32_t rank = 0; rank < size_; rank++)
+            std::memcpy(static_cast<char*>(all) + rank * bytes + first, slot_of(rank), some);
+        meetings_++;
+    }
+}
+
+}  // namespace trioserve

@@ -1,0 +1,68 @@
+"""Collectives of Python for the native kernels: their step calls back, where ranks are not on one host."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from trioserve.model.parallel.collectives import Collectives
+from trioserve_kernels.native import CollectivesStruct, GatherFunction, SumFunction
+
+__all__ = ["NativeCallbacks"]
+
+
+class NativeCallbacks:
+    """Kept as long as a step may call them; each call takes the GIL, in the thread that computes."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._error: BaseException | None = None
+        self._struct = CollectivesStruct(
+            rank=collectives.rank,
+            size=collectives.size,
+            sum=SumFunction(self._sum),
+            gather=GatherFunction(self._gather),
+        )
+
+    @property
+    def native(self) -> int:
+        """As of Collectives."""
+        return ctypes.addressof(self._struct)
+
+    def check(self) -> None:
+        """Raises what a call has raised since the last check. From then on nothing was sent or received: the step was
+        told that it is abandoned, and what it gave means nothing."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _sum(self, _context: int | None, values: int | None, count: int, is_abandoned: int) -> int:
+        if self._error is not None:
+            return True
+        try:
+            return self._collectives.sum_(_floats(values, count), bool(is_abandoned))
+        except BaseException as error:  # it cannot pass through C: check raises it
+            self._error = error
+            return True
+
+    def _gather(self, _context: int | None, own: int | None, byte_count: int, everything: int | None) -> None:
+        if self._error is not None:
+            return
+        try:
+            found = self._collectives.gather(_bytes(own, byte_count))
+            _bytes(everything, self._collectives.size * byte_count)[:] = found.reshape(-1)
+        except BaseException as error:  # as above
+            self._error = error
+
+
+def _floats(address: int | None, count: int) -> np.ndarray:
+    """Of so many float32 there, seen as they are."""
+    if address is None or count == 0:
+        return np.empty(0, dtype=np.float32)
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+def _bytes(address: int | None, count: int) -> np.ndarray:
+    assert address is not None
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
