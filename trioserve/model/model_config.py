@@ -752,6 +752,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
+    def vocab_count(self) -> int:
+        """Tokens that embedding and head have rows of here."""
+        return self.vocab_size if self.part is None else self.part.vocab_count
+
+    def experts_of(self, index: int) -> range:
+        """Of a layer with a mixture, the experts that are here."""
+        mlp = self.layers[index].mlp
+        assert isinstance(mlp, ExpertsConfig), "asked of another layer"
+        part = None if self.part is None else self.part.layers[index]
+        if part is None or part.expert_count is None:
+            return range(mlp.expert_count)
+        return range(part.first_expert, part.first_expert + part.expert_count)
+
+    @property
     def has_attention(self) -> bool:
         """Whether the KV cache keeps anything of a token."""
         return bool(self._attentions)

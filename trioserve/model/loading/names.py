@@ -315,9 +315,10 @@ class FurtherLayers:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a model with this config has, by its name in here, in the order of computing."""
+    """Every tensor that a model with this config has, by its name in here, in the order of computing. Of a part of a
+    model, that part's."""
     hidden = config.hidden_size
-    shapes: dict[str, Shape] = {"embed.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, Shape] = {"embed.weight": (config.vocab_count, hidden)}
     streams = config.streams
     if streams is not None:
         inputs = config.layer_count * streams.input_size
@@ -326,7 +327,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["layer_inputs.norm.weight"] = (streams.input_size,)
         shapes |= {f"streams.{index}.in_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     for index, layer in enumerate(config.layers):
-        for module, shape in _layer_shapes(layer, hidden):
+        experts = config.experts_of(index) if isinstance(layer.mlp, ExpertsConfig) else range(0)
+        for module, shape in _layer_shapes(layer, hidden, experts):
             shapes[f"layers.{index}.{module}"] = shape
         for module, shape in () if streams is None else _stream_shapes(streams, hidden):
             shapes[f"layers.{index}.{module}"] = shape
@@ -334,7 +336,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes |= {f"streams.{index}.out_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     shapes["norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes["lm_head.weight"] = (config.vocab_count, hidden)
     return shapes
 
 
@@ -352,7 +354,7 @@ def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape
     ]
 
 
-def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
+def _layer_shapes(layer: LayerConfig, hidden: int, experts: range) -> list[tuple[str, Shape]]:
     attention = layer.attention
     norms: list[tuple[str, int]] = []
     if layer.has_input_norms:
@@ -390,7 +392,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> list[tuple[str, Shape]]:
     for module, rows, columns, has_bias in (
         *(_attention_matrices(attention, hidden) if isinstance(attention, KVAttention) else ()),
         *(() if recurrent is None else _recurrent_matrices(recurrent, hidden)),
-        *(() if layer.mlp is None else _mlp_matrices(layer.mlp, hidden)),
+        *(() if layer.mlp is None else _mlp_matrices(layer.mlp, hidden, experts)),
     ):
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:
@@ -446,7 +448,7 @@ def _latent_matrices(attention: LatentAttentionConfig, hidden: int) -> Iterator[
     yield "o_proj", hidden, attention.value_size, False
 
 
-def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
+def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -> Iterator[tuple[str, int, int, bool]]:
     """Name, rows, columns, and whether it has a bias."""
 
     def gated(prefix: str, middle: int, has_bias: bool = False) -> Iterator[tuple[str, int, int, bool]]:
@@ -458,7 +460,7 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int) -> Iterator[tuple
         yield from gated("", mlp.intermediate_size, mlp.has_bias)
         return
     yield "router", mlp.expert_count, hidden, mlp.has_router_bias
-    for expert in range(mlp.expert_count):
+    for expert in experts:
         yield from gated(f"experts.{expert}.", mlp.intermediate_size, mlp.has_bias)
     if mlp.shared_size:
         yield from gated("shared.", mlp.shared_size)

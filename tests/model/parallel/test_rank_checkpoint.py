@@ -1,0 +1,147 @@
+"""What a rank reads of a checkpoint: the rows and columns of its share, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.dequantize import dequantize
+from trioserve.model.loading.names import tensor_shapes
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.number_formats import Float32Array
+from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+
+Checkpoints = Callable[..., Path]
+
+
+def ranks_of(checkpoint: Checkpoint, size: int, *, expert_parallel: bool = False) -> list[RankCheckpoint]:
+    return [RankCheckpoint(checkpoint, rank, size, expert_parallel=expert_parallel) for rank in range(size)]
+
+
+def named(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    return {tensor.name: tensor for tensor in checkpoint.tensors()}
+
+
+def values_of(tensor: StoredTensor) -> Float32Array:
+    return np.asarray(tensor.read("float32"), dtype=np.float32)
+
+
+def numbers(tensor: StoredTensor) -> Float32Array:
+    """What its blocks stand for."""
+    assert tensor.block_type is not None
+    assert tensor.read_blocks is not None
+    return dequantize(tensor.block_type, tensor.read_blocks()).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_every_tensor_of_every_family_has_the_shape_of_the_share(
+    tiny_checkpoint: Checkpoints, tiny_checkpoints: ModuleType, size: int, expert_parallel: bool
+) -> None:
+    for kind in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}:
+        checkpoint = open_checkpoint(tiny_checkpoint(kind))
+        if checkpoint.config.has_attention and checkpoint.config.kv_attention.head_count < size:
+            continue
+        if expert_parallel and not checkpoint.config.has_experts:
+            continue
+        for rank in ranks_of(checkpoint, size, expert_parallel=expert_parallel):
+            found = {tensor.name: tensor.shape for tensor in rank.tensors()}
+            assert found == tensor_shapes(rank.config), kind
+            assert rank.weight_bytes == sum(tensor.byte_count for tensor in rank.tensors())
+            for tensor in rank.tensors():
+                assert values_of(tensor).shape == tensor.shape, (kind, tensor.name)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_together_have_everything_once(tiny_checkpoint: Checkpoints, size: int) -> None:
+    whole = open_checkpoint(tiny_checkpoint("llama-wide"))
+    parts = [named(rank) for rank in ranks_of(whole, size)]
+    for name, tensor in named(whole).items():
+        module = name.split(".")[-2]
+        own = [values_of(part[name]) for part in parts]
+        if module in ("o_proj", "down_proj"):
+            assert (np.concatenate(own, 1) == values_of(tensor)).all(), name
+        elif module.endswith("norm"):
+            assert all((each == values_of(tensor)).all() for each in own), name
+        elif module not in ("k_proj", "v_proj") or size == 2:  # three ranks share two heads of them
+            assert (np.concatenate(own) == values_of(tensor)).all(), name
+
+
+def test_a_bias_of_a_sum_is_in_the_first_rank_alone(tiny_checkpoint: Checkpoints) -> None:
+    whole = open_checkpoint(tiny_checkpoint("llama-biased"))
+    first, second = (named(rank) for rank in ranks_of(whole, 2))
+    for name in ("layers.0.o_proj.bias", "layers.1.down_proj.bias"):
+        assert (values_of(first[name]) == values_of(named(whole)[name])).all()
+        assert values_of(first[name]).any()
+        assert not values_of(second[name]).any()
+        assert second[name].shape == first[name].shape
+    bias = values_of(named(whole)["layers.0.q_proj.bias"])
+    assert (np.concatenate([values_of(part["layers.0.q_proj.bias"]) for part in (first, second)]) == bias).all()
+
+
+def test_a_bias_of_what_is_whole_in_each_rank_is_there_too(tiny_checkpoint: Checkpoints) -> None:
+    whole = open_checkpoint(tiny_checkpoint("gpt-oss"))
+    for rank in ranks_of(whole, 3, expert_parallel=True):
+        own = named(rank)
+        for expert in rank.config.experts_of(0):
+            name = f"layers.0.experts.{expert}.down_proj.bias"
+            assert (values_of(own[name]) == values_of(named(whole)[name])).all()
+            assert values_of(own[name]).any()
+
+
+def test_rows_are_read_where_they_lie(tiny_checkpoint: Checkpoints) -> None:
+    whole = open_checkpoint(tiny_checkpoint("llama"))
+    second = named(RankCheckpoint(whole, 1, 2))
+    for name, first_row in (("layers.0.gate_proj.weight", 48), ("embed.weight", 160), ("layers.1.v_proj.weight", 16)):
+        rows, of_whole = second[name].rows, named(whole)[name].rows
+        assert rows is not None
+        assert of_whole is not None
+        assert rows.row_bytes == of_whole.row_bytes
+        assert rows.offset == of_whole.offset + first_row * rows.row_bytes
+        assert (values_of(rows.part(3, 4)) == values_of(named(whole)[name])[first_row + 3 : first_row + 7]).all()
+    assert second["layers.0.down_proj.weight"].rows is None  # columns of it do not lie one behind the other
+
+
+@pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_blocks_stay_as_they_are_unless_a_cut_goes_through_some(tiny_gguf: Checkpoints, quant_type: str) -> None:
+    whole = open_checkpoint(tiny_gguf("llama-wide", quant_type))
+    has_large_blocks = quant_type not in ("Q8_0", "Q4_0")
+    for rank in ranks_of(whole, 2):
+        for name, tensor in named(rank).items():
+            if tensor.block_type is not None:
+                assert (numbers(tensor) == values_of(tensor)).all(), name
+        kept = {name for name, tensor in named(rank).items() if tensor.block_type == quant_type}
+        assert {"embed.weight", "layers.0.q_proj.weight", "layers.0.gate_proj.weight"} <= kept
+        assert "layers.0.down_proj.weight" in kept  # of 512 inputs each has 256
+        # Of 4 heads of 64 each has 128 inputs.
+        assert ("layers.0.o_proj.weight" in kept) != has_large_blocks
+        o_proj = named(rank)["layers.0.o_proj.weight"]
+        assert rank.config.part is not None
+        first = 128 * rank.config.part.rank
+        expect = values_of(named(whole)["layers.0.o_proj.weight"])[:, first : first + 128]
+        assert (values_of(o_proj) == expect).all()
+
+
+@pytest.mark.parametrize("variant", ["awq-32", "gptq-4", "fp8-block"])
+def test_quantized_matrices_of_safetensors_are_cut_too(
+    tiny_checkpoint: Checkpoints, tiny_quantized: ModuleType, tmp_path: Path, variant: str
+) -> None:
+    tiny_quantized.write_quantized(tiny_checkpoint("llama-wide"), tmp_path, variant)
+    whole = open_checkpoint(tmp_path)
+    parts = [named(rank) for rank in ranks_of(whole, 2)]
+    for name, tensor in named(whole).items():
+        module = name.split(".")[-2]
+        if not module.endswith("proj"):
+            continue
+        axis = 1 if module in ("o_proj", "down_proj") else 0
+        assert (np.concatenate([values_of(part[name]) for part in parts], axis) == values_of(tensor)).all(), name
+        assert {part[name].block_type for part in parts} == {tensor.block_type}
+        if tensor.read_blocks is not None:
+            reads = [part[name].read_blocks for part in parts]
+            blocks = [read() for read in reads if read is not None]
+            assert (np.concatenate(blocks, axis) == tensor.read_blocks()).all(), name

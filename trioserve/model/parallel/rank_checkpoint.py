@@ -1,0 +1,180 @@
+"""A checkpoint as one rank of a group sees it: of each tensor the rows or columns that it has, by the names that all
+have, so that a model is loaded as ever.
+
+Rows are read alone where a file has them one behind the other; of columns, rows are read a few at a time, and cut.
+Blocks stay as they are but where a cut goes through some: such a matrix is given as the numbers that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.loading.gguf import STORAGE_TYPES
+from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
+from trioserve.model.loading.vision_part import VisionPart
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.number_formats import Dtype, Values, empty_values
+from trioserve.model.parallel.cuts import Cut, Runs
+from trioserve.model.parallel.shares import Cuts, divide
+
+__all__ = ["RankCheckpoint"]
+
+SLICE_VALUES = 2**20  # of the rows that columns are cut from
+BLOCK_VALUES = 32  # of the types that are not ggml's
+_BLOCK_VALUES = {storage.name: storage.block_values for storage in STORAGE_TYPES.values()}
+
+
+class RankCheckpoint:
+    """A Checkpoint. What is not the weights is the whole's: vision, for one."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, size: int, *, expert_parallel: bool = False) -> None:
+        """checkpoint: of the whole model. For the others, and what is raised, see share_of."""
+        self._checkpoint = checkpoint
+        self._share = divide(checkpoint.config, rank, size, expert_parallel=expert_parallel)
+        self.config: ModelConfig = self._share.config
+        self.files: tuple[Path, ...] = checkpoint.files
+        self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
+        self.tokenizer_directory: Path | None = checkpoint.tokenizer_directory
+        self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
+        self.vision: VisionPart | None = checkpoint.vision
+        self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        for tensor in self._checkpoint.tensors():
+            cut = self._cut_of(tensor.name)
+            if cut is not None:
+                yield _cut_tensor(tensor, cut)
+
+    def _cut_of(self, name: str) -> Cut | None:
+        """None: it is not in this rank. Raises KeyError for a tensor of which nobody said how it is divided."""
+        path = name.split(".")
+        cuts = self._share.cuts
+        if path[0] == "layers":
+            layer = int(path[1])
+            cuts, path = self._share.layers[layer], path[2:]
+            if path[0] == "experts" and int(path[1]) not in self.config.experts_of(layer):
+                return None
+            if path[0].startswith("shared") and not self._has_shared(layer):
+                return None
+        return _found(cuts, path)
+
+    def _has_shared(self, layer: int) -> bool:
+        """Whether anything is here of what every token goes through besides."""
+        return "shared.down_proj" in self._share.layers[layer]
+
+
+def _found(cuts: Cuts, path: list[str]) -> Cut:
+    """path: of a name without its layer."""
+    if path[0] in ("experts", "streams") and path[1].isdecimal():
+        path = [path[0], *path[2:]]
+    *module, kind = path
+    cut = cuts[".".join(module if kind in ("weight", "bias") else path)]
+    if kind != "bias" or cut.columns is None:
+        return cut
+    return Cut(has_bias=cut.has_bias)
+
+
+def _cut_tensor(tensor: StoredTensor, cut: Cut) -> StoredTensor:
+    if not cut.has_bias and cut.columns is None:
+        return _zeros(tensor)
+    if cut.rows is not None and not _is_all(cut.rows, tensor.shape[0]):
+        return _some_rows(tensor, cut.rows)
+    if cut.columns is not None and not _is_all(cut.columns, tensor.shape[1]):
+        return _some_columns(tensor, cut.columns)
+    return tensor
+
+
+def _is_all(runs: Runs, count: int) -> bool:
+    return runs == ((0, count),)
+
+
+def _zeros(tensor: StoredTensor) -> StoredTensor:
+    def read(wanted: Dtype) -> Values:
+        zeros = empty_values(tensor.shape, wanted)
+        zeros[...] = 0  # of every format
+        return zeros
+
+    return StoredTensor(tensor.name, tensor.shape, tensor.dtype, read, tensor.sample)
+
+
+def _some_rows(tensor: StoredTensor, runs: Runs) -> StoredTensor:
+    """sample is the whole's: what a rank computes is a part of it."""
+    shape = (sum(count for _, count in runs), *tensor.shape[1:])
+    if tensor.rows is not None and len(runs) == 1:
+        return tensor.rows.part(*runs[0])._replace(sample=tensor.sample)
+    parts = [tensor]
+    within = runs
+    if tensor.rows is not None:
+        parts, within = [tensor.rows.part(*run) for run in runs], ((0, shape[0]),)
+
+    def rows_of(read: Callable[[StoredTensor], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        return _taken(_joined([read(part) for part in parts]), within)
+
+    found = StoredTensor(
+        tensor.name, shape, tensor.dtype, lambda wanted: rows_of(lambda part: part.read(wanted)), tensor.sample
+    )
+    if tensor.block_type is None:
+        return found
+    return found._replace(block_type=tensor.block_type, read_blocks=lambda: rows_of(_blocks_of))
+
+
+def _some_columns(tensor: StoredTensor, runs: Runs) -> StoredTensor:
+    row_count, column_count = tensor.shape
+    shape = (row_count, sum(count for _, count in runs))
+
+    def cut(read: Callable[[StoredTensor], npt.NDArray[Any]], runs: Runs) -> npt.NDArray[Any]:
+        """runs: of the numbers in a row of what is read."""
+        return _joined([_taken(read(part), runs, axis=1) for part in _slices(tensor)])
+
+    found = StoredTensor(
+        tensor.name, shape, tensor.dtype, lambda wanted: cut(lambda part: part.read(wanted), runs), tensor.sample
+    )
+    block_type = tensor.block_type
+    if block_type is None:
+        return found
+    block_values = _BLOCK_VALUES.get(block_type, BLOCK_VALUES)
+    if any(first % block_values or count % block_values for first, count in runs):
+        return found
+    in_blocks = tuple((first // block_values, count // block_values) for first, count in runs)
+
+    def read_blocks() -> Bytes:
+        def read(part: StoredTensor) -> Bytes:
+            return _blocks_of(part).reshape(part.shape[0], column_count // block_values, -1)
+
+        return cut(read, in_blocks).reshape(row_count, -1)
+
+    return found._replace(block_type=block_type, read_blocks=read_blocks)
+
+
+def _slices(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    """Some rows at a time, where they can be read alone: little is held beside what they are cut to."""
+    if tensor.rows is None:
+        yield tensor
+        return
+    row_count, column_count = tensor.shape
+    at_once = max(1, SLICE_VALUES // column_count)
+    for first in range(0, row_count, at_once):
+        yield tensor.rows.part(first, min(at_once, row_count - first))
+
+
+def _blocks_of(tensor: StoredTensor) -> Bytes:
+    assert tensor.read_blocks is not None, "asked of what lies in blocks"
+    return tensor.read_blocks()
+
+
+def _taken(values: npt.NDArray[Any], runs: Runs, axis: int = 0) -> npt.NDArray[Any]:
+    """A copy, so that what was read beside it can go."""
+    if _is_all(runs, values.shape[axis]):
+        return values
+    places = np.concatenate([np.arange(first, first + count) for first, count in runs])
+    return np.take(values, places, axis=axis)
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
