@@ -118,7 +118,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "bench.inside": Room(
-        rooms=EVERY_ROOM | words("testing"),
+        rooms=EVERY_ROOM | words("testing simulation"),  # what it simulates of several routers
         packages=words("trio h2 h11 torch numpy tokenizers transformers trioserve_kernels"),
         only_in={"transformers": words("gpu_bench_transformers.py")},
     ),

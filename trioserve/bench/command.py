@@ -31,6 +31,7 @@ __all__ = ["MEASUREMENTS", "Measurement", "main"]
 EXIT_NOTHING_NAMED = 1
 PROGRAM = "python -m trioserve bench"
 INSIDE = "inside"
+SEVERAL_ROUTERS = "--routers"
 
 
 class Flag(NamedTuple):
@@ -44,13 +45,14 @@ class Flag(NamedTuple):
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One of the commands. module: holds main(settings), which returns the exit code. meanings: of flags that mean
-    something else here than elsewhere, by field."""
+    something else here than elsewhere, by field. more: a sentence below the flags."""
 
     name: str
     meaning: str
     settings: type[msgspec.Struct]
     module: str
     meanings: dict[str, str] = {}
+    more: str = ""
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Raises StartupError for a value that is out of range, before anything is sent."""
@@ -84,6 +86,8 @@ def main(arguments: Sequence[str], *, run_inside: Callable[[Sequence[str]], int]
     Raises StartupError."""
     if arguments[:1] == [INSIDE]:
         return run_inside(arguments[1:])
+    if arguments[:1] == ["router"] and any(word.partition("=")[0] == SEVERAL_ROUTERS for word in arguments):
+        return run_inside(["routers", *arguments[1:]])  # cores of routers, without sockets
     parser = bench_parser()
     if not arguments:
         parser.print_help()
@@ -103,7 +107,10 @@ def bench_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for measurement in MEASUREMENTS:
         one = subparsers.add_parser(
-            measurement.name, help=measurement.meaning, description=f"{measurement.meaning.capitalize()}."
+            measurement.name,
+            help=measurement.meaning,
+            description=f"{measurement.meaning.capitalize()}.",
+            epilog=measurement.more,
         )
         measurement.add_arguments(one)
         one.set_defaults(measurement=measurement)
@@ -278,6 +285,8 @@ MEASUREMENTS = (
             "output_tokens": "events of a response that is streamed",
             "seed": "seed of the bursts' arrivals",
         },
+        more=f"With {SEVERAL_ROUTERS} N it is something else: the cores of so many routers before many endpoints, in "
+        f"simulated time; '{PROGRAM} {INSIDE} routers --help' shows the flags of that.",
     ),
     Measurement(
         name="disagg",

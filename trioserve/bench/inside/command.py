@@ -58,6 +58,11 @@ PARTS = {
         "what the router's core costs a request, however many endpoints there are; no sockets",
         "trioserve.bench.inside.router_cost",
     ),
+    "routers": Part(
+        "waits, fairness and overshot limits of several routers before many endpoints, in simulated time, and what "
+        "their decisions cost",
+        "trioserve.bench.inside.router_scale",
+    ),
     "served": Part("what a step loses while its tokens go out over HTTP", "trioserve.bench.inside.served_step"),
     "step": Part(
         "whole steps on a CPU, native kernels beside plain torch or another checkout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
@@ -11,7 +12,8 @@ __all__ = ["SimulatedEndpoint"]
 
 class SimulatedEndpoint:
     """Requests by their numbers. running: those with a seat. waiting: the others, in the order in which they came.
-    heard_at: when each router has last asked how it is."""
+    heard_at: when each router has last asked how it is. told_at, tells_at: when it has last told its load,
+    and does so next."""
 
     def __init__(self, id: EndpointId, seats: int) -> None:
         self.id = id
@@ -19,6 +21,8 @@ class SimulatedEndpoint:
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.most = 0
         self.heard_at: dict[str, float] = {}
+        self.told_at = -math.inf
+        self.tells_at = math.inf
         self._seats = seats
 
     @property

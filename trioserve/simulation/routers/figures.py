@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -13,10 +14,12 @@ __all__ = ["Figures", "RoutersRow", "rows_as_table"]
 
 
 class RoutersRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One history. dies: one router does, and comes back. wait_p50, wait_p99: seconds from coming to a seat, at a
-    router and inside an endpoint. router_p99: of the router with the worst p99; little_p99: of the tenant that asks
-    for a fifth. beyond: sequences at one endpoint beyond its seats and those that may wait inside, at most. idle_share:
-    of all seats, how many were empty while requests waited at a router. refused: requests."""
+    """One history. dies: one router does, and comes back. requests: those that got a seat. wait_p50, wait_p99: seconds
+    from coming to a seat, at a router and inside an endpoint. router_p99: of the router with the worst p99;
+    little_p99: of the tenant that asks for a fifth. beyond: sequences at one endpoint beyond its seats and those that
+    may wait inside, at most. beyond_share: of the requests, those that came to an endpoint where as many were already.
+    idle_share: of all seats, how many were empty while requests waited at a router. refused: requests;
+    little_refused: of that tenant."""
 
     world: RoutersWorld
     dies: bool
@@ -26,8 +29,10 @@ class RoutersRow(msgspec.Struct, frozen=True, kw_only=True):
     router_p99: float
     little_p99: float
     beyond: int
+    beyond_share: float
     idle_share: float
     refused: int
+    little_refused: int
 
 
 class Figures:
@@ -36,7 +41,9 @@ class Figures:
         self._waits: list[float] = []
         self._by_router: dict[int, list[float]] = {}
         self._by_tenant: dict[str, list[float]] = {}
-        self._refused = 0
+        self._refused: Counter[str] = Counter()
+        self._came = 0
+        self._came_beyond = 0
         self._running = 0
         self._waiting = 0
         self._waiting_seconds = 0.0
@@ -52,6 +59,11 @@ class Figures:
     def note_waiting(self, by: int) -> None:
         self._waiting += by
 
+    def note_came(self, count: int) -> None:
+        """A request has come to an endpoint, where so many are now."""
+        self._came += 1
+        self._came_beyond += count > self._world.seats + self._world.waiting_depth_max
+
     def note_began(self, router: int, tenant: str, wait: float) -> None:
         """A request has a seat."""
         self._running += 1
@@ -62,8 +74,8 @@ class Figures:
     def note_left_seat(self) -> None:
         self._running -= 1
 
-    def note_refused(self) -> None:
-        self._refused += 1
+    def note_refused(self, tenant: str) -> None:
+        self._refused[tenant] += 1
 
     def end(self, endpoints: Iterable[SimulatedEndpoint]) -> None:
         self._most = max(endpoint.most for endpoint in endpoints)
@@ -77,11 +89,13 @@ class Figures:
             requests=len(self._waits),
             wait_p50=_percentile(self._waits, 50),
             wait_p99=_percentile(self._waits, 99),
-            router_p99=max(_percentile(waits, 99) for waits in self._by_router.values()),
+            router_p99=max((_percentile(waits, 99) for waits in self._by_router.values()), default=0.0),
             little_p99=_percentile(self._by_tenant.get("little", []), 99),
             beyond=max(0, self._most - world.seats - world.waiting_depth_max),
+            beyond_share=self._came_beyond / self._came if self._came else 0.0,
             idle_share=self._idle_seat_seconds / seat_seconds if seat_seconds else 0.0,
-            refused=self._refused,
+            refused=self._refused.total(),
+            little_refused=self._refused["little"],
         )
 
 

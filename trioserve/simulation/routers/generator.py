@@ -92,12 +92,13 @@ def _drawn_world(rng: Random) -> RoutersWorld:
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """load: what is asked for, relative to what all seats can do. service_seconds: of a request, on the average; the
-    lengths are exponential. seconds: in which requests come. dies: in the middle one router is gone, and a while later
-    it is back."""
+    lengths are exponential. seconds: in which requests come. busy_weight: so many times the requests of another router
+    come to the first one. dies: in the middle one router is gone, and a while later it is back."""
 
     load: float = 0.9
     service_seconds: float = 2.0
     seconds: float = 30.0
+    busy_weight: float = 1.0
     dies: bool = False
 
     def rate(self, world: RoutersWorld) -> float:
@@ -123,9 +124,16 @@ def drawn_traffic(rng: Random, world: RoutersWorld, traffic: Traffic) -> Iterato
         yield Come(
             number=number,
             at=at,
-            router=number - 1 if number <= world.routers else rng.randrange(world.routers),
+            router=number - 1 if number <= world.routers else _drawn_router(rng, world.routers, traffic.busy_weight),
             seconds=rng.expovariate(1 / traffic.service_seconds),
             tenant="little" if rng.random() < LITTLE_SHARE else "much",
         )
         at = begins_at if number < world.routers else at + rng.expovariate(rate)
     yield from incidents
+
+
+def _drawn_router(rng: Random, count: int, busy_weight: float) -> int:
+    if busy_weight == 1.0:
+        return rng.randrange(count)
+    place = rng.random() * (count - 1 + busy_weight)
+    return 0 if place < busy_weight else min(count - 1, 1 + int(place - busy_weight))

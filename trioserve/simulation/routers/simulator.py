@@ -35,6 +35,10 @@ END_SECONDS_MAX = 300.0
 LOOK_SECONDS = 0.5  # between two looks at the other routers
 LOOKS_IN_VAIN = 3  # and one counts as gone
 SIGN_OF_LIFE_SECONDS = 2.0  # in which each endpoint hears from each router
+PUSH_SECONDS_MIN = 0.1  # between two loads that an endpoint sends by itself
+PUSH_SECONDS_MAX = 1.0
+ANCHOR_SECONDS = 30.0  # between two questions to an endpoint that sends by itself, where nobody has peers
+CLOCK_DRIFT = 0.001  # by so much of the time since the question a router may be wrong about when a load was told
 
 
 class _Request:
@@ -73,11 +77,18 @@ class _Router:
 
 
 class RoutersSimulation:
-    """figures: what came of it. counts: of what came to pass. trace: is told each line of it. Raises AssertionError
-    where a promise is broken."""
+    """figures: what came of it. counts: of what came to pass. trace: is told each line of it. core_of: makes the core
+    of a router; one that takes its own time. Raises AssertionError where a promise is broken."""
 
-    def __init__(self, world: RoutersWorld, *, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        world: RoutersWorld,
+        *,
+        trace: Trace | None = None,
+        core_of: Callable[..., RouterCore] = RouterCore,
+    ) -> None:
         self._world = world
+        self._core_of = core_of
         self.counts: dict[str, int] = {}
         self.figures = Figures(world)
         self.books = RoutersBooks(world, BEGAN_AT)
@@ -99,7 +110,7 @@ class RoutersSimulation:
             self._at(0.0, lambda router=router: self._begin(router))  # type: ignore[misc]
         for endpoint in self._endpoints.values():
             # Not all at the same moment.
-            self._at(self._rng(endpoint.id).random() * world.report_seconds, lambda one=endpoint: self._report(one))  # type: ignore[misc]
+            self._tell_at(endpoint, self.now + self._rng(endpoint.id).random() * self._tell_seconds_max)
         if world.shares:
             self._at(1.0, self._check_shares)
 
@@ -213,7 +224,7 @@ class RoutersSimulation:
 
     def _note_refused(self, request: _Request) -> None:
         self._count("refused")
-        self.figures.note_refused()
+        self.figures.note_refused(request.tenant)
         self._end(request)
 
     def _end(self, request: _Request) -> None:
@@ -232,10 +243,10 @@ class RoutersSimulation:
             leases_max=world.leases_max,
             waiting_depth_max=world.waiting_depth_max,
             slow_start_seconds=0,
-            queue_requests_max=100_000,
+            queue_requests_max=world.queue_requests_max,
             queue_seconds_max=END_SECONDS_MAX,
         )
-        router.core = RouterCore(
+        router.core = self._core_of(
             settings,
             POLICIES[world.policy],
             on_change=lambda ticket: self._changed(router, ticket),
@@ -386,8 +397,12 @@ class RoutersSimulation:
         if request.turn != turn:
             return
         assert request.endpoint is not None
-        if self._endpoints[request.endpoint].come(request.number):
+        endpoint = self._endpoints[request.endpoint]
+        runs = endpoint.come(request.number)
+        self.figures.note_came(endpoint.count)
+        if runs:
             self._run(request)
+        self._note_changed(endpoint)
 
     def _run(self, request: _Request) -> None:
         assert request.router is not None
@@ -414,6 +429,26 @@ class RoutersSimulation:
         following = endpoint.go(number)
         if following is not None:
             self._run(self._requests[following])
+        self._note_changed(endpoint)
+
+    @property
+    def _tell_seconds_max(self) -> float:
+        return self._world.report_seconds if self._world.reports == "asked" else PUSH_SECONDS_MAX
+
+    def _note_changed(self, endpoint: SimulatedEndpoint) -> None:
+        """More or fewer requests are there."""
+        if self._world.reports == "pushed":
+            self._tell_at(endpoint, max(self.now, endpoint.told_at + PUSH_SECONDS_MIN))
+
+    def _tell_at(self, endpoint: SimulatedEndpoint, moment: float) -> None:
+        """Unless it tells its load before that."""
+        if moment < endpoint.tells_at:
+            endpoint.tells_at = moment
+            self._at(moment - self.now, lambda: self._tell_in_time(endpoint, moment))
+
+    def _tell_in_time(self, endpoint: SimulatedEndpoint, moment: float) -> None:
+        if endpoint.tells_at == moment:
+            self._report(endpoint)
 
     def _report(self, endpoint: SimulatedEndpoint) -> None:
         """It tells every router. What a router sent less than one way ago is not in it, as in a response to a question
@@ -424,9 +459,10 @@ class RoutersSimulation:
         heard = endpoint.routers_heard(self.now) if asking else {}
         told = {router.number: heard for router in asking}
         load, told_at = endpoint.load(), self.now
+        endpoint.told_at, endpoint.tells_at = self.now, math.inf
         self._at(self._world.wire_seconds, lambda: self._noted(endpoint.id, load, told_at, told))
         if self._goes_on:
-            self._at(self._world.report_seconds, lambda: self._report(endpoint))
+            self._tell_at(endpoint, self.now + self._tell_seconds_max)
 
     def _is_asking(self, router: _Router, id: EndpointId) -> bool:
         return router.is_alive and self.now >= router.asked_at.get(id, -math.inf) + SIGN_OF_LIFE_SECONDS
@@ -434,7 +470,7 @@ class RoutersSimulation:
     def _noted(
         self, id: EndpointId, load: EndpointLoad, told_at: float, heard: Mapping[int, Mapping[str, float]]
     ) -> None:
-        sent_before = told_at - self._world.wire_seconds
+        sent_before = told_at - self._world.wire_seconds - self._doubt_seconds
         for router in self._routers:
             if not router.is_alive:
                 continue
@@ -448,6 +484,13 @@ class RoutersSimulation:
             router.core.note_load(id, load, self.now, sent_when_asked=known)
             self._check_waits(router, id)
             self._retime(router)
+
+    @property
+    def _doubt_seconds(self) -> float:
+        """By how much the moment of a load that nobody has asked for is taken for earlier than it was, at most."""
+        if self._world.reports == "asked":
+            return 0.0
+        return CLOCK_DRIFT * (SIGN_OF_LIFE_SECONDS if self._world.shares else ANCHOR_SECONDS)
 
     # --- time ---
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from trioserve.contracts.errors import StartupError
@@ -12,7 +14,8 @@ __all__ = ["RoutersWorld"]
 class RoutersWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="routers"):
     """routers, endpoints: how many. seats: sequences that run at an endpoint; the others wait inside it. leases_max: of
     an endpoint, of all routers together where they share it, else of each. shares: the routers know of each other.
-    report_seconds: between two loads that an endpoint sends to each router. wire_seconds: one way.
+    reports: "asked", each router gets a load every report_seconds; "pushed", the endpoint sends it when it has changed,
+    as often as an endpoint does that by itself. wire_seconds: one way. queue_requests_max: may wait at each router.
     """
 
     policy: str = "least_loaded"
@@ -22,8 +25,10 @@ class RoutersWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     leases_max: int = 1
     waiting_depth_max: int = 0
     shares: bool = False
+    reports: Literal["asked", "pushed"] = "asked"
     report_seconds: float = 0.25
     wire_seconds: float = 0.001
+    queue_requests_max: int = 100_000
     seed: int = 0
 
     def __post_init__(self) -> None:

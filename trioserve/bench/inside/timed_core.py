@@ -1,0 +1,91 @@
+"""A router's core that takes the time of its own calls: what deciding costs, without sockets and without whoever is
+told of a decision."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.router.core import RouterCore
+from trioserve.router.ticket import Ticket, TicketState
+
+__all__ = ["CallTimes", "TimedCore"]
+
+
+class CallTimes:
+    """Nanoseconds of each call, of all cores that are given this, from begins_at on and before ends_at. choices: enter,
+    of requests that got a lease at once. reports: note_load, which may hand leases to those who wait. others: all that
+    happens besides."""
+
+    def __init__(self) -> None:
+        self.begins_at = -math.inf
+        self.ends_at = math.inf
+        self.choices = array("q")
+        self.reports = array("q")
+        self.others = array("q")
+
+    @property
+    def seconds(self) -> float:
+        """Of all calls together."""
+        return (sum(self.choices) + sum(self.reports) + sum(self.others)) / 1e9
+
+
+class TimedCore(RouterCore):
+    """Calls of one that waits and of one that is told inside are not counted with the call that caused them."""
+
+    def __init__(self, *settings: Any, times: CallTimes, on_change: Callable[[Ticket], None], **more: Any) -> None:
+        self._times = times
+        self._outside_ns = 0
+
+        def tell(ticket: Ticket) -> None:
+            began = perf_counter_ns()
+            on_change(ticket)
+            self._outside_ns += perf_counter_ns() - began
+
+        super().__init__(*settings, on_change=tell, **more)
+
+    def enter(self, request: RoutedRequest, now: float) -> Ticket:
+        began = perf_counter_ns() - self._outside_ns
+        ticket = super().enter(request, now)
+        is_choice = ticket.state is TicketState.LEASED
+        self._note(self._times.choices if is_choice else self._times.others, began, now)
+        return ticket
+
+    def first_token(self, ticket: Ticket, now: float, *, can_go_on: bool = False) -> None:
+        began = perf_counter_ns() - self._outside_ns
+        super().first_token(ticket, now, can_go_on=can_go_on)
+        self._note(self._times.others, began, now)
+
+    def leave(self, ticket: Ticket, now: float) -> None:
+        began = perf_counter_ns() - self._outside_ns
+        super().leave(ticket, now)
+        self._note(self._times.others, began, now)
+
+    def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
+        began = perf_counter_ns() - self._outside_ns
+        super().note_load(id, load, now, sent_when_asked=sent_when_asked)
+        self._note(self._times.reports, began, now)
+
+    def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:
+        began = perf_counter_ns() - self._outside_ns
+        super().set_lease_share(id, share, now)
+        self._note(self._times.others, began, now)
+
+    def next_tick(self, now: float) -> float:
+        began = perf_counter_ns() - self._outside_ns
+        moment = super().next_tick(now)
+        self._note(self._times.others, began, now)
+        return moment
+
+    def tick(self, now: float) -> None:
+        began = perf_counter_ns() - self._outside_ns
+        super().tick(now)
+        self._note(self._times.others, began, now)
+
+    def _note(self, samples: array[int], began: int, now: float) -> None:
+        if self._times.begins_at <= now < self._times.ends_at:
+            samples.append(perf_counter_ns() - self._outside_ns - began)
