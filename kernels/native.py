@@ -169,7 +169,8 @@ class ExpertsStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("router", "shared_gate_up", "shared_down")),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate", "score_bias")),
         *((name, _pointer) for name in ("router_bias", "gate_up_bias", "down_bias")),
-        *((name, _int) for name in ("count", "per_token", "normalizes", "middle", "shared_middle")),
+        *((name, _int) for name in ("count", "own_first", "own_count", "per_token", "normalizes")),
+        *((name, _int) for name in ("middle", "shared_middle")),
         *((name, _int) for name in ("scoring", "group_count", "groups_per_token", "group_leaders")),
         ("weighs_inputs", _int),
         ("scale", _float),
@@ -245,6 +246,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("attention_gate", "attention_gate_bias")),
         ("has_cutoff", _int),
         ("cutoff", _float),
+        *((name, _int) for name in ("sums_attention", "sums_mlp")),
     )
 
 
@@ -261,7 +263,8 @@ class ModelStruct(ctypes.Structure):
         ("temperature_scale", _float),
         *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
         ("head", MatrixStruct),
-        *((name, _pointer) for name in ("norm", "streams")),
+        *((name, _pointer) for name in ("norm", "streams", "collectives")),
+        *((name, _int) for name in ("vocab_first", "vocab_count")),
     )
 
 

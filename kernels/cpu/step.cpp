@@ -121,6 +121,10 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
 // How many numbers of a head are turned by angles.
 int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
 
+bool is_first_rank(const Model& model) { return model.collectives == nullptr || model.collectives->rank == 0; }
+
+bool has_mlp(const Layer& layer) { return layer.experts != nullptr || layer.gate_up.parts[0].block_count > 0; }
+
 bool attends(const Layer& layer) { return layer.recurrent == nullptr || layer.qkv.parts[0].block_count > 0; }
 
 // That a layer's rows are multiplied with first.
@@ -277,7 +281,7 @@ private:
     template <class T>
     void add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm, float* hidden);
     template <class T>
-    void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, float* hidden);
+    void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, bool replaces, float* hidden);
     void sort_by_expert(const Experts& experts);
     template <class T>
     void make_room_for_experts(const Model& model);
@@ -309,8 +313,22 @@ private:
     Rows<const T> raise_values(int thread, const Model& model, const Layer& layer, const HeadRows<const T>& attended);
     template <class T>
     void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
-    int32_t best_of(int64_t row);
-    bool is_finite(int64_t row);
+    // Of a row's logits the largest one and its token, of equals the lowest; and whether all are finite.
+    struct Choice {
+        float value;
+        int32_t token, is_finite;
+
+        void take(const Choice& other) {
+            if (other.value > value || (other.value == value && other.token < token)) {
+                value = other.value;
+                token = other.token;
+            }
+            is_finite &= other.is_finite;
+        }
+    };
+    Choice own_choice(int64_t row);
+    void prepare_choices(const Model& model, int64_t rows, int64_t kept);
+    void settle_choices(const Model& model, int64_t rows);
     void prepare_sampling(int64_t vocab);
     void sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits);
     bool can_sample(const Step& step, int64_t row);
@@ -322,6 +340,8 @@ private:
     std::vector<const float*> given_of_row_;  // empty where all embeddings are those of tokens
     std::vector<int64_t> slot_of_row_;    // where a row's keys begin in the pages of any layer
     std::vector<float*> logits_of_row_;  // of each sampled row; null: its logits are not kept
+    std::vector<Choice> choices_, all_choices_;  // of each sampled row; and of each rank's rows
+    std::vector<int32_t> vocab_counts_;  // of each rank
     std::map<Reach, AttentionPlan> plans_;
     std::vector<float> temperatures_;  // of each row
     std::unique_ptr<std::atomic<int>[]> parts_done_;
@@ -335,7 +355,7 @@ private:
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
     Buffer compressed_, raised_, plain_, values_;  // of latent attention
-    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_;
+    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_;
     StepAdapters adapters_;
 };
 
@@ -602,9 +622,11 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
     const Lanes scale = set(model.embedding_scale);
     float* angles = angles_.of<float>(0);
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
-        const int64_t token = step.token_ids[row];
+        const int64_t token = step.token_ids[row] - model.vocab_first;
         float* to = hidden + row * size;
-        if (model.embedding != nullptr) {
+        if (token < 0 || token >= model.vocab_count) {
+            std::fill(to, to + size, 0.0f);  // another rank has it
+        } else if (model.embedding != nullptr) {
             const T* from = static_cast<const T*>(model.embedding) + token * size;
             for (int64_t n = 0; n < size; n += LANES) store(to + n, load(from + n));
         } else {
@@ -613,7 +635,7 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         if (model.embedding_scale != 1.0f)
             for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(load(to + n), scale));
         if (const float* given = given_of_row_.empty() ? nullptr : given_of_row_[row])
-            for (int64_t n = 0; n < size; n += LANES) store(to + n, load(given + n));
+            for (int64_t n = 0; n < size; n += LANES) store(to + n, is_first_rank(model) ? load(given + n) : zero());
         const Chunk& chunk = chunks_[chunk_of_row_[row]];
         const float position = float(chunk.start + row - chunk.first_row);
         for (int64_t rotary = 0; rotary < model.rotary_count; rotary++) {
@@ -897,9 +919,10 @@ void Engine::sort_by_expert(const Experts& experts) {
     }
 }
 
-// hidden += a mixture of experts of x. One expert after the other: so a row's sum has the same order in any company.
+// hidden += a mixture of experts of x; replaces: hidden becomes the mixture. One expert after the other: so a row's sum has the
+// same order in any company.
 template <class T>
-void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, float* hidden) {
+void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, bool replaces, float* hidden) {
     const Experts& experts = *layer.experts;
     const int64_t size = model.hidden_size, padded_count = rounded_up(experts.count, LANES);
     float* chances = chances_.of<float>(0);
@@ -919,6 +942,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
         float* scores = chances + row * padded_count;
         choose_experts(experts, scores, scores + rows_ * padded_count, chosen_.data() + first,
                        chosen_weights_.data() + first);
+        if (replaces) std::fill(hidden + row * size, hidden + (row + 1) * size, 0.0f);  // of which x is no view
         if (experts.shared_gate == nullptr) continue;
         Lanes sum = zero();
         for (int64_t n = 0; n < size; n += LANES) sum = fma(load(x.at(row, n)), load(experts.shared_gate + n), sum);
@@ -950,7 +974,8 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                    });
         team.meet();
     };
-    for (int32_t expert = 0; expert < experts.count; expert++) {
+    for (int32_t own = 0; own < experts.own_count; own++) {
+        const int32_t expert = experts.own_first + own;
         const int32_t first = expert_firsts_[expert], count = expert_firsts_[expert + 1] - first;
         if (count == 0) continue;
         const auto some = rows_for<T>(gathered_.of<T>(0), count, size);
@@ -966,10 +991,10 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
             some.pad(index, size);
         }
         const auto bias_of = [=](const float* biases, int64_t outputs) {
-            return biases == nullptr ? nullptr : biases + expert * outputs;
+            return biases == nullptr ? nullptr : biases + own * outputs;
         };
-        go_through(some, count, experts.middle, experts.gate_up[expert], bias_of(experts.gate_up_bias, 2 * experts.middle),
-                   experts.down[expert], bias_of(experts.down_bias, size), expert_rows_.data() + first,
+        go_through(some, count, experts.middle, experts.gate_up[own], bias_of(experts.gate_up_bias, 2 * experts.middle),
+                   experts.down[own], bias_of(experts.down_bias, size), expert_rows_.data() + first,
                    experts.weighs_inputs ? ones_.data() : expert_weights_.data() + first);
     }
     if (experts.shared_middle == 0) return;
@@ -1301,7 +1326,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
     std::fill(best_values, best_values + rows, -std::numeric_limits<float>::infinity());
     std::fill(best_ids, best_ids + rows, std::numeric_limits<int32_t>::max());
     std::fill(doubts, doubts + rows * LANES, 0.0f);
-    const int64_t vocab = model.vocab_size;
+    const int64_t vocab = model.vocab_count, vocab_first = model.vocab_first;
     const bool changes_logits = model.logit_scale != 1.0f || model.logit_cap > 0;
     // The cap of a score, whose scale is 1 then.
     const ScoreCap cap(model.logit_cap, 1.0f);
@@ -1316,7 +1341,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
                         store(values + block * LANES, cap.is_there() ? cap.of(scaled) : scaled);
                     }
                     float* logits = logits_of_row_[first_row + row];
-                    if (logits != nullptr) std::memcpy(logits + first_id, values, sizeof(float) * ids);
+                    if (logits != nullptr) std::memcpy(logits + vocab_first + first_id, values, sizeof(float) * ids);
                     float* doubt = doubts + (first_row + row) * LANES;
                     Lanes best = set(-std::numeric_limits<float>::infinity());
                     for (int block = 0; block < blocks; block++) {
@@ -1331,9 +1356,10 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
                     if (value < best_values[first_row + row]) continue;
                     for (int id = 0; id < ids; id++) {
                         if (values[id] != value) continue;
-                        if (value > best_values[first_row + row] || first_id + id < best_ids[first_row + row]) {
+                        const int32_t token = int32_t(vocab_first + first_id + id);
+                        if (value > best_values[first_row + row] || token < best_ids[first_row + row]) {
                             best_values[first_row + row] = value;
-                            best_ids[first_row + row] = int32_t(first_id + id);
+                            best_ids[first_row + row] = token;
                         }
                         break;
                     }
@@ -1341,26 +1367,49 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
             });
 }
 
-// Both are known when all threads have chosen.
-int32_t Engine::best_of(int64_t row) {
-    float best = MINUS_INFINITY;
-    int32_t best_id = std::numeric_limits<int32_t>::max();
+// Of a row, what all threads have chosen.
+Engine::Choice Engine::own_choice(int64_t row) {
+    Choice choice{MINUS_INFINITY, std::numeric_limits<int32_t>::max(), 1};
+    float doubt = 0;
     for (Own& own : own_) {
-        const float value = own.best_values.of<float>(0)[row];
-        const int32_t id = own.best_ids.of<int32_t>(0)[row];
-        if (value > best || (value == best && id < best_id)) {
-            best = value;
-            best_id = id;
-        }
+        choice.take({own.best_values.of<float>(0)[row], own.best_ids.of<int32_t>(0)[row], 1});
+        for (int lane = 0; lane < LANES; lane++) doubt += own.doubts.of<float>(0)[row * LANES + lane];
     }
-    return best_id;
+    choice.is_finite = doubt == 0.0f;
+    return choice;
 }
 
-bool Engine::is_finite(int64_t row) {
-    float doubt = 0;
-    for (Own& own : own_)
-        for (int lane = 0; lane < LANES; lane++) doubt += own.doubts.of<float>(0)[row * LANES + lane];
-    return doubt == 0.0f;
+// Before the team runs: what it takes to learn of the other ranks' choices and logits. kept: how many rows' are kept.
+void Engine::prepare_choices(const Model& model, int64_t rows, int64_t kept) {
+    choices_.resize(rows);
+    if (model.collectives == nullptr) return;
+    const Collectives& ranks = *model.collectives;
+    all_choices_.resize(rows * ranks.size);
+    if (kept == 0) return;
+    if (vocab_counts_.empty()) {
+        vocab_counts_.resize(ranks.size);
+        ranks.gather(ranks.context, &model.vocab_count, sizeof model.vocab_count, vocab_counts_.data());
+    }
+    logits_of_ranks_.of<float>(ranks.size * int64_t(*std::max_element(vocab_counts_.begin(), vocab_counts_.end())));
+}
+
+// By one thread, when all have chosen: from then on choices_ are those of the whole vocabulary, and logits are whole.
+void Engine::settle_choices(const Model& model, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++) choices_[row] = own_choice(row);
+    if (model.collectives == nullptr) return;
+    const Collectives& ranks = *model.collectives;
+    ranks.gather(ranks.context, choices_.data(), sizeof(Choice) * rows, all_choices_.data());
+    for (int64_t row = 0; row < rows; row++)
+        for (int32_t rank = 0; rank < ranks.size; rank++) choices_[row].take(all_choices_[rank * rows + row]);
+    float* parts = logits_of_ranks_.of<float>(0);
+    for (int64_t row = 0; row < rows; row++) {
+        float* logits = logits_of_row_[row];
+        if (logits == nullptr) continue;
+        const int64_t count_max = *std::max_element(vocab_counts_.begin(), vocab_counts_.end());
+        ranks.gather(ranks.context, logits + model.vocab_first, sizeof(float) * count_max, parts);
+        for (int32_t rank = 0; rank < ranks.size; logits += vocab_counts_[rank++])
+            std::memcpy(logits, parts + rank * count_max, sizeof(float) * vocab_counts_[rank]);
+    }
 }
 
 // Memory for sample(): a thread of the team must not find that there is none.
@@ -1453,7 +1502,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     int64_t kept_count = 0;
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
     if (kept_count > 0) prepare_sampling(model.vocab_size);
-    float* logits = logits_.of<float>(kept_count * model.vocab_size);
+    prepare_choices(model, sampled, kept_count);
+    float* logits = logits_.of<float>((kept_count + 1) * model.vocab_size);  // ranks read beyond the end of a row
     logits_of_row_.assign(sampled, nullptr);
     for (int64_t row = 0; row < sampled; row++) {
         if (!step.samplings[row].needs_logits) continue;
@@ -1461,13 +1511,29 @@ bool Engine::compute(const Model& model, const Step& step) {
         logits += model.vocab_size;
     }
 
+    const bool has_masks = std::any_of(step.samplings, step.samplings + sampled, [](const Sampling& of) { return of.mask != nullptr; });
     const auto work = [&](int thread) {
         configure_tiles();
         embed<T>(thread, model, step, hidden);
         team.meet();
+        const Collectives* ranks = model.collectives;
+        // By one thread: the sum of all ranks' numbers, with a vote whether the step is abandoned. Where they are none, a
+        // vote alone.
+        const auto sum_of_ranks = [&](float* values, int64_t count, bool is_abandoned) {
+            if (ranks->sum(ranks->context, values, count, is_abandoned) != 0) is_abandoned_ = true;
+        };
+        const auto is_given_up = [&] {
+            return step.waited_for != nullptr && __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
+        };
+        const auto add_up = [&](float* values) {
+            if (thread == 0) sum_of_ranks(values, rows * hidden_size, is_given_up());
+            team.meet();
+        };
+        if (ranks != nullptr) add_up(hidden);
         if (model.streams != nullptr) begin_streams(thread, model, step, hidden, normed);
-        // sums: to the hidden states, or, with a norm behind them, to `outputs`.
-        const auto add_to_hidden = [&](const float* bias, const float* output_norm, float scale) {
+        // sums: to the hidden states, or, with a norm behind them, to `outputs`. replaces: in the place of the hidden states,
+        // which another rank adds.
+        const auto add_to_hidden = [&](const float* bias, const float* output_norm, float scale, bool replaces) {
             return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 for (int row = 0; row < count; row++) {
                     for (int block = 0; block < blocks; block++) {
@@ -1480,7 +1546,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                         }
                         float* to = hidden + (first_row + row) * hidden_size + n;
                         _mm_prefetch(to + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
-                        store(to, fma(value, set(scale), load(to)));
+                        store(to, fma(value, set(scale), replaces ? zero() : load(to)));
                     }
                 }
             };
@@ -1500,8 +1566,12 @@ bool Engine::compute(const Model& model, const Step& step) {
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
-            if (thread == 0 && step.waited_for != nullptr)
-                is_abandoned_ = __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
+            // Parts of both that are added at once need one sum.
+            const bool sums_mlp = layer.sums_mlp && has_mlp(layer);
+            const bool sums_later = layer.sums_attention && sums_mlp && layer.is_parallel && layer.mlp_output_norm == nullptr;
+            const bool replaces = layer.sums_attention && !is_first_rank(model);
+            if (thread == 0 && ranks == nullptr) is_abandoned_ = is_given_up();
+            if (thread == 0 && ranks != nullptr && !layer.sums_attention && !sums_mlp) sum_of_ranks(nullptr, 0, is_given_up());
             if (layer.streams != nullptr) predict_streams(thread, model, layer, hidden);
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
@@ -1530,7 +1600,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 const Rows<const T> given = mixed;
                 product<T>(thread, given, rows, recurring.output,
                            first_read<T>(thread, attends(layer) ? layer.qkv : after, rows),
-                           add_to_hidden(recurring.output_bias, layer.attention_output_norm, layer.residual_scale));
+                           add_to_hidden(recurring.output_bias, layer.attention_output_norm, layer.residual_scale, replaces));
                 team.meet();
             }
             if (layer.attention_gate != nullptr) {
@@ -1583,19 +1653,23 @@ bool Engine::compute(const Model& model, const Step& step) {
                     team.meet();
                 }
                 lower(found, &AdapterLayer::output, index);
-                const auto add_attended = add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale);
+                const auto add_attended = add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale,
+                                                        replaces && layer.recurrent == nullptr);
                 product<T>(thread, found, rows, layer.output, first_read<T>(thread, after, rows),
                            adapted(&AdapterLayer::output, index, add_attended));
                 team.meet();
             }
+            if (layer.sums_attention && !sums_later) add_up(layer.attention_output_norm == nullptr ? hidden : outputs);
             if (layer.attention_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
                            hidden);
             if (layer.laurel != nullptr) add_laurel(thread, *layer.laurel, x, hidden_size, norm, hidden);
-            if (layer.experts == nullptr && layer.gate_up.parts[0].block_count == 0) continue;  // there is no MLP
+            if (!has_mlp(layer)) continue;
+            const bool replaces_by_mlp = sums_mlp && !sums_later && !is_first_rank(model);
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             if (layer.experts != nullptr) {
-                mix(thread, model, layer, x, hidden);
+                mix(thread, model, layer, x, replaces_by_mlp, hidden);
+                if (sums_mlp) add_up(hidden);
                 continue;
             }
             const int64_t own_middle = layer.gate_up.parts[0].block_count / 2 * LANES;
@@ -1610,9 +1684,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                 next = first_read<T>(thread, first_matrix(model.layers[index + 1]), rows);
             else if (sampled > 0)
                 next = first_read<T>(thread, model.head, sampled);
-            const auto add_activated = add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale);
+            const auto add_activated =
+                add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale, replaces_by_mlp);
             product<T>(thread, activated, rows, layer.down, next, adapted(&AdapterLayer::down, index, add_activated));
             team.meet();
+            if (sums_mlp) add_up(layer.mlp_output_norm == nullptr ? hidden : outputs);
             if (layer.mlp_output_norm != nullptr)
                 add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden);
             if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
@@ -1627,18 +1703,25 @@ bool Engine::compute(const Model& model, const Step& step) {
         const Rows<const T> x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, norm, normed);
         choose(thread, model, x, sampled);
         team.meet();
+        if (thread == 0) {
+            settle_choices(model, sampled);
+            if (ranks != nullptr && has_masks) sum_of_ranks(nullptr, 0, !wait_for_masks(step.masks_filled, step.waited_for));
+        }
+        team.meet();
+        if (is_abandoned_) return;
         for (int64_t row; (row = team.take()) < sampled && can_sample(step, row);) {
             const Sampling& sampling = step.samplings[row];
-            if (!is_finite(row)) {
+            const Choice& choice = choices_[row];
+            if (!choice.is_finite) {
                 step.flaws[row] = NOT_FINITE;
-            } else if (sampling.mask != nullptr && is_largest_wanted(sampling) && is_allowed(sampling.mask, best_of(row))) {
+            } else if (sampling.mask != nullptr && is_largest_wanted(sampling) && is_allowed(sampling.mask, choice.token)) {
                 step.flaws[row] = NO_FLAW;
-                step.next_ids[row] = best_of(row);
+                step.next_ids[row] = choice.token;
             } else if (sampling.needs_logits) {
                 sample(thread, step, row, model.vocab_size, logits_of_row_[row]);
             } else {
                 step.flaws[row] = NO_FLAW;
-                step.next_ids[row] = best_of(row);
+                step.next_ids[row] = choice.token;
             }
         }
     };
@@ -1653,7 +1736,8 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
                               int32_t top_count, float* logprobs, int32_t* top_ids) {
     const int64_t vocab = model.vocab_size;
     T* normed = normed_.of<T>(readable(rows) * padded_depth(model.hidden_size));
-    float* logits = logits_.of<float>(rows * vocab);
+    prepare_choices(model, rows, rows);
+    float* logits = logits_.of<float>((rows + 1) * vocab);  // ranks read beyond the end of a row
     logits_of_row_.resize(rows);
     for (int64_t row = 0; row < rows; row++) logits_of_row_[row] = logits + row * vocab;
     prepare_sampling(vocab);
@@ -1664,9 +1748,11 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
         const Norm norm{model.norm_kind, model.norm_eps};
         choose(thread, model, norm_rows(thread, hidden, rows, model.hidden_size, model.norm, norm, normed), rows);
         team.meet();
+        if (thread == 0) settle_choices(model, rows);
+        team.meet();
         float* weights = own_[thread].weights.of<float>(0);
         for (int64_t row; (row = team.take()) < rows;) {
-            if (is_finite(row))
+            if (choices_[row].is_finite)
                 write_logprobs(logits_of_row_[row], vocab, targets[row], top_count, weights,
                                logprobs + row * (1 + top_count), top_ids + row * top_count);
             else

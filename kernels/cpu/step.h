@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "adapters.h"
+#include "collectives.h"
 #include "sampling.h"
 #include "team.h"
 
@@ -30,16 +31,17 @@ enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
 
 // A mixture of experts: each row is sent to the per_token best ones. normalizes: their scores are divided by their sum; then
 // they are multiplied with scale. score_bias: [count], added to what chooses, or null. They are chosen from the
-// groups_per_token best of group_count groups, which count by the sum of their group_leaders best. gate_up, down: [count],
-// as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what all rows go through; without
-// blocks there is none. shared_gate: [hidden_size], or null. Biases, which may be null: router_bias [count], gate_up_bias
-// [count][2 * middle], each as of a layer, down_bias [count][hidden_size].
+// groups_per_token best of group_count groups, which count by the sum of their group_leaders best. gate_up, down:
+// [own_count], as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what all rows go through; without
+// blocks there is none. shared_gate: [hidden_size], or null. Of the experts, own_count are here from own_first on, and gate_up,
+// down and their biases are theirs; the others are other ranks'. Biases, which may be null: router_bias [count], gate_up_bias
+// [own_count][2 * middle], each as of a layer, down_bias [own_count][hidden_size].
 constexpr int EXPERT_GROUPS_MAX = 64;
 struct Experts {
     Matrix router, shared_gate_up, shared_down;
     const Matrix *gate_up, *down;
     const float *shared_gate, *score_bias, *router_bias, *gate_up_bias, *down_bias;
-    int32_t count, per_token, normalizes, middle, shared_middle;
+    int32_t count, own_first, own_count, per_token, normalizes, middle, shared_middle;
     int32_t scoring, group_count, groups_per_token, group_leaders, weighs_inputs;
     float scale;
 };
@@ -132,12 +134,15 @@ struct Layer {
     const float* attention_gate_bias;
     int32_t has_cutoff;
     float cutoff;  // a gate becomes what it is above its row's mean and so many standard deviations, or 0
+    // What attention, or what is in its place or beside it, gives is a part, and the sum of all ranks' is meant; as is what
+    // the MLP gives, or the mixture.
+    int32_t sums_attention, sums_mlp;
 };
 
 // intermediate_size: the largest. latent_dim: of latent attention, whose head_dim is that of the cache's keys; 0 is none.
 // temperature_interval, temperature_scale: queries at a position of some layers are multiplied by 1 + scale * ln(1 + (position
 // + temperature_first) / interval), a whole number. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights
-// alone. Without AMX they always do.
+// alone. Without AMX they always do. Of embedding and head the rows of vocab_count tokens from vocab_first on are here.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
@@ -146,10 +151,12 @@ struct Model {
     const float* frequencies;  // [rotaries][D / 2], radians a token; D: of what is turned
     const float* magnitudes;   // the same, of cosine and sine
     const Layer* layers;
-    const void* embedding;  // [vocab, hidden]; null: the head has the same numbers
+    const void* embedding;  // [vocab_count, hidden]; null: the head has the same numbers
     Matrix head;
     const float* norm;
     const Streams* streams;  // or null
+    const Collectives* collectives;  // of the ranks that have the other parts; null: this is the whole model
+    int32_t vocab_first, vocab_count;
 };
 
 // All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i]. spans: the same, and

@@ -31,7 +31,6 @@ from trioserve.model.model_config import (
     KVAttention,
     KVEntry,
     LatentAttentionConfig,
-    LayerConfig,
     MlpConfig,
     ModelConfig,
     RotaryConfig,
@@ -43,6 +42,8 @@ from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.native_streams import NativeLaurel, NativeLayerStreams, NativeStreams, why_not_streams
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
+from trioserve.model.parallel.collectives import Collectives
+from trioserve.model.parallel.native_callbacks import NativeCallbacks
 from trioserve.model.pooling import needed_rows, normed, pooled_vector
 from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
@@ -144,10 +145,20 @@ class NativeModel:
         block_types: Mapping[str, str],
         batch_invariant: bool = False,
         kv_format: KvFormat = "plain",
+        collectives: Collectives | None = None,
     ) -> None:
         """block_types: of the checkpoint's quantized matrices, by name. batch_invariant: the bits of a row's logits
-        depend on its tokens and the weights alone, not on what is computed beside it. Without AMX they always do."""
+        depend on its tokens and the weights alone, not on what is computed beside it. Without AMX they always do.
+        collectives: of a config with a part, kept as long as this; whoever made them closes them. All ranks compute
+        the same steps."""
         self.config = config
+        part = config.part
+        self._is_alone = part is None or part.size == 1
+        self._collectives = None if self._is_alone else collectives
+        assert self._is_alone or collectives is not None, "who has a part needs the others"
+        self._callbacks: NativeCallbacks | None = None
+        if self._collectives is not None and self._collectives.native is None:
+            self._callbacks = NativeCallbacks(self._collectives)
         self.dtype = dtype
         self.device: DeviceType = "cpu"
         kept = "" if quantization == "none" else f", weights kept as {quantization}"
@@ -167,14 +178,15 @@ class NativeModel:
         self.step_weight_bytes: int = self._weights.step_byte_count
         self._states: StateStorage[Values] | None = None
         self._state_addresses = (ctypes.c_void_p * config.layer_count)()
-        self._layers = [_Layer(layer, config) for layer in config.layers]
+        self._layers = [_Layer(index, config) for index in range(config.layer_count)]
         self._streams: NativeStreams | None = None
         if config.streams is not None:
             table_scale = _rounded(config.streams.input_size**0.5, dtype)
             self._streams = NativeStreams(config, config.streams, self._weights, table_scale)
         self._norm = _singles(config.hidden_size)
         tied = config.tie_word_embeddings
-        self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
+        rows = config.vocab_count
+        self._embedding: Values | None = None if tied else empty_array((rows, config.hidden_size), dtype)
         attention, rotaries = (config.kv_attention if config.has_attention else None), config.rotaries
         entry = KVEntry(part_count=2, head_count=1, head_dim=0) if attention is None else attention.kv_entry
         turned_dim = 0 if attention is None else attention.turned_dim
@@ -194,6 +206,9 @@ class NativeModel:
             head_dim=entry.head_dim,
             latent_dim=attention.latent_dim if isinstance(attention, LatentAttentionConfig) else 0,
             vocab_size=config.vocab_size,
+            vocab_first=0 if part is None else part.vocab_first,
+            vocab_count=config.vocab_count,
+            collectives=self._native_collectives,
             page_tokens=block_size,
             batch_invariant=batch_invariant,
             norm_kind=NORM_KINDS[config.norm],
@@ -216,6 +231,12 @@ class NativeModel:
         )
         self._adapters: dict[AdapterId, NativeAdapter] = {}
         self._engine: Engine | None = Engine(library, thread_count)
+
+    @property
+    def _native_collectives(self) -> int | None:
+        if self._callbacks is not None:
+            return self._callbacks.native
+        return None if self._collectives is None else self._collectives.native
 
     @property
     def loading_threads(self) -> int:
@@ -275,7 +296,7 @@ class NativeModel:
     ) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
         assert self._storage is not None, "compute before allocate_kv"
-        if is_abandoned():
+        if self._is_alone and is_abandoned():  # ranks agree on it while they compute
             return None
         assert all(chunk.states for chunk in chunks) or self._states is None, "chunks of such a model have states"
         arrays = _StepArrays(chunks, self._block_size)
@@ -319,7 +340,9 @@ class NativeModel:
         if adapters is not None:
             step.adapters = ctypes.addressof(adapters)
         samplings.put_into(step)
-        if not self._engine.step(self._struct, step):
+        is_finished = self._engine.step(self._struct, step)
+        self._check_callbacks()
+        if not is_finished:
             return None
         if last in self.tapped_layers:
             tapped[self.tapped_layers.index(last)] = hidden
@@ -335,6 +358,11 @@ class NativeModel:
             },
             _tapped(tapped, arrays.first_rows, chunks) if self.tapped_layers else None,
         )
+
+    def _check_callbacks(self) -> None:
+        """Raises what went wrong between the ranks."""
+        if self._callbacks is not None:
+            self._callbacks.check()
 
     def _adapters_of(self, chunks: Sequence[ScheduledChunk]) -> ctypes.Array[ctypes.c_void_p] | None:
         """None if no chunk has one."""
@@ -363,6 +391,7 @@ class NativeModel:
             targets = np.array(pooling.label_token_ids, dtype=np.int32)
             rows = np.repeat(hidden[-1:], len(targets), axis=0)
             found = self._engine.logprobs(self._struct, rows, targets, 0)
+            self._check_callbacks()
             return None if found is None else Pooled(found[0][:, 0].astype("<f4").tobytes())
         rows = normed(self.config.norm, hidden[needed_rows(pooling)], self._norm, self.config.norm_eps)
         return pooled_vector(rows, pooling)
@@ -375,6 +404,7 @@ class NativeModel:
         for first in range(0, len(followers), PROMPT_LOGPROB_ROWS):
             targets = np.array(followers[first : first + PROMPT_LOGPROB_ROWS], dtype=np.int32)
             found = self._engine.logprobs(self._struct, hidden[first : first + len(targets)], targets, top)
+            self._check_callbacks()
             if found is None:
                 return None
             entries.extend(map(token_logprob, targets.tolist(), *(array.tolist() for array in found)))
@@ -423,9 +453,12 @@ def _rounded(number: float, dtype: Dtype) -> float:
 class _Layer:
     """One layer's biases and norms: float32, which holds every dtype exactly."""
 
-    def __init__(self, layer: LayerConfig, config: ModelConfig) -> None:
+    def __init__(self, index: int, config: ModelConfig) -> None:
+        layer = config.layers[index]
         hidden, attention, mlp = config.hidden_size, layer.attention, layer.mlp
         self._layer = layer
+        self._part = None if config.part is None else config.part.layers[index]
+        self._own_experts = config.experts_of(index) if isinstance(mlp, ExpertsConfig) else range(0)
         self._recurrent = None if layer.recurrent is None else NativeRecurrent(layer.recurrent, hidden)
         self.query_norm: Float32Array | None = None
         self.key_norm: Float32Array | None = None
@@ -465,7 +498,7 @@ class _Layer:
             self.router_bias = _padded(mlp.expert_count)
         self.expert_biases: tuple[Float32Array, Float32Array] | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
-            count = mlp.expert_count
+            count = len(self._own_experts)
             self.expert_biases = _singles(count * 2 * mlp.intermediate_size), _singles(count * hidden)
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
@@ -531,6 +564,8 @@ class _Layer:
             **own_fields,
             activation=0 if mlp is None else ACTIVATIONS[mlp.activation],
             is_parallel=self._layer.is_parallel,
+            sums_attention=self._part is not None and self._part.sums_attention,
+            sums_mlp=self._part is not None and self._part.sums_mlp,
             residual_scale=self._layer.residual_scale,
             experts=None if self._experts is None else ctypes.addressof(self._experts),
             recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct(name, weights)),
@@ -557,10 +592,10 @@ class _Layer:
         )
 
     def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
-        every = [f"{name}.experts.{expert}" for expert in range(mlp.expert_count)]
+        own = [f"{name}.experts.{expert}" for expert in self._own_experts]
         # Held here: the struct has their addresses.
         gate_up, down = self._expert_matrices = tuple(
-            (MatrixStruct * mlp.expert_count)(*(weights.matrix(f"{expert}.{matrix}") for expert in every))
+            (MatrixStruct * len(own))(*(weights.matrix(f"{expert}.{matrix}") for expert in own))
             for matrix in ("gate_up", "down")
         )
         shared = {
@@ -578,6 +613,8 @@ class _Layer:
             gate_up_bias=_address(gate_up_bias),
             down_bias=_address(down_bias),
             count=mlp.expert_count,
+            own_first=self._own_experts.start,
+            own_count=len(self._own_experts),
             per_token=mlp.experts_per_token,
             score_bias=_address(self.score_bias),
             normalizes=mlp.normalizes,
@@ -613,11 +650,9 @@ class _Layer:
     def _expert_biases(self) -> Iterator[tuple[str, Float32Array | None]]:
         if self.expert_biases is None:
             return
-        gate_up, down = self.expert_biases
-        mlp = self._layer.mlp
-        assert isinstance(mlp, ExpertsConfig), "its experts have biases"
-        rows = zip(gate_up.reshape(mlp.expert_count, -1), down.reshape(mlp.expert_count, -1), strict=True)
-        for expert, (of_gate_up, of_down) in enumerate(rows):
+        count = len(self._own_experts)
+        rows = zip(self._own_experts, *(biases.reshape(count, -1) for biases in self.expert_biases), strict=True)
+        for expert, of_gate_up, of_down in rows:
             yield f"experts.{expert}.gate_proj", _every_other_block(of_gate_up, 0)
             yield f"experts.{expert}.up_proj", _every_other_block(of_gate_up, 1)
             yield f"experts.{expert}.down_proj", of_down

@@ -255,10 +255,10 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         # What chooses is not rounded further.
         router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)
         matrices[f"{layer}.router"] = (router,)
-        for expert in range(mlp.expert_count):
+        for expert in config.experts_of(index):
             gated(f"{layer}.experts.{expert}", mlp.intermediate_size)
         if mlp.shared_size:
             gated(f"{layer}.shared", mlp.shared_size)
     name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-    matrices[HEAD] = (part(config.vocab_size, hidden, name),)
+    matrices[HEAD] = (part(config.vocab_count, hidden, name),)
     return matrices

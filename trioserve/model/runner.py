@@ -46,6 +46,7 @@ from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype
+from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
@@ -104,6 +105,7 @@ class ModelRunner:
         self._draft = draft
         self.vision = vision
         self.config: ModelConfig = model.config
+        self._is_alone = model.config.part is None or model.config.part.size == 1
         self.device = model.device
         self.dtype = model.dtype
         self.block_size = settings.block_size
@@ -136,6 +138,7 @@ class ModelRunner:
         settings: ModelSettings,
         *,
         draft: DraftSource | None = None,
+        collectives: Collectives | None = None,
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
@@ -143,16 +146,24 @@ class ModelRunner:
 
         progress(bytes_done, bytes_total) is called again and again, on_compile(sentence, seconds) every second while
         kernels are compiled; what they raise ends the loading. draft: a model that proposes tokens, loaded first.
+        collectives: leads to the ranks that have the rest of the model, if the checkpoint is a RankCheckpoint. Each of
+        them executes the same plans in the same order, and none of them drafts; the caller closes it.
         Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there, or
         the draft model has another vocabulary.
         """
         draft_model = None
         if draft is not None:
+            if collectives is not None and collectives.size > 1:
+                # When a draft pays is measured in each rank, and the ranks would disagree.
+                raise StartupError(
+                    f"{draft.name} is to draft for a model that {collectives.size} ranks compute, which none can: "
+                    "leave the draft out, or take one rank"
+                )
             check_draft(checkpoint.config, draft.checkpoint.config, draft.name)
             if not isinstance(draft.checkpoint, EagleCheckpoint | MtpCheckpoint):
                 draft_model = _loaded_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
         try:
-            model = _loaded_model(checkpoint, settings, progress, on_compile)
+            model = _loaded_model(checkpoint, settings, progress, on_compile, collectives)
             try:
                 if draft is not None and isinstance(draft.checkpoint, EagleCheckpoint):
                     draft_model = _loaded_head(draft, draft.checkpoint, checkpoint, model, settings.block_size)
@@ -335,7 +346,9 @@ class ModelRunner:
         model = self._model
         assert model is not None, "launch after close"
         rows_before = {} if before is None else before.chosen_rows
-        if not model.launches or is_abandoned() or (plan.is_ahead and rows_before is None):
+        # Whether ranks abandon a step they agree on while they compute it, and one that is launched is not abandoned.
+        is_left = self._is_alone and is_abandoned()
+        if not model.launches or is_left or (plan.is_ahead and rows_before is None):
             return None
         rows_before = rows_before or {}
         known = (
@@ -382,9 +395,11 @@ def _loaded_model(
     settings: ModelSettings,
     progress: Callable[[int, int], None] | None,
     on_compile: Callable[[str, float], None],
+    collectives: Collectives | None = None,
 ) -> StepModel:
     device = pick_device(settings)
-    model = _make_model(checkpoint, settings, pick_dtype(checkpoint.config, settings, device), device, on_compile)
+    dtype = pick_dtype(checkpoint.config, settings, device)
+    model = _make_model(checkpoint, settings, dtype, device, on_compile, collectives)
     try:
         fill_slots(
             model.slots(),
@@ -570,6 +585,7 @@ def _make_model(
     dtype: Dtype,
     device: DeviceType,
     on_compile: Callable[[str, float], None],
+    collectives: Collectives | None,
 ) -> StepModel:
     """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
     demanded, for themselves or for quantized weights, and cannot be had."""
@@ -603,6 +619,7 @@ def _make_model(
                     block_types=block_types,
                     batch_invariant=settings.batch_invariant,
                     kv_format=kv_format_of(settings),
+                    collectives=collectives,
                 )
             except NoNativeKernels as error:
                 reason = str(error)

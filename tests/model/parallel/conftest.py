@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +19,17 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SECONDS_MAX = 120
+
+
+@pytest.fixture(scope="session")
+def rank_program() -> ModuleType:
+    """The module rank_program itself: rank_runner, history."""
+    spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
