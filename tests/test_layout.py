@@ -40,8 +40,8 @@ OUTSIDE_WORLD = words(
 DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
 
 EVERY_ROOM = words(
-    "contracts core router text vision metrics tracing model connectors trio_tools store admission engine http api "
-    "proxy asyncio bench"
+    "contracts core router text vision metrics tracing model ranks connectors trio_tools store admission engine http "
+    "api proxy asyncio bench"
 )
 
 ROOMS = {
@@ -80,6 +80,16 @@ ROOMS = {
         rooms=words("contracts core text vision metrics trio_tools admission"),
         packages=words("trio outcome"),
         without=words("asyncio"),
+    ),
+    "ranks": Room(
+        rooms=words("contracts model trio_tools"),
+        packages=words("trio outcome numpy torch trioserve_kernels"),
+        only_in={
+            "trio": words("group.py link.py"),
+            "numpy": words("rank_process.py"),
+            "torch": words("rank_process.py"),
+            "trioserve_kernels": words("rank_process.py"),
+        },
     ),
     "http": Room(
         rooms=words("contracts metrics trio_tools"),

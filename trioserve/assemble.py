@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
 import msgspec
 import trio
@@ -28,10 +28,10 @@ from trioserve.contracts.images import ImageEncoder, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.adapters import Adapters
+from trioserve.engine.adapters import AdapterPlace, Adapters
 from trioserve.engine.engine import Engine, ModelDescription
-from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor
-from trioserve.engine.engine_parts import EngineParts
+from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
+from trioserve.engine.engine_parts import EngineParts, Guard
 from trioserve.engine.guide_metrics import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.launched_steps import LaunchedSteps
@@ -41,10 +41,9 @@ from trioserve.engine.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
-from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
+from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
 from trioserve.model.drafts.settings import DraftSettings
-from trioserve.model.drafts.vocabulary import check_draft, check_same_tokens
+from trioserve.model.drafts.vocabulary import check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.loading.adapter_directory import allowed_directory, read_adapter
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
@@ -55,6 +54,10 @@ from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
+from trioserve.ranks.group import open_ranks
+from trioserve.ranks.host import HostRanks, host_ranks
+from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
+from trioserve.ranks.ranked_runner import RankedRunner
 from trioserve.text.chat_template_file import chat_template_text
 from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.guide_factory import GuideFactory
@@ -73,7 +76,7 @@ if TYPE_CHECKING:
     from trioserve.model.encoder_runner import EncoderRunner
     from trioserve.model.runner import DraftSource, ModelRunner
 
-    Runner = ModelRunner | EncoderRunner
+    Runner = ModelRunner | EncoderRunner | RankedRunner
 
 __all__ = [
     "LoadProgress",
@@ -141,6 +144,8 @@ async def open_engine(
     gpu_memory_utilization: float = 0.9,
     enforce_eager: bool = False,
     batch_invariant: bool = False,
+    tensor_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
     enable_prefix_caching: bool = True,
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
@@ -208,6 +213,8 @@ async def open_engine(
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache, above 0 and up to 1.
         enforce_eager: compute without CUDA graphs.
         batch_invariant: compute so that the bits of a response depend on its own tokens and the weights alone.
+        tensor_parallel_size: processes that compute the model together, each with a part of every layer.
+        enable_expert_parallel: each of them has whole experts of a mixture, and not a part of each.
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
         overlap_steps: plan the next step while one is computed; not with drafts.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
@@ -381,9 +388,8 @@ class _Opening:
             checkpoint = await text.run_cancellable(_opened, self._path, config.max_model_len, uses_further)
             draft = await text.run_cancellable(self._open_draft, checkpoint)
             self._defaults = await text.run_cancellable(self._read_defaults, checkpoint)
-            runners: list[Runner] = []
-            try:
-                runner = await self._load(checkpoint, draft, compute, runners)
+            async with self._computing(checkpoint, draft, compute) as computing:
+                runner = computing.runner
                 masks = scopes.enter_context(MaskThread(checkpoint.config.vocab_size))
                 connector = self._connector(checkpoint, runner, None if draft else _window_tokens(checkpoint))
                 settings = _core_settings(config, self._transfers, self._drafts, runner, checkpoint, draft)
@@ -392,23 +398,21 @@ class _Opening:
                 self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
                 self._show(runner, finds_prefixes=core.settings.enable_prefix_caching)
                 scopes.callback(show_masks(self._metrics, masks))
-                await self._adapters.attach(_AdapterPlace(runner, compute))
+                await self._adapters.attach(computing.adapters)
                 scopes.callback(self._adapters.detach)
                 yield EngineParts(
                     core,
-                    _steps(runner, compute, overlap_steps=settings.overlap_steps),
+                    computing.steps,
                     connector,
                     readers_first=runner.device == "cpu",
-                    when_idle=lambda: compute.run(runner.claim_memory),
-                    image_encoder=_image_encoder(runner, compute),
+                    when_idle=computing.claim_memory,
+                    image_encoder=computing.image_encoder,
+                    guard=computing.guard,
                 )
-            finally:
-                for made in runners:
-                    await compute.run(made.close)  # ends also when cancelled
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        core, steps, connector, readers_first, when_idle, image_encoder = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, _ = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
@@ -518,38 +522,134 @@ class _Opening:
         drafts, path = self._drafts, self._draft_path
         if drafts is None or drafts.source == "text" or isinstance(checkpoint, EncoderDirectory):
             return None
-        from trioserve.model.runner import DraftSource
+        from trioserve.model.drafts.draft_sources import draft_source
 
-        settings = msgspec.structs.replace(
+        name = drafts.model or drafts.source
+        draft = draft_source(name, path, checkpoint, self._draft_settings(drafts), drafts.token_count)
+        if path is not None and not isinstance(draft.checkpoint, EagleCheckpoint):
+            check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), name)
+        return draft
+
+    def _draft_settings(self, drafts: DraftSettings) -> ModelSettings:
+        return msgspec.structs.replace(
             _model_settings(self._config), quantization=drafts.quantization, context_tokens_max=None
         )
-        if drafts.source == "mtp":
-            return DraftSource("mtp", MtpCheckpoint(checkpoint), settings, drafts.token_count)
-        assert path is not None, "it is found before"
-        assert drafts.model is not None, "it has a name"
-        if is_eagle(path):
-            eagle = open_eagle(path)
-            check_draft(checkpoint.config, eagle.config, drafts.model)
-            return DraftSource(drafts.model, eagle, settings, drafts.token_count)
-        draft = _opened(path, None)
-        if isinstance(draft, EncoderDirectory):
-            raise StartupError(
-                f"the draft model {drafts.model} is an encoder, which writes no tokens: name another one"
+
+    @asynccontextmanager
+    async def _computing(
+        self, checkpoint: Checkpoint | EncoderDirectory, draft: DraftSource | None, compute: WorkerThread
+    ) -> AsyncIterator[_Computing]:
+        """The model, loaded: in the compute thread, or in ranks. Leaving lets it go."""
+        if self._config.tensor_parallel_size > 1:
+            async with self._in_ranks(checkpoint) as computing:
+                yield computing
+            return
+        runners: list[ModelRunner | EncoderRunner] = []
+        try:
+            runner = await self._load(checkpoint, draft, compute, runners)
+            yield _Computing(
+                runner,
+                _steps(runner, compute, overlap_steps=self._config.overlap_steps),
+                _AdapterPlace(runner, compute),
+                lambda: compute.run(runner.claim_memory),
+                _image_encoder(runner, compute),
             )
-        check_draft(checkpoint.config, draft.config, drafts.model)
-        check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), drafts.model)
-        return DraftSource(drafts.model, draft, settings, drafts.token_count)
+        finally:
+            for made in runners:
+                await compute.run(made.close)  # ends also when cancelled
+
+    @asynccontextmanager
+    async def _in_ranks(self, checkpoint: Checkpoint | EncoderDirectory) -> AsyncIterator[_Computing]:
+        config, count = self._config, self._config.tensor_parallel_size
+        if isinstance(checkpoint, EncoderDirectory):
+            raise StartupError(
+                f"--tensor-parallel-size is {count}, but an encoder is computed by one process: leave it out"
+            )
+        weights_come = trio.Event()
+
+        def tell(progress: Progress) -> None:
+            weights_come.set()
+            if self._engine is None and self._on_progress is not None:
+                what = progress.what or f"loading {config.model}"
+                self._on_progress(LoadProgress(what, progress.done, progress.total))
+
+        with host_ranks(count, shows_kv=self._transfers is not None) as ranks:
+            async with open_ranks(
+                self._rank_setups(ranks),
+                ranks.make_links,
+                answer_seconds_max=config.step_timeout,
+                find_missing=ranks.find_missing,
+                on_progress=tell,
+            ) as group:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
+                    await group.load()
+                    weights_come.set()
+                runner = RankedRunner(group.loaded, count, config.block_size)
+                logger.info("the model is in ranks pids=%s", ",".join(map(str, group.pids)))
+                yield _Computing(runner, group, group, group.claim_memory, None, group.guard)
+
+    def _rank_setups(self, ranks: HostRanks) -> list[RankSetup]:
+        config, drafts = self._config, self._drafts
+        settings = _model_settings(config)
+        here = ranks.size
+        settings = msgspec.structs.replace(
+            settings,
+            threads=None if config.threads is None else max(1, config.threads // here),
+            kv_cache_bytes=None if settings.kv_cache_bytes is None else settings.kv_cache_bytes // here,
+            ranks_here=here,
+        )
+        draft = None
+        if drafts is not None and drafts.source != "text":
+            draft = DraftSetup(
+                name=drafts.model or drafts.source,
+                path=None if self._draft_path is None else str(self._draft_path),
+                settings=self._draft_settings(drafts),
+                token_count=drafts.token_count,
+            )
+        return [
+            RankSetup(
+                rank=rank,
+                size=ranks.size,
+                local_rank=rank,
+                path=str(self._path),
+                settings=settings,
+                context_tokens=config.max_model_len,
+                uses_further_layers=drafts is not None and drafts.source == "mtp",
+                expert_parallel=config.enable_expert_parallel,
+                memory=ranks.memory,
+                cpus=ranks.cpus[rank],
+                kv_memory=ranks.kv_memories[rank] if ranks.kv_memories else None,
+                draft=draft if rank == 0 else None,
+                log_level=logging.getLogger("trioserve").getEffectiveLevel(),
+            )
+            for rank in range(ranks.size)
+        ]
+
+    async def _prepare_texts(self, checkpoint: Checkpoint | EncoderDirectory, weights_come: trio.Event) -> None:
+        """At the same time as the weights are read: their name, and the first time the tokenizer and what forms need of
+        it."""
+        # The libraries for tokens and forms hold the GIL for tenths of a second. Reading weights does not need it,
+        # once it has begun.
+        await weights_come.wait()
+        if self._compiler is None:
+            assert self._defaults is not None, "they are read with the checkpoint"
+            tokenizer = await self._text.run_cancellable(self._make_tokenizer, checkpoint)
+            ends = self._defaults.eos_token_ids
+            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
+            self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
+        # Last, when the weights have been read from the disk, or most of them.
+        self._weights_name = await self._text.run_cancellable(_weights_name, checkpoint)
 
     async def _load(
         self,
         checkpoint: Checkpoint | EncoderDirectory,
         draft: DraftSource | None,
         compute: WorkerThread,
-        runners: list[Runner],
-    ) -> Runner:
-        """Weights in the compute thread; at the same time in the text thread the weights' name, and the first time the
-        tokenizer and what forms need of it. What is put in `runners` is the caller's to close, also when this raises.
-        """
+        runners: list[ModelRunner | EncoderRunner],
+    ) -> ModelRunner | EncoderRunner:
+        """Weights in the compute thread, and beside them what texts need. What is put in `runners` is the caller's to
+        close, also when this raises."""
         is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
         weights_come, token = trio.Event(), trio.lowlevel.current_trio_token()
 
@@ -571,9 +671,9 @@ class _Opening:
                 logger.info("%s", sentence)
             tell(LoadProgress(sentence, seconds))
 
-        def load_runner() -> Runner:
+        def load_runner() -> ModelRunner | EncoderRunner:
             # In the thread that will use it, since it may import torch.
-            runner: Runner
+            runner: ModelRunner | EncoderRunner
             if isinstance(checkpoint, EncoderDirectory):
                 from trioserve.model.encoder_runner import EncoderRunner
 
@@ -592,24 +692,8 @@ class _Opening:
             runner.warm_up()
             return runner
 
-        async def load_tokenizer() -> None:
-            assert self._defaults is not None, "they are read with the checkpoint"
-            tokenizer = await self._text.run_cancellable(self._make_tokenizer, checkpoint)
-            ends = self._defaults.eos_token_ids
-            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
-            self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
-
-        async def prepare_texts() -> None:
-            # The libraries for tokens and forms hold the GIL for tenths of a second. Reading weights does not need it,
-            # once it has begun.
-            await weights_come.wait()
-            if self._compiler is None:
-                await load_tokenizer()
-            # Last, when the weights have been read from the disk, or most of them.
-            self._weights_name = await self._text.run_cancellable(_weights_name, checkpoint)
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(prepare_texts)
+            nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
             try:
                 runner = await compute.run(load_runner, on_cancel=is_cancelled.set)
             except Exception:
@@ -728,10 +812,21 @@ class _Opening:
         )
 
 
+class _Computing(NamedTuple):
+    """What computes, as the rest of an engine sees it; see EngineParts."""
+
+    runner: Runner
+    steps: StepRunner
+    adapters: AdapterPlace
+    claim_memory: WhenIdle
+    image_encoder: ImageEncoder | None = None
+    guard: Guard | None = None
+
+
 class _AdapterPlace:
     """The model, for adapters: they come and go in the compute thread, between two steps."""
 
-    def __init__(self, runner: Runner, compute: WorkerThread) -> None:
+    def __init__(self, runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> None:
         self._runner = runner
         self._compute = compute
 
@@ -772,13 +867,13 @@ def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSetti
     )
 
 
-def _steps(runner: Runner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
+def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
     if overlap_steps and runner.launches:
         return LaunchedSteps(runner, compute)
     return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
 
 
-def _image_encoder(runner: Runner, compute: WorkerThread) -> ImageEncoder | None:
+def _image_encoder(runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> ImageEncoder | None:
     vision = getattr(runner, "vision", None)
     return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
 

@@ -10,6 +10,7 @@ import argparse
 import functools
 import os
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -54,6 +55,7 @@ ENVIRONMENT_PREFIX = "TRIOSERVE_"
 OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|(.*_)?SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
 """Ours that are no options, and those that Kubernetes sets for a service of our name."""
 
+RANKS_MAX = 64  # no model here has more key and value heads than that to be dealt out
 ROUTER_PROCESSES_MAX = 64  # as many as there may be routers before the same endpoints: see PEERS_MAX
 
 TOKEN_COUNTS = frozenset({"max_model_len", "max_num_batched_tokens"})
@@ -343,7 +345,10 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "from which the seeds of requests come that name none: the same requests in the same order are sampled alike; "
         "default: random", "N")] = None
     tensor_parallel_size: Annotated[int, _about(
-        "devices that compute one model: there is one", "N", ge=1)] = 1
+        "processes, called ranks, that compute the model together, each with a part of every layer: one for each GPU, "
+        "or on a CPU for a part of its cores", "N", ge=1, le=RANKS_MAX)] = 1
+    enable_expert_parallel: Annotated[bool, _about(
+        "of a mixture of experts each rank has whole experts, and not a part of each")] = False
     enable_auto_tool_choice: Annotated[bool, _about(
         "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
     enable_lora: Annotated[bool, _about(
@@ -435,11 +440,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 "router_peers is for routers that share endpoints, and nobody shares the engine of serve: start "
                 "`route --router-peers` beside it, with this server as an endpoint"
             )
-        if self.tensor_parallel_size != 1:
-            raise StartupError(
-                f"--tensor-parallel-size is {self.tensor_parallel_size}, but one model is computed by one device here: "
-                "leave it out, or start a server for each device and `trioserve route` before them"
-            )
+        check_ranks(self)
         drafts = drafts_of(self)
         if drafts is not None:
             check_overlap(self.overlap_steps, drafts.token_count, "head" if drafts.source == "mtp" else drafts.source)
@@ -447,6 +448,17 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         generation_settings(self.generation_config, self.override_generation_config)
         image_limits(self.limit_mm_per_prompt)
         lora_modules(self.lora_modules)
+
+
+def check_ranks(config: Config) -> None:
+    """Whether a model can be computed so by several processes. Raises StartupError."""
+    if config.tensor_parallel_size == 1:
+        return
+    if not sys.platform.startswith("linux"):
+        raise StartupError(
+            f"--tensor-parallel-size is {config.tensor_parallel_size}, and ranks are processes that only Linux ends in "
+            "time: leave it out"
+        )
 
 
 def drafts_of(config: Config) -> DraftSettings | None:

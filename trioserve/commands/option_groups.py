@@ -16,8 +16,9 @@ GROUPS = {
         "quantization tool_call_parser reasoning_parser enable_auto_tool_choice"
     ),
     "computing": _words(
-        "device threads cpu_kernels gpu_kernels tensor_parallel_size enforce_eager batch_invariant overlap_steps "
-        "speculative_ngram speculative_model speculative_tokens speculative_quantization speculative_config"
+        "device threads cpu_kernels gpu_kernels tensor_parallel_size enable_expert_parallel enforce_eager "
+        "batch_invariant overlap_steps speculative_ngram speculative_model speculative_tokens "
+        "speculative_quantization speculative_config"
     ),
     "memory and batches": _words(
         "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "

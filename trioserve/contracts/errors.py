@@ -148,5 +148,9 @@ class StoreFault(TrioserveError):
     """What is kept could not be read or written. Nothing of what was to be written is there."""
 
 
+class RankLost(TrioserveError):
+    """One of the processes that compute a model together has ended, hangs, or has other results than the rest."""
+
+
 class EngineFault(TrioserveError):
     """The engine itself broke: it rises in the engine's own task and ends every request with an error."""

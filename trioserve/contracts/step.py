@@ -150,12 +150,20 @@ class StepResult(msgspec.Struct, frozen=True):
 
 class IsAbandoned:
     """Whether nobody waits for a step any more; may be asked at any time, in any thread. waited_for: one C int, how
-    many of its requests are waited for. What computes without the GIL reads that: to take the GIL costs more."""
+    many of its requests are waited for. What computes without the GIL reads that: to take the GIL costs more.
+    on_abandoned: called once, when that is so, for whoever has to tell somebody elsewhere."""
 
-    __slots__ = ("waited_for",)
+    __slots__ = ("on_abandoned", "waited_for")
 
     def __init__(self, request_count: int) -> None:
         self.waited_for = array.array("i", (request_count,))
+        self.on_abandoned: Callable[[], None] | None = None
+
+    def leave(self) -> None:
+        """One of its requests is not waited for any more."""
+        self.waited_for[0] -= 1
+        if self.waited_for[0] == 0 and self.on_abandoned is not None:
+            self.on_abandoned()
 
     def __call__(self) -> bool:
         return self.waited_for[0] == 0

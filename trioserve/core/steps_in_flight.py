@@ -88,7 +88,7 @@ class StepsInFlight:
         is_in_all = live.steps_in_flight == len(self._flights)
         for flight in self._flights.values():
             if is_in_all or flight.has(live):
-                flight.is_abandoned.waited_for[0] -= 1
+                flight.is_abandoned.leave()
 
     def end_early(self, live: LiveRequest, reason: FinishReason) -> None:
         """It has ended, and the step in flight has it, too: what that one brings of it is surplus."""

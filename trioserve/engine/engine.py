@@ -29,7 +29,7 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import EngineFault, InvalidRequest, Overloaded
+from trioserve.contracts.errors import EngineFault, InvalidRequest, Overloaded, RankLost
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
@@ -55,7 +55,7 @@ from trioserve.engine.adapters import Adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
-from trioserve.engine.engine_parts import EngineParts, no_parts
+from trioserve.engine.engine_parts import EngineParts, Guard, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
@@ -200,7 +200,8 @@ class Engine:
 
     def _install(self, parts: EngineParts) -> None:
         """From here on it computes with these, and nothing of those before is known any more."""
-        core, steps, connector, readers_first, when_idle, image_encoder = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard = parts
+        self._guard = guard
         if self._images is not None:
             self._images.encoder = image_encoder
         metrics, settings = self.metrics, self._settings
@@ -219,7 +220,7 @@ class Engine:
         )
         self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()
-        self._connector_error: Exception | None = None
+        self._outer_error: Exception | None = None  # of the connector, or of what computes
         if settings.kv_events_max:
             self.kv_events = KvEvents(
                 core.cache,
@@ -273,20 +274,37 @@ class Engine:
                 raise
             if self.fault is not None:
                 logger.exception("the connector failed beside a step")
-            self._connector_error = error  # rises where a step's would, once the step in flight is over
+            self._outer_error = error  # rises where a step's would, once the step in flight is over
             self._steps_scope.cancel()
+
+    async def _run_guard(self, guard: Guard) -> None:
+        try:
+            await guard()
+        except Exception as error:
+            self._outer_error = self._outer_error or error
+            self._steps_scope.cancel()
+
+    async def _run_loop(self) -> None:
+        with self._steps_scope:
+            if self._guard is None:
+                await self._loop.run()
+            else:
+                with errors_unwrapped():
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._run_guard, self._guard)
+                        await self._loop.run()
+        assert self._outer_error is not None
+        raise self._outer_error
 
     async def _run_steps(self, task_status: trio.TaskStatus[None]) -> None:
         self._is_running = True
         self._begin_carried()
         task_status.started()
         try:
-            with self._steps_scope:
-                await self._loop.run()
-            assert self._connector_error is not None
-            raise self._connector_error
+            await self._run_loop()
         except Exception as error:
-            what = "a step of the engine" if self._connector_error is None else "the connector"
+            is_of_steps = self._outer_error is None or isinstance(self._outer_error, RankLost)
+            what = "a step of the engine" if is_of_steps else "the connector"
             fault = EngineFault(f"{what} failed: {type(error).__name__}: {error}")
             if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_brought):
                 await self._fail(fault)

@@ -16,8 +16,12 @@ from trioserve.engine.engine_loop import StepRunner, WhenIdle
 __all__ = ["EngineParts", "OpenParts", "no_parts"]
 
 
+Guard = Callable[[], Coroutine[Any, Any, None]]
+"""Waits until what computes is gone, also while there is nothing to compute, and raises why."""
+
+
 class EngineParts(NamedTuple):
-    """For their meanings see Engine and EngineLoop."""
+    """For their meanings see Engine and EngineLoop. guard: None: what computes is not gone before a step says so."""
 
     core: EngineCore
     steps: StepRunner
@@ -25,6 +29,7 @@ class EngineParts(NamedTuple):
     readers_first: bool = False
     when_idle: WhenIdle | None = None
     image_encoder: ImageEncoder | None = None
+    guard: Guard | None = None
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]

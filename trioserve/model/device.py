@@ -248,7 +248,7 @@ def cache_size(
         free, total = torch_now().cuda.mem_get_info()
         budget = int(settings.memory_share * total) - (total - free)
     elif budget is None:
-        budget = min(KV_CACHE_BYTES_MAX_CPU, int(KV_CACHE_SHARE_CPU * free_host_bytes()))
+        budget = min(KV_CACHE_BYTES_MAX_CPU, int(KV_CACHE_SHARE_CPU * free_host_bytes())) // settings.ranks_here
     elif device != "cuda" and budget > (free := free_host_bytes()):
         raise StartupError(
             f"the KV cache is to have {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"

@@ -31,6 +31,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: of computing on the CPU; None takes torch's default, one per core.
     cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
     gpu_kernels: what computes on a GPU.
+    ranks_here: processes that compute together on this machine and share its memory, this one among them.
     max_num_seqs: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
     None is what the model takes. Steps that are prepared ahead are made for these.
     enforce_eager: no step is prepared ahead: no CUDA graphs.
@@ -53,6 +54,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens_max: int | None = None
     enforce_eager: bool = False
     batch_invariant: bool = False
+    ranks_here: int = 1
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(DtypeName))

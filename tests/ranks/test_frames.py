@@ -1,0 +1,25 @@
+"""Messages on a stream, however its bytes come."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.ranks.frames import FrameReader, framed
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 1000])
+def test_messages_come_out_as_they_went_in_whatever_the_pieces(piece_bytes: int) -> None:
+    messages = [b"", b"one", bytes(range(256)), b"last"]
+    stream = b"".join(map(framed, messages))
+    reader = FrameReader()
+    found = [
+        message
+        for first in range(0, len(stream), piece_bytes)
+        for message in reader.feed(stream[first : first + piece_bytes])
+    ]
+    assert found == messages
+
+
+def test_a_length_that_no_message_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="4294967295 bytes"):
+        list(FrameReader().feed(b"\xff\xff\xff\xff"))

@@ -1,0 +1,435 @@
+"""What a group makes of what its ranks say, and of what they do not: ranks are played here, at the far ends of real
+connections."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from trioserve.contracts.errors import ModelLoadError, RankLost, StartupError
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.model.settings import ModelSettings
+from trioserve.ranks.frames import FrameReader, framed
+from trioserve.ranks.group import RankGroup, open_ranks
+from trioserve.ranks.link import RankLink
+from trioserve.ranks.messages import (
+    Abandon,
+    AddAdapter,
+    Allocate,
+    Answer,
+    Claim,
+    Fault,
+    Loaded,
+    Masks,
+    Ping,
+    Pong,
+    Progress,
+    RankSetup,
+    RemoveAdapter,
+    Report,
+    Run,
+    WarmUp,
+    decode_order,
+    encode,
+)
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+SETUP = RankSetup(
+    rank=0,
+    size=2,
+    local_rank=0,
+    path="/model",
+    settings=ModelSettings(block_size=4),
+    context_tokens=None,
+    uses_further_layers=False,
+    expert_parallel=False,
+    memory=None,
+)
+LOADED = Loaded(
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    computed_by="a test",
+    arithmetic="a test",
+    is_batch_invariant=True,
+    launches=False,
+    block_count=100,
+    state_slot_count=0,
+    snapshot_slot_count=0,
+    block_bytes=1000,
+    step_weight_bytes=5,
+    token_flops=6,
+    attended_token_flops=7,
+)
+
+
+class PlayedRank:
+    """The far end of a rank's connection. Pings are answered unless it is frozen."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+        self._reader = FrameReader()
+        self._orders: list[Any] = []
+        self.is_frozen = False
+
+    async def order(self, kind: type[Any]) -> Any:
+        """The next one, which is of this kind."""
+        while True:
+            while not self._orders:
+                received = await self._stream.receive_some()
+                assert received, "the server has gone"
+                for message in self._reader.feed(received):
+                    order = decode_order(message)
+                    if not isinstance(order, Ping):
+                        self._orders.append(order)
+                    elif not self.is_frozen:
+                        await self.say(Pong(order.serial))
+            order = self._orders.pop(0)
+            assert isinstance(order, kind), f"{order} came, and no {kind.__name__}"
+            return order
+
+    async def answer(self, kind: type[Any], value: Any = None) -> Any:
+        order = await self.order(kind)
+        await self.say(Answer(order.serial, value))
+        return order
+
+    async def answer_step(self, order: Run, token: int | None, *, is_first: bool) -> None:
+        result = None if token is None else StepResult((token,))
+        await self.say(Answer(order.serial, None, result if is_first else None, token))
+
+    async def say(self, report: Report) -> None:
+        await self._stream.send_all(framed(encode(report)))
+
+    async def load(self, loaded: Loaded = LOADED) -> None:
+        await self.order(RankSetup)
+        await self.say(loaded)
+        await self.answer(Allocate)
+        await self.answer(WarmUp)
+
+    async def end(self) -> None:
+        await self._stream.aclose()
+
+    def close(self) -> None:
+        self._stream.socket.close()
+
+    async def answer_pings(self) -> None:
+        """Until it is cancelled: no order is to come."""
+        await self.order(type(None))
+
+
+@dataclass
+class Played:
+    group: RankGroup
+    ranks: list[PlayedRank]
+    progress: list[Progress] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def opened(size: int = 2, answer_seconds_max: float | None = 10.0) -> AsyncIterator[Played]:
+    ranks: list[PlayedRank] = []
+
+    def make_links(on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]) -> list[RankLink]:
+        links = []
+        for rank in range(size):
+            ours, its = socket.socketpair()
+            ranks.append(PlayedRank(its))
+            links.append(RankLink(rank, ours, on_report, on_end))
+        return links
+
+    progress: list[Progress] = []
+    missing: list[int] = []
+    try:
+        with errors_unwrapped():
+            async with open_ranks(
+                [SETUP] * size,
+                make_links,
+                answer_seconds_max=answer_seconds_max,
+                find_missing=lambda: missing,
+                on_progress=progress.append,
+            ) as group:
+                yield Played(group, ranks, progress, missing)
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+@asynccontextmanager
+async def loaded(size: int = 2, answer_seconds_max: float | None = 10.0) -> AsyncIterator[Played]:
+    async with opened(size, answer_seconds_max) as played:
+        async with trio.open_nursery() as nursery:
+            for rank in played.ranks:
+                nursery.start_soon(rank.load)
+            await played.group.load()
+        yield played
+
+
+def plan(index: int = 0, masks: Any = None) -> StepPlan:
+    request = EngineRequest(
+        id="r",  # type: ignore[arg-type]
+        prompt_token_ids=(1, 2),
+        sampling=SamplingParams(),
+        output_tokens_max=9,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+    chunk = ScheduledChunk(request, [1, 2], 0, 2, [0], True)  # type: ignore[list-item]
+    return StepPlan(index, (chunk,), 2, masks=masks)
+
+
+async def test_all_ranks_load_and_get_the_size_that_suits_all_of_them() -> None:
+    async with opened() as played:
+        first, second = played.ranks
+
+        async def load_second() -> None:
+            await second.order(RankSetup)
+            await second.say(Progress("", 20, 50))
+            await second.say(msgspec.structs.replace(LOADED, block_count=80, block_bytes=500))
+            allocate = await second.answer(Allocate)
+            assert allocate.block_count == 80
+            await second.answer(WarmUp)
+
+        async def load_first() -> None:
+            await first.order(RankSetup)
+            await first.say(Progress("", 10, 50))
+            await first.say(LOADED)
+            allocate = await first.answer(Allocate)
+            assert allocate.block_count == 80
+            await first.answer(WarmUp)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load_first)
+            nursery.start_soon(load_second)
+            await played.group.load()
+        assert (played.group.loaded.block_count, played.group.loaded.block_bytes) == (80, 1500)
+        assert played.progress[-1] == Progress("", 30, 100)
+
+
+async def test_the_response_is_rank_0s_and_the_others_may_be_later() -> None:
+    async with loaded() as played, trio.open_nursery() as nursery:
+        first, second = played.ranks
+        step = played.group.run_step(plan(), never_abandoned)
+        orders = [await rank.order(Run) for rank in played.ranks]
+        await first.answer_step(orders[0], 42, is_first=True)
+        assert (await step) == StepResult((42,))
+        await second.answer_step(orders[1], 42, is_first=False)
+        nursery.start_soon(first.answer, Claim, False)
+        nursery.start_soon(second.answer, Claim, True)
+        assert await played.group.claim_memory()
+
+
+async def test_ranks_that_choose_different_tokens_end_the_group() -> None:
+    async with loaded() as played:
+        step = played.group.run_step(plan(), never_abandoned)
+        orders = [await rank.order(Run) for rank in played.ranks]
+        await played.ranks[1].answer_step(orders[1], 41, is_first=False)
+        await played.ranks[0].answer_step(orders[0], 42, is_first=True)
+        with pytest.raises(RankLost, match="ranks 0 and 1 have chosen different tokens"):
+            await step
+        with pytest.raises(RankLost, match="different tokens"):
+            await played.group.guard()
+
+
+async def test_an_abandoned_step_is_told_to_all_of_them_once_and_may_end_in_some() -> None:
+    async with loaded() as played:
+        is_abandoned = IsAbandoned(2)
+        step = played.group.run_step(plan(), is_abandoned)
+        orders = [await rank.order(Run) for rank in played.ranks]
+        is_abandoned.leave()
+        is_abandoned.leave()
+        for rank, order in zip(played.ranks, orders, strict=True):
+            assert (await rank.order(Abandon)).serial == order.serial
+        await played.ranks[1].answer_step(orders[1], 7, is_first=False)  # it had ended before it heard of it
+        await played.ranks[0].answer_step(orders[0], None, is_first=True)
+        assert await step is None
+
+
+async def test_masks_come_behind_their_plan_when_they_are_filled() -> None:
+    class Filling:
+        row_count, words_per_row = 1, 2
+
+        def __init__(self) -> None:
+            self._bits = array.array("I", [0, 0])
+            self._filled = ctypes.c_int(0)
+            self.address, _ = self._bits.buffer_info()
+            self.filled_address = ctypes.addressof(self._filled)
+            self.may_go_on = trio.Event()
+
+        def wait(self) -> None:
+            trio.from_thread.run(self.may_go_on.wait, trio_token=self.token)
+            self._bits[0], self._bits[1] = 5, 6
+
+        token = trio.lowlevel.current_trio_token()
+
+    async with loaded(1) as played:
+        masks = Filling()
+        (rank,) = played.ranks
+        async with trio.open_nursery() as nursery:
+            step = played.group.run_step(plan(masks=masks), never_abandoned)
+
+            async def take() -> None:
+                assert await step == StepResult((3,))
+
+            nursery.start_soon(take)
+            order = await rank.order(Run)
+            assert (order.plan.mask_rows, order.plan.mask_words) == (1, 2)
+            masks.may_go_on.set()
+            sent = await rank.order(Masks)
+            assert (sent.serial, array.array("I", sent.bits).tolist()) == (order.serial, [5, 6])
+            await rank.answer_step(order, 3, is_first=True)
+
+
+async def test_a_rank_that_ends_while_there_is_nothing_to_do_is_named_at_once(autojump_clock: object) -> None:
+    async with loaded() as played:
+        ended_at = trio.current_time()
+        await played.ranks[1].end()
+        with pytest.raises(RankLost, match=r"rank 1 .* has closed its connection"):
+            await played.group.guard()
+        assert trio.current_time() - ended_at < 0.05
+
+
+async def test_a_rank_that_ends_in_a_step_ends_it_and_the_one_behind_it_is_not_computed(
+    autojump_clock: object,
+) -> None:
+    async with loaded() as played:
+        steps = [played.group.run_step(plan(index), never_abandoned) for index in range(2)]
+        await played.ranks[0].order(Run)
+        await played.ranks[0].end()
+        with pytest.raises(RankLost, match=r"rank 0 .* has closed its connection"):
+            await steps[0]
+        assert await steps[1] is None
+        with pytest.raises(RankLost):
+            await played.group.claim_memory()
+
+
+async def test_a_step_is_waited_for_by_whoever_is_cancelled() -> None:
+    async with loaded(1) as played, trio.open_nursery() as nursery:
+        (rank,) = played.ranks
+        has_come = trio.Event()
+
+        async def compute() -> None:
+            step = played.group.run_step(plan(), never_abandoned)
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                assert await step == StepResult((1,))
+                has_come.set()
+
+        nursery.start_soon(compute)
+        order = await rank.order(Run)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not has_come.is_set()
+        await rank.answer_step(order, 1, is_first=True)
+        await has_come.wait()
+
+
+async def test_a_rank_that_hangs_in_a_step_is_named_when_its_time_is_over(autojump_clock: object) -> None:
+    async with loaded(answer_seconds_max=10.0) as played, trio.open_nursery() as nursery:
+        played.missing.append(1)
+        begun_at = trio.current_time()
+        step = played.group.run_step(plan(), never_abandoned)
+        for rank in played.ranks:
+            await rank.order(Run)
+            nursery.start_soon(rank.answer_pings)
+        with pytest.raises(RankLost, match=r"rank 1 .* has not answered for 1\d\.\d s, 10 s are allowed"):
+            await step
+        assert 10.0 <= trio.current_time() - begun_at <= 12.0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_rank_that_is_stopped_while_there_is_nothing_to_do_is_named(autojump_clock: object) -> None:
+    async with loaded(answer_seconds_max=10.0) as played, trio.open_nursery() as nursery:
+        played.ranks[0].is_frozen = True
+        for rank in played.ranks:
+            nursery.start_soon(rank.answer_pings)
+        with pytest.raises(RankLost, match=r"rank 0 .* has not answered"):
+            await played.group.guard()
+        nursery.cancel_scope.cancel()
+
+
+async def test_ranks_may_take_as_long_as_they_like_where_there_is_no_limit(autojump_clock: object) -> None:
+    async with loaded(1, answer_seconds_max=0.0) as played, trio.open_nursery() as nursery:
+        (rank,) = played.ranks
+
+        async def compute() -> None:
+            order = await rank.order(Run)
+            with trio.move_on_after(3600):
+                await rank.answer_pings()
+            await rank.answer_step(order, 1, is_first=True)
+
+        nursery.start_soon(compute)
+        assert await played.group.run_step(plan(), never_abandoned) == StepResult((1,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"), [("ModelLoadError", ModelLoadError), ("StartupError", StartupError), ("KeyError", RankLost)]
+)
+async def test_what_fails_while_loading_rises_as_it_would_in_one_process(kind: str, raised: type[Exception]) -> None:
+    async with opened() as played, trio.open_nursery() as nursery:
+        first, second = played.ranks
+
+        async def fail() -> None:
+            await first.order(RankSetup)
+            await first.say(LOADED)
+            await second.order(RankSetup)
+            await second.say(Fault("while it loaded", kind, "no such file"))
+            await second.end()
+
+        nursery.start_soon(fail)
+        with pytest.raises(raised, match="no such file"):
+            await played.group.load()
+
+
+async def test_an_adapter_that_one_rank_has_no_room_for_is_in_none() -> None:
+    class Weights:
+        digest, dtype = "ab", "float32"
+
+        def __init__(self) -> None:
+            self.matrices: dict[str, Any] = {}
+
+    async with loaded() as played, trio.open_nursery() as nursery:
+        first, second = played.ranks
+
+        async def play(rank: PlayedRank, value: str | None) -> None:
+            await rank.answer(AddAdapter, value)
+            await rank.answer(RemoveAdapter)
+
+        nursery.start_soon(play, first, None)
+        nursery.start_soon(play, second, "no memory")
+        with pytest.raises(MemoryError, match="rank 1: no memory"):
+            await played.group.add(1, Weights())  # type: ignore[arg-type]
+
+
+async def test_what_nobody_understands_ends_the_group() -> None:
+    async with loaded(1) as played:
+        await played.ranks[0]._stream.send_all(framed(b"\xc1"))
+        with pytest.raises(RankLost, match="said what nobody understands"):
+            await played.group.guard()
+
+
+async def test_more_than_the_kernel_takes_at_once_arrives_in_order() -> None:
+    async with loaded(1) as played, trio.open_nursery() as nursery:
+        (rank,) = played.ranks
+        large = msgspec.structs.replace(plan(), chunks=plan().chunks * 20_000)
+        step = played.group.run_step(large, never_abandoned)
+        behind = played.group.run_step(plan(1), never_abandoned)
+
+        async def take() -> None:
+            assert await step == StepResult((1,))
+            assert await behind == StepResult((2,))
+
+        nursery.start_soon(take)
+        first = await rank.order(Run)
+        assert len(first.plan.chunks) == 20_000
+        await rank.answer_step(first, 1, is_first=True)
+        await rank.answer_step(await rank.order(Run), 2, is_first=True)

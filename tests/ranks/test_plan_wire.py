@@ -1,0 +1,144 @@
+"""A plan goes over the wire and comes out as what a step looks at."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from trioserve.contracts.adapter import AdapterRef
+from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.pooling import Pooling
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
+from trioserve.ranks.plan_wire import PartialTokens, WirePlan, plan_from_wire, plan_to_wire
+
+BLOCK_SIZE = 4
+PROMPT = tuple(range(100, 110))
+
+
+def over_the_wire(plan: StepPlan) -> StepPlan:
+    encoded = msgspec.msgpack.encode(plan_to_wire(plan, BLOCK_SIZE))
+    return plan_from_wire(msgspec.msgpack.decode(encoded, type=WirePlan), None)
+
+
+def request(**fields: object) -> EngineRequest:
+    given: dict[str, object] = {
+        "id": "r",
+        "prompt_token_ids": PROMPT,
+        "sampling": SamplingParams(),
+        "output_tokens_max": 9,
+        "stop_token_ids": frozenset({2}),
+        "seed": 2**64 - 1,
+        **fields,
+    }
+    return EngineRequest(**given)  # type: ignore[arg-type]
+
+
+def chunk_of(asked: EngineRequest, *, start: int, count: int, tokens: list[int], **fields: object) -> ScheduledChunk:
+    end = start + count + len(fields.get("draft", ()))  # type: ignore[arg-type]
+    table = list(range(50, 50 + -(-end // BLOCK_SIZE) + 1))  # one block more than the chunk reaches
+    return ScheduledChunk(asked, tokens, start, count, table, True, **fields)  # type: ignore[arg-type]
+
+
+def sent(chunk: ScheduledChunk) -> ScheduledChunk:
+    (found,) = over_the_wire(StepPlan(7, (chunk,), chunk.row_count)).chunks
+    return found
+
+
+def test_a_decode_brings_its_own_token_and_the_length_of_all() -> None:
+    tokens = [*PROMPT, 7, 8, 9]
+    found = sent(chunk_of(request(), start=12, count=1, tokens=tokens))
+    assert len(found.tokens) == 13
+    assert list(found.row_tokens) == [9]
+    assert list(found.tokens[:12]) == [0] * 12  # nobody looks there
+    assert list(found.block_table) == [50, 51, 52, 53]
+    assert found.request.seed == 2**64 - 1
+    assert len(found.request.prompt_token_ids) == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "first"),
+    [
+        (SamplingParams(repetition_penalty=1.1), 0),
+        (SamplingParams(frequency_penalty=0.5), len(PROMPT)),
+        (SamplingParams(presence_penalty=0.5), len(PROMPT)),
+    ],
+)
+def test_what_penalties_count_is_there(sampling: SamplingParams, first: int) -> None:
+    tokens = [*PROMPT, 7, 8, 9]
+    found = sent(chunk_of(request(sampling=sampling), start=12, count=1, tokens=tokens))
+    assert list(found.tokens[first:]) == tokens[first:]
+    assert found.request.sampling == sampling
+
+
+def test_a_draft_and_the_tokens_of_a_draft_model_are_there() -> None:
+    tokens = [*PROMPT, 7, 8, 9]
+    found = sent(chunk_of(request(), start=12, count=1, tokens=tokens, draft=(4, 5), draft_task=DraftTask(11, None, 2)))
+    assert list(found.row_tokens) == [9, 4, 5]
+    assert list(found.tokens[11:]) == [8, 9]
+    assert found.draft_task == DraftTask(11, None, 2)
+    assert len([*found.tokens, *found.draft]) == 15
+
+
+def test_prompt_logprobs_bring_the_tokens_that_follow() -> None:
+    asked = request(sampling=SamplingParams(prompt_logprobs=1))
+    found = sent(chunk_of(asked, start=2, count=4, tokens=list(PROMPT)))
+    assert list(found.request.prompt_token_ids[3:7]) == list(PROMPT[3:7])
+
+
+def test_the_last_tokens_of_a_prompt_are_followed_by_fewer() -> None:
+    asked = request(sampling=SamplingParams(prompt_logprobs=1))
+    found = sent(chunk_of(asked, start=8, count=2, tokens=list(PROMPT)))
+    assert list(found.request.prompt_token_ids[9:11]) == [PROMPT[9]]
+
+
+def test_a_token_that_is_awaited_is_not_sent() -> None:
+    tokens = list(PROMPT)
+    found = sent(chunk_of(request(), start=10, count=1, tokens=tokens, awaits_token=True))
+    assert found.awaits_token
+    assert len(found.tokens) == 10
+
+
+def test_what_else_a_chunk_has_comes_along() -> None:
+    sampling = SamplingParams(min_tokens=3, max_tokens=9, logit_bias={3: -1.5}, temperature=0.7, top_k=5, logprobs=2)
+    asked = request(
+        sampling=sampling,
+        adapter=AdapterRef(4, "ab"),  # type: ignore[arg-type]
+        pooling=Pooling(task="embed", method="last", normalize=True),
+    )
+    spans = (StateSpan(2, None, 3), StateSpan(8, 3, 4))
+    chunk = chunk_of(asked, start=0, count=10, tokens=list(PROMPT), mask_row=2, states=spans)
+    found = sent(chunk)
+    assert found.request.stop_token_ids == frozenset({2})
+    assert found.request.sampling == msgspec.structs.replace(sampling, max_tokens=None)
+    assert (found.request.adapter, found.request.pooling) == (asked.adapter, asked.pooling)
+    assert (found.mask_row, found.states) == (2, spans)
+    assert found.pools
+    assert list(found.row_tokens) == list(PROMPT)
+
+
+def test_of_given_rows_those_of_the_chunk_come_along() -> None:
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    asked = request(given=(GivenRows(1, 4, b"c" * 16, values),))
+    found = sent(chunk_of(asked, start=3, count=4, tokens=list(PROMPT)))
+    (rows,) = found.request.given
+    assert (rows.start, rows.count) == (3, 2)
+    assert np.array_equal(np.frombuffer(rows.values, dtype=np.float32).reshape(2, 6), values[2:4])  # type: ignore[call-overload]
+
+
+def test_the_plan_says_where_it_stands() -> None:
+    chunk = chunk_of(request(), start=0, count=10, tokens=list(PROMPT))
+    found = over_the_wire(StepPlan(7, (chunk,), 10, is_ahead=True))
+    assert (found.step_index, found.token_count, found.is_ahead) == (7, 10, True)
+
+
+def test_partial_tokens_are_read_from_both_ends() -> None:
+    import array
+
+    tokens = PartialTokens(5, 3, array.array("i", [8, 9]))
+    assert list(tokens) == [0, 0, 0, 8, 9]
+    assert (tokens[-1], tokens[0], list(tokens[2:5]), list(tokens[4:4])) == (9, 0, [0, 8, 9], [])
+    with pytest.raises(IndexError):
+        tokens[5]

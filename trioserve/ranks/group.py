@@ -1,0 +1,430 @@
+"""The ranks of one model, from the server's side: a StepRunner whose steps are computed by several processes together.
+
+Each gets the same orders in the same order, and answers each. Rank 0's answer to a step is the response; the others'
+say that they have chosen the same. A rank that ends, that cannot go on, that chooses something else or that answers
+nothing for too long takes all of them with it: what is left cannot compute without it. Then whoever waits is told which
+one it was, and every process is gone before anything is opened anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import outcome
+import trio
+
+from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.errors import ModelLoadError, RankLost, StartupError
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.contracts.token_masks import BITS
+from trioserve.ranks.link import KILLED, RankLink
+from trioserve.ranks.messages import (
+    Abandon,
+    AddAdapter,
+    Allocate,
+    Answer,
+    Claim,
+    Fault,
+    Loaded,
+    Log,
+    Masks,
+    Ping,
+    Pong,
+    Progress,
+    RankSetup,
+    RemoveAdapter,
+    Report,
+    Run,
+    WarmUp,
+    WireMatrix,
+    encode,
+)
+from trioserve.ranks.plan_wire import plan_to_wire
+from trioserve.trio_tools.daemon_thread import call_abandonable
+
+__all__ = ["RankGroup", "open_ranks"]
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 1.0
+SIGNS_SECONDS = 0.02  # from the first sign that something is wrong until it is judged: the cause may come second
+ANSWER_SECONDS_MAX = 60.0  # see StepWatch, whose limits these are
+LONGEST_ANSWERS_MAX = 10.0
+
+OnProgress = Callable[[Progress], None]
+FindMissing = Callable[[], Sequence[int]]
+"""The ranks that have not come to where the others wait for them."""
+
+
+class _Order:
+    """An order that is out. waiting: the ranks that have not answered. Whoever waits is told when all have, or, of a
+    step, when rank 0 has."""
+
+    def __init__(self, ranks: Sequence[int], begun_at: float, is_step: bool) -> None:
+        self.waiting = set(ranks)
+        self.answers: dict[int, Answer] = {}
+        self.begun_at = begun_at
+        self.is_step = is_step  # which has a time that it may take
+        self.result: outcome.Outcome[Any] | None = None
+        self.task: trio.lowlevel.Task | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        return 0 in self.answers if self.is_step else not self.waiting
+
+    def tell(self, result: outcome.Outcome[Any]) -> None:
+        """Once; what comes later is not heard."""
+        if self.result is not None:
+            return
+        self.result = result
+        if self.task is not None:
+            trio.lowlevel.reschedule(self.task)
+
+    async def wait(self) -> Any:
+        """Also when cancelled: memory is read until it is over. A rank that hangs ends that, too."""
+        if self.result is None:
+            self.task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        assert self.result is not None, "it was told before it was woken"
+        return self.result.unwrap()
+
+
+class RankGroup:
+    """What EngineParts and assemble ask of what computes. Made by open_ranks.
+
+    loaded: what rank 0 says of itself, with the sizes that suit all ranks.
+    """
+
+    loaded: Loaded
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        answer_seconds_max: float | None,
+        find_missing: FindMissing,
+        on_progress: OnProgress,
+    ) -> None:
+        """answer_seconds_max: as EngineSettings.step_seconds_max: so long a rank may owe an answer."""
+        self._block_size = block_size
+        self._fixed_seconds_max = answer_seconds_max
+        self._longest_seconds = 0.0
+        self._find_missing = find_missing
+        self._on_progress = on_progress
+        self._links: list[RankLink] = []
+        self._orders: OrderedDict[int, _Order] = OrderedDict()  # by their serials, the oldest first
+        self._serial = 0
+        self._loaded: dict[int, Loaded] = {}
+        self._all_loaded = trio.Event()
+        self._progress: dict[int, tuple[float, int | None]] = {}
+        self._pings: dict[int, tuple[int, float]] = {}  # by rank, of the oldest that is not answered
+        self._signs: list[tuple[int, str, Exception | None]] = []
+        self._has_sign, self._has_cause = trio.Event(), trio.Event()
+        self._is_closed = False
+        self.failure: Exception | None = None
+        self._failed = trio.Event()
+
+    # --- what others ask for ---
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        """See StepRunner. Raises RankLost."""
+        order, serial = self._begin(lambda serial: Run(serial, plan_to_wire(plan, self._block_size)), is_step=True)
+        if is_abandoned():
+            self._send(Abandon(serial))
+        else:
+            is_abandoned.on_abandoned = lambda: self._send(Abandon(serial))
+        return self._result(order, serial, plan)
+
+    async def _result(self, order: _Order, serial: int, plan: StepPlan) -> StepResult | None:
+        if plan.masks is None:
+            result: StepResult | None = await order.wait()
+            return result
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._send_masks, serial, plan)
+            result = await order.wait()
+            nursery.cancel_scope.cancel()
+        return result
+
+    async def _send_masks(self, serial: int, plan: StepPlan) -> None:
+        masks = plan.masks
+        assert masks is not None
+        if not ctypes.c_int.from_address(masks.filled_address).value:
+            await call_abandonable(masks.wait, thread_name="trioserve-masks")  # it writes nothing, and so may be left
+        byte_count = masks.row_count * masks.words_per_row * (BITS // 8)
+        self._send(Masks(serial, ctypes.string_at(masks.address, byte_count)))
+
+    async def load(self) -> None:
+        """Have all ranks read their weights, make KV caches of one size, and compute a few steps. Raises ModelLoadError
+        and StartupError as loading in this process would, and RankLost."""
+        await self._wait_until_loaded()
+        loaded = self.loaded
+        sizes = {
+            "block_count": loaded.block_count,
+            "state_slot_count": loaded.state_slot_count,
+            "snapshot_slot_count": loaded.snapshot_slot_count,
+        }
+        await self._ask(lambda serial: Allocate(serial=serial, **sizes))
+        await self._ask(WarmUp)
+
+    async def claim_memory(self) -> bool:
+        """See ModelRunner.claim_memory."""
+        return any(answer.value for answer in (await self._ask(Claim)).values())
+
+    async def add(self, id: AdapterId, content: Any) -> None:
+        """See AdapterPlace. Raises MemoryError, and no rank has it then."""
+        matrices = tuple(
+            WireMatrix(name, matrix.a.tobytes(), matrix.a.shape, matrix.b.tobytes(), matrix.b.shape)
+            for name, matrix in content.matrices.items()
+        )
+        answers = await self._ask(lambda serial: AddAdapter(serial, id, content.digest, content.dtype, matrices))
+        refused = [f"rank {rank}: {answer.value}" for rank, answer in answers.items() if answer.value is not None]
+        if refused:
+            await self.remove(id)
+            raise MemoryError("; ".join(refused))
+
+    async def remove(self, id: AdapterId) -> None:
+        await self._ask(lambda serial: RemoveAdapter(serial, id))
+
+    async def guard(self) -> None:
+        """Waits until the group is broken, and raises what has broken it."""
+        await self._failed.wait()
+        assert self.failure is not None
+        raise self.failure
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks on this machine."""
+        return [link.process.pid for link in self._links if link.process is not None]
+
+    # --- orders and answers ---
+
+    def _begin(self, make: Callable[[int], Any], *, is_step: bool = False) -> tuple[_Order, int]:
+        self._serial += 1
+        order = _Order(range(len(self._links)), trio.current_time(), is_step)
+        if self.failure is not None:
+            # The first that is behind the fault has it; a step behind another one just does not happen.
+            order.tell(outcome.Error(self.failure) if not self._orders else outcome.Value(None))
+            return order, self._serial
+        self._orders[self._serial] = order
+        self._send(make(self._serial))
+        return order, self._serial
+
+    async def _ask(self, make: Callable[[int], Any]) -> dict[int, Answer]:
+        order, _ = self._begin(make)
+        answers: dict[int, Answer] = await order.wait()
+        return answers
+
+    def _send(self, message: Any) -> None:
+        if self.failure is not None:
+            return
+        encoded = encode(message)
+        for link in self._links:
+            link.send(encoded)
+
+    def _on_report(self, rank: int, report: Report) -> None:
+        if self.failure is not None:
+            return
+        if isinstance(report, Answer):
+            self._on_answer(rank, report)
+        elif isinstance(report, Pong):
+            self._pings.pop(rank, None)
+        elif isinstance(report, Log):
+            logging.getLogger(report.name).log(report.level, "%s rank=%d", report.message, rank)
+        elif isinstance(report, Progress):
+            self._note_progress(rank, report)
+        elif isinstance(report, Fault):
+            self._note_fault(rank, report)
+        elif isinstance(report, Loaded):
+            self._loaded[rank] = report
+            if len(self._loaded) == len(self._links):
+                self._all_loaded.set()
+
+    def _on_answer(self, rank: int, answer: Answer) -> None:
+        order = self._orders[answer.serial]
+        order.waiting.discard(rank)
+        order.answers[rank] = answer
+        if order.is_step:
+            self._compare(order, rank, answer)
+        if order.is_answered and self.failure is None:
+            order.tell(outcome.Value(order.answers[0].result if order.is_step else order.answers))
+        if not order.waiting:
+            del self._orders[answer.serial]
+            if order.is_step:
+                self._longest_seconds = max(self._longest_seconds, trio.current_time() - order.begun_at)
+
+    def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
+        """A step that was abandoned may have ended in one rank before it heard of it."""
+        others = (other.digest for other in order.answers.values() if other.digest is not None)
+        if answer.digest is not None and any(digest != answer.digest for digest in others):
+            ranks = " and ".join(map(str, sorted(order.answers)))
+            self._break(
+                RankLost(
+                    f"ranks {ranks} have chosen different tokens in one step: they compute with different weights, "
+                    "versions or processors; none can be right"
+                )
+            )
+
+    def _note_progress(self, rank: int, report: Progress) -> None:
+        if report.total is None:
+            if rank == 0:
+                self._on_progress(report)
+            return
+        self._progress[rank] = report.done, report.total
+        done, total = (sum(part) for part in zip(*self._progress.values(), strict=True))
+        if len(self._progress) == len(self._links):
+            self._on_progress(Progress("", done, total))
+
+    # --- what goes wrong ---
+
+    def _note_fault(self, rank: int, fault: Fault) -> None:
+        error: Exception | None = None
+        sentence = f"{fault.kind}: {fault.message}"
+        if fault.kind in (StartupError.__name__, ModelLoadError.__name__):
+            kind = StartupError if fault.kind == StartupError.__name__ else ModelLoadError
+            error = kind(fault.message)
+        self._note_sign(rank, f"failed {fault.doing}: {sentence}", error)
+
+    def _on_end(self, rank: int, how: str) -> None:
+        if not any(sign[0] == rank for sign in self._signs):
+            self._note_sign(rank, how, None)
+
+    def _note_sign(self, rank: int, how: str, error: Exception | None) -> None:
+        if self._is_closed or self.failure is not None:
+            return
+        self._signs.append((rank, how, error))
+        self._has_sign.set()
+        if error is not None or KILLED in how:
+            self._has_cause.set()
+
+    async def judge(self) -> None:
+        """Waits for a sign that something is wrong, and a moment longer: a rank that has lost another one may say so
+        before that one's end is seen."""
+        await self._has_sign.wait()
+        with trio.move_on_after(SIGNS_SECONDS):
+            await self._has_cause.wait()
+        rank, how, error = min(self._signs, key=lambda sign: (sign[2] is None, KILLED not in sign[1]))
+        self._break(error or RankLost(f"{self._links[rank]} {how}"))
+
+    def _break(self, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        for link in self._links:
+            if link.process is not None:
+                link.process.kill()
+        first = True
+        for order in self._orders.values():
+            if order.result is None:
+                order.tell(outcome.Error(error) if first or not order.is_step else outcome.Value(None))
+                first = False
+        self._orders.clear()
+        self._failed.set()
+
+    async def watch(self) -> None:
+        """Asks each rank whether it is there, and how long it has owed an answer."""
+        serial = 0
+        while True:
+            await trio.sleep(min(PING_SECONDS, self._seconds_max / 4))
+            now = trio.current_time()
+            owed_since = min((order.begun_at for order in self._orders.values() if order.is_step), default=now)
+            asked_at = min((asked for _, asked in self._pings.values()), default=now)
+            if now - min(owed_since, asked_at) > self._seconds_max:
+                self._break(self._hanging(now - min(owed_since, asked_at)))
+                return
+            serial += 1
+            for link in self._links:
+                if link.rank not in self._pings:
+                    self._pings[link.rank] = serial, now
+                    link.send(encode(Ping(serial)))
+
+    @property
+    def _seconds_max(self) -> float:
+        if self._fixed_seconds_max is None:
+            return max(ANSWER_SECONDS_MAX, LONGEST_ANSWERS_MAX * self._longest_seconds)
+        return self._fixed_seconds_max or math.inf
+
+    def _hanging(self, seconds: float) -> RankLost:
+        """Who holds the others up: one that does not even answer a ping, or has not come to where they meet."""
+        frozen = [link for link in self._links if link.rank in self._pings]
+        missing = self._find_missing()
+        late = [link for link in self._links if link.rank in missing]
+        named = frozen if 0 < len(frozen) < len(self._links) else late or frozen or self._links
+        names = ", ".join(map(str, named))
+        return RankLost(f"{names} has not answered for {seconds:.1f} s, {self._seconds_max:g} s are allowed")
+
+    # --- from the beginning to the end ---
+
+    def _take_links(self, links: Sequence[RankLink]) -> None:
+        self._links.extend(links)
+
+    async def _wait_until_loaded(self) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def raise_failure() -> None:
+                await self._failed.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(raise_failure)
+            await self._all_loaded.wait()
+            nursery.cancel_scope.cancel()
+        if self.failure is not None:
+            raise self.failure
+        ranks = [self._loaded[link.rank] for link in self._links]
+        self.loaded = msgspec.structs.replace(
+            ranks[0],
+            block_count=min(rank.block_count for rank in ranks),
+            state_slot_count=min(rank.state_slot_count for rank in ranks),
+            snapshot_slot_count=min(rank.snapshot_slot_count for rank in ranks),
+            block_bytes=sum(rank.block_bytes for rank in ranks),
+            step_weight_bytes=sum(rank.step_weight_bytes for rank in ranks),
+            token_flops=sum(rank.token_flops for rank in ranks),
+            attended_token_flops=sum(rank.attended_token_flops for rank in ranks),
+        )
+
+    def _close(self) -> None:
+        self._is_closed = True
+        for link in self._links:
+            link.close()
+
+
+@asynccontextmanager
+async def open_ranks(
+    setups: Sequence[RankSetup],
+    make_links: Callable[[Callable[[int, Report], None], Callable[[int, str], None]], Sequence[RankLink]],
+    *,
+    answer_seconds_max: float | None = None,
+    find_missing: FindMissing = lambda: (),
+    on_progress: OnProgress = lambda progress: None,
+) -> AsyncIterator[RankGroup]:
+    """A group that is told to load its model. Leaving ends every process, and waits for that.
+
+    setups: of each rank. make_links: given what their on_report and on_end call, it starts the processes and gives a
+    link to each, in the order of the ranks. answer_seconds_max: see RankGroup.
+    """
+    group = RankGroup(
+        block_size=setups[0].settings.block_size,
+        answer_seconds_max=answer_seconds_max,
+        find_missing=find_missing,
+        on_progress=on_progress,
+    )
+    try:
+        group._take_links(make_links(group._on_report, group._on_end))
+        async with trio.open_nursery() as nursery:
+            for link, setup in zip(group._links, setups, strict=True):
+                link.send(encode(setup))
+                nursery.start_soon(link.run)
+            nursery.start_soon(group.judge)
+            nursery.start_soon(group.watch)
+            yield group
+            nursery.cancel_scope.cancel()
+    finally:
+        group._close()

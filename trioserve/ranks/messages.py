@@ -1,0 +1,228 @@
+"""What a server and its ranks say to each other. An order goes to every rank, and each answers it, in order."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import msgspec
+
+from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.kv_transfer import KVLayout
+from trioserve.contracts.step import StepResult
+from trioserve.model.number_formats import Dtype
+from trioserve.model.settings import ModelSettings
+from trioserve.ranks.plan_wire import WirePlan
+
+__all__ = [
+    "Abandon",
+    "AddAdapter",
+    "Allocate",
+    "Answer",
+    "Claim",
+    "DraftSetup",
+    "Fault",
+    "Loaded",
+    "Log",
+    "Masks",
+    "Order",
+    "Ping",
+    "Pong",
+    "Progress",
+    "RankSetup",
+    "RemoveAdapter",
+    "Report",
+    "Run",
+    "WarmUp",
+    "WireMatrix",
+    "decode_order",
+    "decode_report",
+    "encode",
+]
+
+
+# --- to a rank ---
+
+
+class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """A draft model, see runner.DraftSource. path: None for the model's own further layer."""
+
+    name: str
+    path: str | None
+    settings: ModelSettings
+    token_count: int
+
+
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All that a rank is told at its start. context_tokens, uses_further_layers: see open_checkpoint. settings: with
+    the threads and the memory that this rank may have. local_rank: among those of its machine, which is its GPU's
+    index. memory: the file descriptor of what the ranks share; None: they meet over torch.distributed. kv_memory: the
+    one in which its KV cache lies, so that the server reads it; None: nobody does. cpus: that it may use; empty: all
+    that the server may. draft: for rank 0 alone."""
+
+    rank: int
+    size: int
+    local_rank: int
+    path: str
+    settings: ModelSettings
+    context_tokens: int | None
+    uses_further_layers: bool
+    expert_parallel: bool
+    memory: int | None
+    cpus: tuple[int, ...] = ()
+    kv_memory: int | None = None
+    draft: DraftSetup | None = None
+    log_level: int = logging.INFO
+
+
+class Allocate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make the KV cache: the least that any rank has room for."""
+
+    serial: int
+    block_count: int
+    state_slot_count: int
+    snapshot_slot_count: int
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag=True):
+    serial: int
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """See ModelRunner.claim_memory."""
+
+    serial: int
+
+
+class WireMatrix(msgspec.Struct, frozen=True, array_like=True):
+    """An AdapterMatrix: the bytes of a and b, and their shapes."""
+
+    name: str
+    a: bytes
+    a_shape: tuple[int, int]
+    b: bytes
+    b_shape: tuple[int, int]
+
+
+class AddAdapter(msgspec.Struct, frozen=True, tag=True):
+    """The whole adapter, of which each rank takes its part."""
+
+    serial: int
+    id: AdapterId
+    digest: str
+    dtype: Dtype
+    matrices: tuple[WireMatrix, ...]
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
+    serial: int
+    id: AdapterId
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Compute a step."""
+
+    serial: int
+    plan: WirePlan
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """Of the step with this serial. bits: uint32 [mask_rows, mask_words]."""
+
+    serial: int
+    bits: bytes
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for the step with this serial."""
+
+    serial: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    serial: int
+
+
+Order = RankSetup | Allocate | WarmUp | Claim | AddAdapter | RemoveAdapter | Run | Masks | Abandon | Ping
+
+
+# --- from a rank ---
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Of loading, see LoadProgress. total: None: `done` counts seconds."""
+
+    what: str
+    done: float
+    total: int | None
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The weights are there. What there is of a ModelRunner that others ask for; block_count, state_slot_count and
+    snapshot_slot_count: as many as this rank has room for. block_bytes: of a block, in this rank. layout: of its part
+    of the KV cache; None for what connectors do not carry."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: Dtype
+    kv_dtype: str
+    computed_by: str
+    arithmetic: str
+    is_batch_invariant: bool
+    launches: bool
+    block_count: int
+    state_slot_count: int
+    snapshot_slot_count: int
+    block_bytes: int
+    step_weight_bytes: int
+    token_flops: int
+    attended_token_flops: int
+    layout: KVLayout | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The order with this serial is done. value: what came of it. result: of a step, in rank 0; None: it was
+    abandoned. digest: of a step, in all ranks, what they have to agree about."""
+
+    serial: int
+    value: bool | str | None = None
+    result: StepResult | None = None
+    digest: int | None = None
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    serial: int
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True):
+    """It cannot go on, and ends. kind: the name of the exception's class."""
+
+    doing: str
+    kind: str
+    message: str
+
+
+class Log(msgspec.Struct, frozen=True, tag=True):
+    level: int
+    name: str
+    message: str
+
+
+Report = Progress | Loaded | Answer | Pong | Fault | Log
+
+
+_encoder = msgspec.msgpack.Encoder()
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Any) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_order(message: bytes) -> Order:
+    """Raises msgspec.ValidationError, as decode_report does."""
+    return _order_decoder.decode(message)
+
+
+def decode_report(message: bytes) -> Report:
+    return _report_decoder.decode(message)

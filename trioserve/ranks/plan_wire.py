@@ -1,0 +1,248 @@
+"""A step's plan as bytes, and back: all that computing needs, and nothing that it does not.
+
+Of a request's tokens only those go that the step looks at: its own, and what penalties count. What comes back out has
+the length of the whole, and zeros where nobody looks. So a rank keeps nothing of a request from one step to the next.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, cast, overload
+
+import msgspec
+
+from trioserve.contracts.adapter import AdapterRef
+from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.pooling import Pooling
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
+from trioserve.contracts.token_masks import TokenMasks
+
+__all__ = ["PartialTokens", "WirePlan", "plan_from_wire", "plan_to_wire"]
+
+SAMPLINGS_KEPT = 4096
+
+
+class WireSampling(msgspec.Struct, frozen=True, array_like=True):
+    """What of SamplingParams chooses a token."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    logit_bias: dict[int, float] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+class WireGiven(msgspec.Struct, frozen=True, array_like=True):
+    """GivenRows, of the chunk's positions alone."""
+
+    start: int
+    count: int
+    content: bytes
+    values: bytes
+
+
+class WireChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A ScheduledChunk. sampling: a WireSampling. tokens, followers, block_table: int32 one behind the other; tokens
+    are the known ones from first_token on, of token_count, and followers those of the prompt from start + 1 on."""
+
+    request_id: RequestId
+    prompt_count: int
+    seed: int
+    sampling: bytes
+    start: int
+    count: int
+    first_token: int
+    token_count: int
+    tokens: bytes
+    followers: bytes
+    block_table: bytes
+    samples: bool
+    draft: tuple[int, ...] = ()
+    awaits_token: bool = False
+    mask_row: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    states: tuple[StateSpan, ...] = ()
+    draft_task: DraftTask | None = None
+    adapter: AdapterRef | None = None
+    pooling: Pooling | None = None
+    given: tuple[WireGiven, ...] = ()
+
+
+class WirePlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """A StepPlan. mask_rows, mask_words: of its masks, which come behind it when they are filled."""
+
+    step_index: int
+    token_count: int
+    is_ahead: bool
+    mask_rows: int
+    mask_words: int
+    chunks: tuple[WireChunk, ...]
+
+
+def plan_to_wire(plan: StepPlan, block_size: int) -> WirePlan:
+    masks = plan.masks
+    return WirePlan(
+        plan.step_index,
+        plan.token_count,
+        plan.is_ahead,
+        0 if masks is None else masks.row_count,
+        0 if masks is None else masks.words_per_row,
+        tuple(_chunk_to_wire(chunk, block_size) for chunk in plan.chunks),
+    )
+
+
+def _chunk_to_wire(chunk: ScheduledChunk, block_size: int) -> WireChunk:
+    request, sampling = chunk.request, chunk.request.sampling
+    end = chunk.start + chunk.row_count
+    first = chunk.start
+    if chunk.draft_task is not None:
+        first = min(first, chunk.draft_task.start)
+    if sampling.repetition_penalty != 1.0:
+        first = 0
+    elif sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+        first = min(first, len(request.prompt_token_ids))
+    known = chunk.start if chunk.awaits_token else chunk.start + chunk.count
+    asks_of_prompt = sampling.prompt_logprobs is not None
+    followers = request.prompt_token_ids[chunk.start + 1 : chunk.start + chunk.count + 1] if asks_of_prompt else ()
+    return WireChunk(
+        request.id,
+        len(request.prompt_token_ids),
+        request.seed,
+        msgspec.msgpack.encode(
+            WireSampling(
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+                sampling.min_p,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty,
+                sampling.min_tokens,
+                sampling.logit_bias,
+                sampling.logprobs,
+                sampling.prompt_logprobs,
+            )
+        ),
+        chunk.start,
+        chunk.count,
+        first,
+        known,
+        _packed(chunk.tokens[first:known]),
+        _packed(followers),
+        _packed(chunk.block_table[: -(-end // block_size)]),
+        chunk.samples,
+        chunk.draft,
+        chunk.awaits_token,
+        chunk.mask_row,
+        tuple(request.stop_token_ids) if sampling.min_tokens else (),
+        chunk.states,
+        chunk.draft_task,
+        request.adapter,
+        request.pooling,
+        tuple(_given_to_wire(request.given, chunk.start, end)),
+    )
+
+
+def _given_to_wire(given: Sequence[GivenRows], start: int, end: int) -> Iterator[WireGiven]:
+    for rows in given:
+        first, last = max(rows.start, start), min(rows.end, end)
+        if first >= last:
+            continue
+        values = memoryview(rows.values).cast("B")  # type: ignore[arg-type]  # it has a buffer
+        row_bytes = len(values) // rows.count
+        own = values[(first - rows.start) * row_bytes : (last - rows.start) * row_bytes]
+        yield WireGiven(first, last - first, rows.content, own.tobytes())
+
+
+def plan_from_wire(wire: WirePlan, masks: TokenMasks | None) -> StepPlan:
+    """masks: of those that come behind it; None where there are none."""
+    return StepPlan(
+        wire.step_index,
+        tuple(map(_chunk_from_wire, wire.chunks)),
+        wire.token_count,
+        is_ahead=wire.is_ahead,
+        masks=masks,
+    )
+
+
+def _chunk_from_wire(wire: WireChunk) -> ScheduledChunk:
+    prompt = PartialTokens(wire.prompt_count, wire.start + 1, _unpacked(wire.followers))
+    request = EngineRequest(
+        id=wire.request_id,
+        prompt_token_ids=cast(tuple[int, ...], prompt),
+        sampling=_sampling(wire.sampling),
+        output_tokens_max=0,
+        stop_token_ids=frozenset(wire.stop_token_ids),
+        seed=wire.seed,
+        adapter=wire.adapter,
+        pooling=wire.pooling,
+        given=tuple(GivenRows(given.start, given.count, given.content, given.values) for given in wire.given),
+    )
+    return ScheduledChunk(
+        request,
+        PartialTokens(wire.token_count, wire.first_token, _unpacked(wire.tokens)),
+        wire.start,
+        wire.count,
+        cast("Sequence[BlockIndex]", _unpacked(wire.block_table)),
+        wire.samples,
+        wire.draft,
+        wire.awaits_token,
+        wire.mask_row,
+        wire.states,
+        wire.draft_task,
+    )
+
+
+@functools.lru_cache(SAMPLINGS_KEPT)
+def _sampling(encoded: bytes) -> SamplingParams:
+    wire = msgspec.msgpack.decode(encoded, type=WireSampling)
+    return SamplingParams(**msgspec.structs.asdict(wire))
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return array.array("i", numbers).tobytes()
+
+
+def _unpacked(content: bytes) -> array.array[int]:
+    numbers = array.array("i")
+    numbers.frombytes(content)
+    return numbers
+
+
+class PartialTokens(Sequence[int]):
+    """`count` tokens, of which those from `first` on are known; the others are zeros."""
+
+    __slots__ = ("_count", "_first", "_known")
+
+    def __init__(self, count: int, first: int, known: Sequence[int]) -> None:
+        self._count = count
+        self._first = first
+        self._known = known
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            begin, end, stride = index.indices(self._count)
+            first = self._first
+            if stride == 1 and begin >= first:
+                return self._known[begin - first : max(end - first, 0)].tolist()  # type: ignore[attr-defined]
+            return [self[place] for place in range(begin, end, stride)]
+        place = range(self._count)[index] - self._first  # from the end, too; raises IndexError
+        return self._known[place] if 0 <= place < len(self._known) else 0

@@ -1,0 +1,348 @@
+"""One rank of a group: `python -m trioserve.ranks.rank_process FD`, where FD is its connection to the server, which
+starts it so. It computes what it is told and ends with its server.
+
+One thread reads orders, also while the other computes: so it hears that a step is abandoned, and that the server is
+gone. Nothing about a request is kept from one step to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
+from trioserve.model.drafts.draft_sources import draft_source
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.number_formats import values_of
+from trioserve.model.parallel.collectives import Collectives
+from trioserve.ranks.frames import FrameReader, framed
+from trioserve.ranks.messages import (
+    Abandon,
+    AddAdapter,
+    Allocate,
+    Answer,
+    Claim,
+    Fault,
+    Loaded,
+    Log,
+    Masks,
+    Order,
+    Ping,
+    Pong,
+    Progress,
+    RankSetup,
+    RemoveAdapter,
+    Report,
+    Run,
+    WarmUp,
+    decode_order,
+    encode,
+)
+from trioserve.ranks.plan_wire import plan_from_wire
+
+if TYPE_CHECKING:
+    from trioserve.model.runner import DraftSource, ModelRunner
+
+__all__ = ["main"]
+
+RECEIVE_BYTES = 1 << 20
+STEPS_BEGUN_MAX = 2  # as LaunchingExecutor has it
+ENDED_WITH_SERVER, FAILED = 0, 1
+PR_SET_PDEATHSIG = 1
+
+
+class _Connection:
+    """To the server. Any thread may say something."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._lock = threading.Lock()
+        self._reader = FrameReader()
+
+    def say(self, report: Report) -> None:
+        message = framed(encode(report))
+        with self._lock, contextlib.suppress(OSError):  # that it is gone, the reading thread notices
+            self._server.sendall(message)
+
+    def orders(self) -> Iterator[Order]:
+        """Until the server is gone."""
+        while received := self._received():
+            yield from map(decode_order, self._reader.feed(received))
+
+    def _received(self) -> bytes:
+        try:
+            return self._server.recv(RECEIVE_BYTES)
+        except OSError:
+            return b""  # it is reset where something was on its way
+
+
+class _WireMasks:
+    """The TokenMasks of a step, which come behind its plan."""
+
+    def __init__(self, row_count: int, words_per_row: int) -> None:
+        self.row_count, self.words_per_row = row_count, words_per_row
+        self._bits = np.zeros((row_count, words_per_row), dtype=np.uint32)
+        self._filled = ctypes.c_int(0)
+        self._is_filled = threading.Event()
+        self.address = int(self._bits.ctypes.data)
+        self.filled_address = ctypes.addressof(self._filled)
+
+    def fill(self, bits: bytes) -> None:
+        self._bits[:] = np.frombuffer(bits, dtype=np.uint32).reshape(self._bits.shape)
+        self._filled.value = 1
+        self._is_filled.set()
+
+    def wait(self) -> None:
+        self._is_filled.wait()
+
+
+class _Step:
+    """A step that was ordered, for both threads."""
+
+    def __init__(self, run: Run) -> None:
+        wire = run.plan
+        self.serial = run.serial
+        self.is_abandoned = IsAbandoned(1)
+        self.masks = _WireMasks(wire.mask_rows, wire.mask_words) if wire.mask_rows else None
+        self.plan: StepPlan = plan_from_wire(wire, self.masks)
+
+
+class _ServerLog(logging.Handler):
+    """What is logged here, the server logs."""
+
+    def __init__(self, connection: _Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._connection.say(Log(record.levelno, record.name, record.getMessage()))
+
+
+class _Rank:
+    """What computes, in the thread that calls it."""
+
+    def __init__(self, setup: RankSetup, connection: _Connection) -> None:
+        self._setup = setup
+        self._connection = connection
+        self._collectives: Collectives | None = None
+        self._runner: ModelRunner | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
+
+    def load(self) -> None:
+        from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+        from trioserve.model.runner import ModelRunner
+
+        setup, say = self._setup, self._connection.say
+        whole = open_checkpoint(
+            Path(setup.path), context_tokens=setup.context_tokens, uses_further_layers=setup.uses_further_layers
+        )
+        checkpoint = RankCheckpoint(whole, setup.rank, setup.size, expert_parallel=setup.expert_parallel)
+        if setup.settings.device == "cuda":
+            import torch
+
+            torch.cuda.set_device(setup.local_rank)
+        self._checkpoint = checkpoint
+        self._collectives = _collectives(setup)
+        self._runner = runner = ModelRunner.load(
+            checkpoint,
+            setup.settings,
+            draft=self._draft(whole),
+            progress=lambda done, total: say(Progress("", done, total)),
+            on_compile=lambda sentence, seconds: say(Progress(sentence, seconds, None)),
+            collectives=self._collectives,
+        )
+        say(
+            Loaded(
+                device=runner.device,
+                dtype=runner.dtype,
+                kv_dtype=str(runner.kv_dtype),
+                computed_by=runner.computed_by,
+                arithmetic=runner.arithmetic,
+                is_batch_invariant=runner.is_batch_invariant,
+                launches=runner.launches,
+                block_count=runner.block_count,
+                state_slot_count=runner.state_slot_count,
+                snapshot_slot_count=runner.snapshot_slot_count,
+                block_bytes=runner.kv_cache_bytes // runner.block_count,
+                step_weight_bytes=runner.step_weight_bytes,
+                token_flops=runner.token_flops,
+                attended_token_flops=runner.attended_token_flops,
+            )
+        )
+
+    def _draft(self, whole: Checkpoint) -> DraftSource | None:
+        draft = self._setup.draft
+        if draft is None:
+            return None
+        path = None if draft.path is None else Path(draft.path)
+        return draft_source(draft.name, path, whole, draft.settings, draft.token_count)
+
+    def obey(self, orders: queue.SimpleQueue[Order | _Step]) -> None:
+        """One order, and whatever has to come before it; or, of a device that computes by itself, the end of a step
+        that was begun."""
+        begun, runner = self._begun, self._runner
+        assert runner is not None, "a rank computes when it is loaded"
+        if begun and (orders.empty() or len(begun) == STEPS_BEGUN_MAX):
+            self._finish()
+            return
+        order = orders.get()
+        if isinstance(order, _Step):
+            if runner.launches:
+                begun.append((order, runner.launch(order.plan, order.is_abandoned)))
+            else:
+                begun.append((order, functools.partial(runner.execute, order.plan, order.is_abandoned)))
+                self._finish()
+            return
+        while begun:
+            self._finish()
+        self._connection.say(Answer(order.serial, self._done(order, runner)))  # type: ignore[union-attr]
+
+    def _finish(self) -> None:
+        step, finish = self._begun.popleft()
+        result = finish()
+        response = result if self._setup.rank == 0 else None
+        self._connection.say(Answer(step.serial, None, response, _digest(result)))
+
+    def _done(self, order: Order, runner: ModelRunner) -> bool | str | None:
+        if isinstance(order, Allocate):
+            runner.state_slot_count, runner.snapshot_slot_count = order.state_slot_count, order.snapshot_slot_count
+            runner.allocate_kv(order.block_count)
+            return None
+        if isinstance(order, WarmUp):
+            runner.warm_up()
+            return None
+        if isinstance(order, Claim):
+            return runner.claim_memory()
+        if isinstance(order, AddAdapter):
+            try:
+                runner.add_adapter(order.id, self._adapter(order))
+            except MemoryError as error:
+                return str(error) or "no memory is left for it"
+            return None
+        assert isinstance(order, RemoveAdapter), f"no order: {order}"
+        runner.remove_adapter(order.id)
+        return None
+
+    def _adapter(self, order: AddAdapter) -> AdapterWeights:
+        from trioserve.model.parallel.rank_adapter import rank_adapter
+
+        def values(content: bytes, shape: tuple[int, int]) -> Any:
+            raw = np.frombuffer(content, dtype=np.uint8)
+            return values_of(raw, order.dtype).reshape(shape)
+
+        matrices = {
+            wire.name: AdapterMatrix(values(wire.a, wire.a_shape), values(wire.b, wire.b_shape))
+            for wire in order.matrices
+        }
+        whole = AdapterWeights(order.digest, order.dtype, matrices)
+        assert self._checkpoint is not None, "adapters come to a model"
+        return rank_adapter(whole, self._checkpoint)
+
+
+def main(file_descriptor: int) -> int:
+    """Compute until the server is gone. Returns the exit code."""
+    _outlive_signals()
+    server = socket.socket(fileno=file_descriptor)
+    server.set_inheritable(False)
+    connection = _Connection(server)
+    orders = connection.orders()
+    setup = next(orders, None)
+    if not isinstance(setup, RankSetup):
+        return ENDED_WITH_SERVER  # it has gone already
+    if setup.cpus:
+        os.sched_setaffinity(0, setup.cpus)  # before there are other threads, which have their own
+    logging.basicConfig(level=setup.log_level, handlers=[_ServerLog(connection)])
+    waiting: queue.SimpleQueue[Order | _Step] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(orders, waiting, connection), name="orders", daemon=True).start()
+    doing = "while it loaded"
+    try:
+        rank = _Rank(setup, connection)
+        rank.load()
+        doing = "at work"
+        while True:
+            rank.obey(waiting)
+    except BaseException as error:
+        if not isinstance(error, TrioserveError):
+            traceback.print_exc()
+        connection.say(Fault(doing, type(error).__name__, str(error)))
+    # What holds the others is not waited for.
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
+def _outlive_signals() -> None:
+    """The server is told to stop, and its ranks stop with it, when the last step is over. Where the server ends without
+    a word and this process is stopped (SIGSTOP), only the kernel can end it; its promise follows the thread that
+    started this process, and the server starts its ranks in the thread of its event loop."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], connection: _Connection) -> None:
+    """In a thread of its own, so that it hears what comes while a step is computed."""
+    steps: deque[_Step] = deque(maxlen=2 * STEPS_BEGUN_MAX)  # of those before them nobody speaks any more
+    try:
+        for order in orders:
+            if isinstance(order, Run):
+                steps.append(_Step(order))
+                waiting.put(steps[-1])
+            elif isinstance(order, Ping):
+                connection.say(Pong(order.serial))
+            elif isinstance(order, Abandon | Masks):
+                _tell_step(steps, order)
+            else:
+                waiting.put(order)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(FAILED)
+    os._exit(ENDED_WITH_SERVER)
+
+
+def _tell_step(steps: deque[_Step], order: Abandon | Masks) -> None:
+    for step in steps:
+        if step.serial != order.serial:
+            continue
+        if isinstance(order, Abandon):
+            step.is_abandoned.leave()
+        elif step.masks is not None:
+            step.masks.fill(order.bits)
+
+
+def _digest(result: StepResult | None) -> int | None:
+    """Of what all ranks have to agree about."""
+    if result is None:
+        return None
+    return zlib.crc32(encode((result.token_ids, sorted(result.draft_token_ids.items()), sorted(result.errors))))
+
+
+def _collectives(setup: RankSetup) -> Collectives:
+    from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
+    from trioserve_kernels.native import load_library
+
+    assert setup.memory is not None, "ranks of one machine share memory"
+    return SharedMemoryCollectives(load_library(), setup.memory, setup.rank, setup.size)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
