@@ -254,7 +254,9 @@ class RankGroup:
         order.answers[rank] = answer
         if order.is_step:
             self._compare(order, rank, answer)
-        if order.is_answered and self.failure is None:
+        if self.failure is not None:
+            return
+        if order.is_answered:
             order.tell(outcome.Value(order.answers[0].result if order.is_step else order.answers))
         if not order.waiting:
             del self._orders[answer.serial]

@@ -33,6 +33,8 @@ from trioserve.model.drafts.draft_sources import draft_source
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.number_formats import values_of
 from trioserve.model.parallel.collectives import Collectives
+from trioserve.model.parallel.rank_adapter import rank_adapter
+from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import (
     Abandon,
@@ -144,11 +146,10 @@ class _Rank:
         self._connection = connection
         self._collectives: Collectives | None = None
         self._runner: ModelRunner | None = None
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: RankCheckpoint | None = None
         self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
 
     def load(self) -> None:
-        from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
         from trioserve.model.runner import ModelRunner
 
         setup, say = self._setup, self._connection.say
@@ -243,8 +244,6 @@ class _Rank:
         return None
 
     def _adapter(self, order: AddAdapter) -> AdapterWeights:
-        from trioserve.model.parallel.rank_adapter import rank_adapter
-
         def values(content: bytes, shape: tuple[int, int]) -> Any:
             raw = np.frombuffer(content, dtype=np.uint8)
             return values_of(raw, order.dtype).reshape(shape)

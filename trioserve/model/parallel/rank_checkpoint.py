@@ -47,12 +47,12 @@ class RankCheckpoint:
 
     def tensors(self) -> Iterator[StoredTensor]:
         for tensor in self._checkpoint.tensors():
-            cut = self._cut_of(tensor.name)
+            cut = self.cut_of(tensor.name)
             if cut is not None:
                 yield _cut_tensor(tensor, cut)
 
-    def _cut_of(self, name: str) -> Cut | None:
-        """None: it is not in this rank. Raises KeyError for a tensor of which nobody said how it is divided."""
+    def cut_of(self, name: str) -> Cut | None:
+        """name: of a tensor. None: it is not in this rank. Raises KeyError for a tensor of which nobody said how it is divided."""
         path = name.split(".")
         cuts = self._share.cuts
         if path[0] == "layers":
