@@ -611,15 +611,11 @@ class _Opening:
             RankSetup(
                 rank=rank,
                 size=ranks.size,
-                local_rank=rank,
                 path=str(self._path),
                 settings=settings,
                 context_tokens=config.max_model_len,
                 uses_further_layers=drafts is not None and drafts.source == "mtp",
                 expert_parallel=config.enable_expert_parallel,
-                memory=ranks.memory,
-                cpus=ranks.cpus[rank],
-                kv_memory=ranks.kv_memories[rank] if ranks.kv_memories else None,
                 draft=draft if rank == 0 else None,
                 log_level=logging.getLogger("trioserve").getEffectiveLevel(),
             )

@@ -48,13 +48,11 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 SETUP = RankSetup(
     rank=0,
     size=2,
-    local_rank=0,
     path="/model",
     settings=ModelSettings(block_size=4),
     context_tokens=None,
     uses_further_layers=False,
     expert_parallel=False,
-    memory=None,
 )
 LOADED = Loaded(
     device="cpu",

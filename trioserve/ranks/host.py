@@ -11,19 +11,19 @@ from pathlib import Path
 
 from trioserve.model.parallel.shared_memory import Arrivals, make_shared_memory
 from trioserve.ranks.link import RankLink, RankProcess
-from trioserve.ranks.messages import Report
+from trioserve.ranks.messages import RankPlace, Report
 
 __all__ = ["HostRanks", "cpu_shares", "host_ranks"]
 
 
 class HostRanks:
-    """memory: the descriptor of what they share. cpus: of each, empty where there are too few. kv_memories: the
-    descriptors of where each has its KV cache, for whoever reads it from here; empty: nobody does."""
+    """memory: the descriptor of what they share. kv_memories: those of where each has its KV cache, for whoever reads
+    it from here; empty: nobody does."""
 
     def __init__(self, size: int, memory: int, arrivals: Arrivals, kv_memories: Sequence[int]) -> None:
-        self.size, self.memory = size, memory
-        self.cpus = cpu_shares(size)
-        self.kv_memories = kv_memories
+        self.size = size
+        self._memory, self._kv_memories = memory, kv_memories
+        self._cpus = cpu_shares(size)
         self.find_missing = arrivals.missing
 
     def make_links(
@@ -35,8 +35,7 @@ class HostRanks:
             for rank in range(self.size):
                 ours, its = socket.socketpair()
                 try:
-                    inherited = (self.memory, *self.kv_memories[rank : rank + 1])
-                    process = RankProcess(its, inherited)
+                    process = RankProcess(its, self._place(rank))
                 except BaseException:
                     ours.close()
                     raise
@@ -46,6 +45,10 @@ class HostRanks:
                 link.close()
             raise
         return links
+
+    def _place(self, rank: int) -> RankPlace:
+        kv_memory = self._kv_memories[rank] if self._kv_memories else None
+        return RankPlace(local_rank=rank, memory=self._memory, kv_memory=kv_memory, cpus=self._cpus[rank])
 
 
 @contextmanager

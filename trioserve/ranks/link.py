@@ -8,14 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 import trio
 
 from trioserve.ranks.frames import FrameReader, framed
-from trioserve.ranks.messages import Report, decode_report
+from trioserve.ranks.messages import RankPlace, Report, decode_report
 
 __all__ = ["KILLED", "RankLink", "RankProcess"]
 
@@ -31,12 +31,14 @@ class RankProcess:
     """A child process, from its start to its end. It is started in the calling thread, so that the kernel kills it with
     that thread, which is the event loop's: see rank_process."""
 
-    def __init__(self, connection: socket.socket, inherited: Sequence[int]) -> None:
-        """connection: its end of it, which it alone has from then on. inherited: what else it is to have."""
+    def __init__(self, connection: socket.socket, place: RankPlace) -> None:
+        """connection: its end of it, which it alone has from then on."""
+        memories = [memory for memory in (place.memory, place.kv_memory) if memory is not None]
+        told = msgspec.json.encode(place).decode()
         with connection:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trioserve.ranks.rank_process", str(connection.fileno())],
-                pass_fds=(connection.fileno(), *inherited),
+                [sys.executable, "-m", "trioserve.ranks.rank_process", str(connection.fileno()), told],
+                pass_fds=(connection.fileno(), *memories),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal is for the server
             )

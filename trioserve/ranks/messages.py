@@ -29,6 +29,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Progress",
+    "RankPlace",
     "RankSetup",
     "RemoveAdapter",
     "Report",
@@ -53,24 +54,33 @@ class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
     token_count: int
 
 
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is told of its machine, by whoever starts it there. path: of the model; None: as the server says.
+    local_rank: among the ranks of this machine, which is its GPU's index. memory: the file descriptor of what all ranks
+    share; None: they meet over torch.distributed. kv_memory: of the memory in which its KV cache lies, so that the
+    server reads it; None: nobody does. cpus: that it may use; empty: all that its parent may."""
+
+    local_rank: int
+    path: str | None = None
+    memory: int | None = None
+    kv_memory: int | None = None
+    cpus: tuple[int, ...] = ()
+
+
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that a rank is told at its start. context_tokens, uses_further_layers: see open_checkpoint. settings: with
-    the threads and the memory that this rank may have. local_rank: among those of its machine, which is its GPU's
-    index. memory: the file descriptor of what the ranks share; None: they meet over torch.distributed. kv_memory: the
-    one in which its KV cache lies, so that the server reads it; None: nobody does. cpus: that it may use; empty: all
-    that the server may. draft: for rank 0 alone."""
+    """All that a rank is told by its server. context_tokens, uses_further_layers: see open_checkpoint. settings: with
+    the threads and the memory that this rank may have. draft: for rank 0 alone. meeting_host, meeting_port: where ranks
+    that share no memory find each other."""
 
     rank: int
     size: int
-    local_rank: int
     path: str
     settings: ModelSettings
     context_tokens: int | None
     uses_further_layers: bool
     expert_parallel: bool
-    memory: int | None
-    cpus: tuple[int, ...] = ()
-    kv_memory: int | None = None
+    meeting_host: str = "127.0.0.1"
+    meeting_port: int = 0
     draft: DraftSetup | None = None
     log_level: int = logging.INFO
 

@@ -1,5 +1,6 @@
-"""One rank of a group: `python -m trioserve.ranks.rank_process FD`, where FD is its connection to the server, which
-starts it so. It computes what it is told and ends with its server.
+"""One rank of a group: `python -m trioserve.ranks.rank_process FD PLACE`, where FD is its connection to the server, and
+PLACE a RankPlace in JSON; whoever starts it on its machine does it so. It computes what it is told and ends with its
+server.
 
 One thread reads orders, also while the other computes: so it hears that a step is abandoned, and that the server is
 gone. Nothing about a request is kept from one step to the next.
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from trioserve.contracts.errors import TrioserveError
@@ -50,6 +52,7 @@ from trioserve.ranks.messages import (
     Ping,
     Pong,
     Progress,
+    RankPlace,
     RankSetup,
     RemoveAdapter,
     Report,
@@ -141,8 +144,8 @@ class _ServerLog(logging.Handler):
 class _Rank:
     """What computes, in the thread that calls it."""
 
-    def __init__(self, setup: RankSetup, connection: _Connection) -> None:
-        self._setup = setup
+    def __init__(self, setup: RankSetup, place: RankPlace, connection: _Connection) -> None:
+        self._setup, self._place = setup, place
         self._connection = connection
         self._collectives: Collectives | None = None
         self._runner: ModelRunner | None = None
@@ -154,15 +157,17 @@ class _Rank:
 
         setup, say = self._setup, self._connection.say
         whole = open_checkpoint(
-            Path(setup.path), context_tokens=setup.context_tokens, uses_further_layers=setup.uses_further_layers
+            Path(self._place.path or setup.path),
+            context_tokens=setup.context_tokens,
+            uses_further_layers=setup.uses_further_layers,
         )
         checkpoint = RankCheckpoint(whole, setup.rank, setup.size, expert_parallel=setup.expert_parallel)
         if setup.settings.device == "cuda":
             import torch
 
-            torch.cuda.set_device(setup.local_rank)
+            torch.cuda.set_device(self._place.local_rank)
         self._checkpoint = checkpoint
-        self._collectives = _collectives(setup)
+        self._collectives = _collectives(setup, self._place)
         self._runner = runner = ModelRunner.load(
             checkpoint,
             setup.settings,
@@ -257,7 +262,7 @@ class _Rank:
         return rank_adapter(whole, self._checkpoint)
 
 
-def main(file_descriptor: int) -> int:
+def main(file_descriptor: int, place: RankPlace) -> int:
     """Compute until the server is gone. Returns the exit code."""
     _outlive_signals()
     server = socket.socket(fileno=file_descriptor)
@@ -267,14 +272,14 @@ def main(file_descriptor: int) -> int:
     setup = next(orders, None)
     if not isinstance(setup, RankSetup):
         return ENDED_WITH_SERVER  # it has gone already
-    if setup.cpus:
-        os.sched_setaffinity(0, setup.cpus)  # before there are other threads, which have their own
+    if place.cpus:
+        os.sched_setaffinity(0, place.cpus)  # before there are other threads, which have their own
     logging.basicConfig(level=setup.log_level, handlers=[_ServerLog(connection)])
     waiting: queue.SimpleQueue[Order | _Step] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(orders, waiting, connection), name="orders", daemon=True).start()
     doing = "while it loaded"
     try:
-        rank = _Rank(setup, connection)
+        rank = _Rank(setup, place, connection)
         rank.load()
         doing = "at work"
         while True:
@@ -335,13 +340,13 @@ def _digest(result: StepResult | None) -> int | None:
     return zlib.crc32(encode((result.token_ids, sorted(result.draft_token_ids.items()), sorted(result.errors))))
 
 
-def _collectives(setup: RankSetup) -> Collectives:
+def _collectives(setup: RankSetup, place: RankPlace) -> Collectives:
     from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
     from trioserve_kernels.native import load_library
 
-    assert setup.memory is not None, "ranks of one machine share memory"
-    return SharedMemoryCollectives(load_library(), setup.memory, setup.rank, setup.size)
+    assert place.memory is not None, "ranks of one machine share memory"
+    return SharedMemoryCollectives(load_library(), place.memory, setup.rank, setup.size)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RankPlace)))

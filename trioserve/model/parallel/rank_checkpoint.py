@@ -52,7 +52,8 @@ class RankCheckpoint:
                 yield _cut_tensor(tensor, cut)
 
     def cut_of(self, name: str) -> Cut | None:
-        """name: of a tensor. None: it is not in this rank. Raises KeyError for a tensor of which nobody said how it is divided."""
+        """name: of a tensor. None: it is not in this rank. Raises KeyError for one of which nobody said how it is
+        divided."""
         path = name.split(".")
         cuts = self._share.cuts
         if path[0] == "layers":
