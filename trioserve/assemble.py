@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -54,8 +55,9 @@ from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
+from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
-from trioserve.ranks.host import HostRanks, host_ranks
+from trioserve.ranks.host import free_port, host_ranks
 from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
 from trioserve.ranks.ranked_runner import RankedRunner
 from trioserve.text.chat_template_file import chat_template_text
@@ -573,9 +575,16 @@ class _Opening:
                 what = progress.what or f"loading {config.model}"
                 self._on_progress(LoadProgress(what, progress.done, progress.total))
 
-        with host_ranks(count, shows_kv=self._transfers is not None) as ranks:
+        here = count // config.nnodes
+        elsewhere: dict[int, socket.socket] = {}
+        if config.nnodes > 1:
+            assert config.ranks_key is not None, "checked by Config"
+            elsewhere = await wait_for_ranks(
+                config.master_addr, config.master_port, range(here, count), config.ranks_key, on_wait=self._tell_waits
+            )
+        with host_ranks(here, elsewhere=elsewhere, shows_kv=self._transfers is not None) as ranks:
             async with open_ranks(
-                self._rank_setups(ranks),
+                self._rank_setups(here),
                 ranks.make_links,
                 answer_seconds_max=config.step_timeout,
                 find_missing=ranks.find_missing,
@@ -589,10 +598,14 @@ class _Opening:
                 logger.info("the model is in ranks pids=%s", ",".join(map(str, group.pids)))
                 yield _Computing(runner, group, group, group.claim_memory, None, group.guard)
 
-    def _rank_setups(self, ranks: HostRanks) -> list[RankSetup]:
+    def _tell_waits(self, awaited: list[int]) -> None:
+        if awaited:
+            logger.info("waits for ranks of other machines ranks=%s", ",".join(map(str, awaited)))
+
+    def _rank_setups(self, here: int) -> list[RankSetup]:
+        """here: how many there are on each machine."""
         config, drafts = self._config, self._drafts
         settings = _model_settings(config)
-        here = ranks.size
         settings = msgspec.structs.replace(
             settings,
             threads=None if config.threads is None else max(1, config.threads // here),
@@ -607,10 +620,14 @@ class _Opening:
                 settings=self._draft_settings(drafts),
                 token_count=drafts.token_count,
             )
+        is_far = config.nnodes > 1
+        meeting_port = config.master_port + 1 if is_far else free_port()
         return [
             RankSetup(
                 rank=rank,
-                size=ranks.size,
+                size=config.tensor_parallel_size,
+                meeting_host=config.master_addr if is_far else "127.0.0.1",
+                meeting_port=meeting_port,
                 path=str(self._path),
                 settings=settings,
                 context_tokens=config.max_model_len,
@@ -619,7 +636,7 @@ class _Opening:
                 draft=draft if rank == 0 else None,
                 log_level=logging.getLogger("trioserve").getEffectiveLevel(),
             )
-            for rank in range(ranks.size)
+            for rank in range(config.tensor_parallel_size)
         ]
 
     async def _prepare_texts(self, checkpoint: Checkpoint | EncoderDirectory, weights_come: trio.Event) -> None:

@@ -291,6 +291,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.model = arguments.served
     config = config_from(arguments, kind=Config)
     start_reading_ahead(config.model)
+    if config.headless:
+        from trioserve.commands.headless import run_headless
+
+        return run_headless(config)
     from trioserve.commands.serve import run_server
 
     return run_server(config)

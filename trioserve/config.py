@@ -349,6 +349,20 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "or on a CPU for a part of its cores", "N", ge=1, le=RANKS_MAX)] = 1
     enable_expert_parallel: Annotated[bool, _about(
         "of a mixture of experts each rank has whole experts, and not a part of each")] = False
+    nnodes: Annotated[int, _about(
+        "machines that the ranks are on, as many on each; on all but one, serve --headless", "N", ge=1, le=RANKS_MAX,
+        )] = 1
+    node_rank: Annotated[int, _about(
+        "which of them this is; the server is 0, and has the first ranks", "N", ge=0, le=RANKS_MAX - 1)] = 0
+    master_addr: Annotated[str, _about(
+        "address of the server's machine, by which ranks of other machines find it", "ADDRESS")] = "127.0.0.1"
+    master_port: Annotated[int, _about(
+        "TCP port there that ranks come to; torch.distributed takes the next one, too", "PORT", ge=1, le=65534)] = 29500
+    ranks_key: Annotated[str | None, _about(
+        "what ranks of other machines and their server have to know, the same everywhere; default: none, and no other "
+        "machine", "KEY")] = None
+    headless: Annotated[bool, _about(
+        "serve nobody, but keep the ranks of this machine for the server at --master-addr")] = False
     enable_auto_tool_choice: Annotated[bool, _about(
         "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
     enable_lora: Annotated[bool, _about(
@@ -452,7 +466,26 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def check_ranks(config: Config) -> None:
     """Whether a model can be computed so by several processes. Raises StartupError."""
-    if config.tensor_parallel_size == 1:
+    size = config.tensor_parallel_size
+    if config.nnodes > 1 or config.headless:
+        if size % config.nnodes or size == 1:
+            raise StartupError(
+                f"--nnodes is {config.nnodes}, and --tensor-parallel-size {size}: give each machine the same number of "
+                f"ranks, such as {config.nnodes} in all"
+            )
+        if config.node_rank >= config.nnodes:
+            raise StartupError(f"--node-rank is {config.node_rank}, allowed are 0 to {config.nnodes - 1}: see --nnodes")
+        if config.headless != (config.node_rank > 0):
+            raise StartupError(
+                f"--node-rank is {config.node_rank}, and --headless is {'given' if config.headless else 'not'}: the "
+                "server is node 0, and all others are headless"
+            )
+        if not config.ranks_key:
+            raise StartupError(
+                "--ranks-key is not given, and whoever reaches --master-port could be a rank: give all machines the "
+                "same key, in the variable TRIOSERVE_RANKS_KEY rather than for all to see"
+            )
+    if size == 1:
         return
     if not sys.platform.startswith("linux"):
         raise StartupError(

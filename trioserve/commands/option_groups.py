@@ -16,9 +16,12 @@ GROUPS = {
         "quantization tool_call_parser reasoning_parser enable_auto_tool_choice"
     ),
     "computing": _words(
-        "device threads cpu_kernels gpu_kernels tensor_parallel_size enable_expert_parallel enforce_eager "
+        "device threads cpu_kernels gpu_kernels enforce_eager "
         "batch_invariant overlap_steps speculative_ngram speculative_model speculative_tokens "
         "speculative_quantization speculative_config"
+    ),
+    "ranks": _words(
+        "tensor_parallel_size enable_expert_parallel nnodes node_rank master_addr master_port ranks_key headless"
     ),
     "memory and batches": _words(
         "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,18 +13,20 @@ from trioserve.model.parallel.shared_memory import Arrivals, make_shared_memory
 from trioserve.ranks.link import RankLink, RankProcess
 from trioserve.ranks.messages import RankPlace, Report
 
-__all__ = ["HostRanks", "cpu_shares", "host_ranks"]
+__all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
 
 
 class HostRanks:
-    """memory: the descriptor of what they share. kv_memories: those of where each has its KV cache, for whoever reads
-    it from here; empty: nobody does."""
+    """memory: the descriptor of what all ranks share; None: some are elsewhere. kv_memories: those of where each has
+    its KV cache, for whoever reads it from here; empty: nobody does. elsewhere: connections of the ranks of other
+    machines, which come behind those of this one."""
 
-    def __init__(self, size: int, memory: int, arrivals: Arrivals, kv_memories: Sequence[int]) -> None:
+    def __init__(
+        self, size: int, memory: int | None, kv_memories: Sequence[int], elsewhere: Mapping[int, socket.socket]
+    ) -> None:
         self.size = size
-        self._memory, self._kv_memories = memory, kv_memories
+        self._memory, self._kv_memories, self._elsewhere = memory, kv_memories, elsewhere
         self._cpus = cpu_shares(size)
-        self.find_missing = arrivals.missing
 
     def make_links(
         self, on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]
@@ -40,6 +42,8 @@ class HostRanks:
                     ours.close()
                     raise
                 links.append(RankLink(rank, ours, on_report, on_end, process))
+            for rank, connection in sorted(self._elsewhere.items()):
+                links.append(RankLink(rank, connection, on_report, on_end))
         except BaseException:
             for link in links:
                 link.close()
@@ -50,20 +54,42 @@ class HostRanks:
         kv_memory = self._kv_memories[rank] if self._kv_memories else None
         return RankPlace(local_rank=rank, memory=self._memory, kv_memory=kv_memory, cpus=self._cpus[rank])
 
+    def find_missing(self) -> Sequence[int]:
+        """The ranks that others wait for, as far as that is to be seen."""
+        return ()
+
+
+class _MemoryRanks(HostRanks):
+    """Ranks that meet in shared memory."""
+
+    def __init__(self, size: int, memory: int, kv_memories: Sequence[int]) -> None:
+        super().__init__(size, memory, kv_memories, {})
+        self._arrivals = Arrivals(memory, size)
+
+    def find_missing(self) -> Sequence[int]:
+        return self._arrivals.missing()
+
+    def close(self) -> None:
+        self._arrivals.close()
+
 
 @contextmanager
-def host_ranks(size: int, *, shows_kv: bool) -> Iterator[HostRanks]:
-    """For a group that is opened and left inside of this. shows_kv: KV caches can be read from here."""
+def host_ranks(size: int, *, elsewhere: Mapping[int, socket.socket], shows_kv: bool) -> Iterator[HostRanks]:
+    """For a group that is opened and left inside of this. size: of this machine's ranks. shows_kv: KV caches can be
+    read from here."""
+    if elsewhere:
+        yield HostRanks(size, None, (), elsewhere)
+        return
     descriptors: list[int] = []
     try:
         descriptors.append(make_shared_memory(size))
         for rank in range(size if shows_kv else 0):
             descriptors.append(os.memfd_create(f"trioserve-kv-{rank}"))
-        arrivals = Arrivals(descriptors[0], size)
+        ranks = _MemoryRanks(size, descriptors[0], descriptors[1:])
         try:
-            yield HostRanks(size, descriptors[0], arrivals, descriptors[1:])
+            yield ranks
         finally:
-            arrivals.close()
+            ranks.close()
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -80,6 +106,12 @@ def cpu_shares(size: int, root: Path = Path("/")) -> tuple[tuple[int, ...], ...]
     every = list(cores.values())
     firsts = [len(every) * rank // size for rank in range(size + 1)]
     return tuple(tuple(cpu for core in every[first:end] for cpu in core) for first, end in itertools.pairwise(firsts))
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody has right now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _siblings(cpu: int, root: Path) -> str:

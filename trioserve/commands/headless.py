@@ -1,0 +1,44 @@
+"""`serve --headless`: the ranks of a machine whose server is on another one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import trio
+
+from trioserve.commands.serving import run_until_signal
+from trioserve.config import Config
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
+from trioserve.ranks.headless import keep_ranks
+from trioserve.trio_tools.daemon_thread import call_abandonable
+
+__all__ = ["run_headless"]
+
+
+def run_headless(config: Config) -> int:
+    """Until Ctrl-C or SIGTERM, which ends the ranks at once: their server is who drains. Returns the exit code; raises
+    StartupError and ModelLoadError."""
+
+    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        resolve = functools.partial(resolve_model, revision=config.revision)
+        path = await call_abandonable(resolve, config.model, thread_name=DOWNLOAD_THREAD)
+        here = config.tensor_parallel_size // config.nnodes
+        ranks = range(config.node_rank * here, (config.node_rank + 1) * here)
+        assert config.ranks_key is not None, "checked by Config"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(
+                functools.partial(
+                    keep_ranks,
+                    ranks,
+                    path=path,
+                    host=config.master_addr,
+                    port=config.master_port,
+                    key=config.ranks_key,
+                )
+            )
+            announce([])
+            await orders.receive()
+            nursery.cancel_scope.cancel()
+
+    return run_until_signal(config, serve, what=f"ranks of {config.model}")

@@ -1,0 +1,151 @@
+"""Where ranks of other machines come to their server."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.ranks.frames import framed
+from trioserve.ranks.handshake import Challenge, Hello, Verdict, answered, challenge, is_server, verdict
+
+__all__ = ["connect_rank", "wait_for_ranks"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+HANDSHAKE_SECONDS_MAX = 10.0
+HANDSHAKES_MAX = 64  # at a time; whoever comes then waits in the kernel's queue
+HANDSHAKE_BYTES_MAX = 4096
+# A machine that is gone without a word is noticed within so many seconds, also while nothing is said.
+KEEPALIVE_SECONDS, KEEPALIVE_INTERVAL, KEEPALIVE_TRIES, UNACKNOWLEDGED_SECONDS_MAX = 5, 2, 3, 12
+
+
+async def wait_for_ranks(
+    host: str | None, port: int, ranks: Collection[int], key: str, *, on_wait: Callable[[list[int]], None]
+) -> dict[int, socket.socket]:
+    """Connections of all of these ranks, the caller's to close. on_wait: is told who is still awaited, at first and
+    whenever that changes. Raises StartupError if nobody can listen there."""
+    found: dict[int, socket.socket] = {}
+    places = trio.CapacityLimiter(HANDSHAKES_MAX)
+    is_complete = trio.Event()
+
+    async def greet(stream: trio.SocketStream) -> None:
+        async with places:
+            try:
+                with trio.fail_after(HANDSHAKE_SECONDS_MAX):
+                    rank = await _greeted(stream, ranks, found, key)
+            except (trio.TooSlowError, trio.BrokenResourceError, EOFError, ValueError, msgspec.MsgspecError) as error:
+                logger.warning("a connection for ranks was given up error=%s", error or type(error).__name__)
+                await trio.aclose_forcefully(stream)
+                return
+            if rank is None:
+                await trio.aclose_forcefully(stream)
+                return
+            found[rank] = _taken_out(stream)
+            on_wait([rank for rank in ranks if rank not in found])
+            if len(found) == len(ranks):
+                is_complete.set()
+
+    try:
+        listeners = await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        raise StartupError(
+            f"nobody can listen for ranks at --master-addr {host}, --master-port {port}: {error.strerror or error}"
+        ) from error
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, greet, listeners)
+            on_wait(list(ranks))
+            await is_complete.wait()
+            nursery.cancel_scope.cancel()
+    except BaseException:
+        for connection in found.values():
+            connection.close()
+        raise
+    return found
+
+
+async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Collection[int], key: str) -> int | None:
+    asked = challenge()
+    await _say(stream, asked)
+    hello = await _heard(stream, Hello)
+    given = verdict(asked, hello, key)
+    if given.refused is None and hello.rank not in ranks:
+        given = Verdict(refused=f"rank {hello.rank} is none of those that are awaited from elsewhere: {list(ranks)}")
+    elif given.refused is None and hello.rank in found:
+        given = Verdict(refused=f"rank {hello.rank} is there already")
+    await _say(stream, given)
+    if given.refused is None:
+        return hello.rank
+    logger.warning("a rank is refused rank=%d reason=%s", hello.rank, given.refused)
+    return None
+
+
+async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.socket:
+    """A connection of this rank to its server, the caller's to close. Raises OSError if nobody listens there yet, or
+    the connection ends, and StartupError if the two do not suit each other."""
+    stream = await trio.open_tcp_stream(host, port)
+    try:
+        with trio.fail_after(HANDSHAKE_SECONDS_MAX):
+            asked = await _heard(stream, Challenge)
+            hello = answered(asked, rank, key)
+            await _say(stream, hello)
+            given = await _heard(stream, Verdict)
+    except (trio.TooSlowError, trio.BrokenResourceError, EOFError) as error:
+        await trio.aclose_forcefully(stream)
+        raise ConnectionError(f"the server at {host}:{port} has not answered") from error
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+    if given.refused is not None or not is_server(asked, hello, given, key):
+        await trio.aclose_forcefully(stream)
+        raise StartupError(
+            f"the server at {host}:{port} does not take rank {rank}: "
+            f"{given.refused or 'it does not know the key, so it is somebody else'}"
+        )
+    return _taken_out(stream)
+
+
+def _taken_out(stream: trio.SocketStream) -> socket.socket:
+    """The connection, without Trio, with what shows that the other side is gone."""
+    connection = socket.socket(fileno=stream.socket.detach())
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL),
+        (socket.TCP_KEEPCNT, KEEPALIVE_TRIES),
+        (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_SECONDS_MAX * 1000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+async def _say(stream: trio.SocketStream, message: Any) -> None:
+    await stream.send_all(framed(msgspec.msgpack.encode(message)))
+
+
+async def _heard(stream: trio.SocketStream, kind: type[T]) -> T:
+    """One message and no byte more: what follows is for somebody else. Raises EOFError and ValueError."""
+    (length,) = struct.unpack("<I", await _exactly(stream, 4))
+    if length > HANDSHAKE_BYTES_MAX:
+        raise ValueError(f"a greeting is to have {length} bytes")
+    return msgspec.msgpack.decode(await _exactly(stream, length), type=kind)
+
+
+async def _exactly(stream: trio.SocketStream, byte_count: int) -> bytes:
+    received = b""
+    while len(received) < byte_count:
+        part = await stream.receive_some(byte_count - len(received))
+        if not part:
+            raise EOFError("the other side has closed the connection")
+        received += part
+    return received
