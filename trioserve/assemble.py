@@ -594,7 +594,7 @@ class _Opening:
                     nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
                     await group.load()
                     weights_come.set()
-                runner = RankedRunner(group.loaded, count, config.block_size)
+                runner = RankedRunner(group.loaded, group.ranks, ranks.kv_memories, config.block_size)
                 logger.info("the model is in ranks pids=%s", ",".join(map(str, group.pids)))
                 yield _Computing(runner, group, group, group.claim_memory, None, group.guard)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, cast
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.given_rows import given_rows
 from trioserve.model.kv_format import KvFormat
+from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import (
     AttentionConfig,
@@ -40,7 +43,15 @@ from trioserve.model.native_adapters import NativeAdapter
 from trioserve.model.native_recurrent import NativeRecurrent, why_not_recurrent
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.native_streams import NativeLaurel, NativeLayerStreams, NativeStreams, why_not_streams
-from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
+from trioserve.model.number_formats import (
+    VALUE_BYTES,
+    Dtype,
+    Float32Array,
+    Values,
+    convert,
+    empty_values,
+    values_of,
+)
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.native_callbacks import NativeCallbacks
@@ -261,23 +272,31 @@ class NativeModel:
     def states(self) -> StateStorage[Values] | None:
         return self._states
 
-    def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
+    def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
         def made(shape: tuple[int, ...], dtype: str) -> Values:
-            memory: Values = empty_array(shape, dtype)
-            self._library.use_large_pages(memory)
-            return memory
+            values: Values = empty_array(shape, dtype)
+            self._library.use_large_pages(values)
+            return values
+
+        def made_for_kv(shape: tuple[int, ...]) -> Values:
+            dtype: Dtype | Literal["uint8"] = self.dtype if self._kv_format == "plain" else "uint8"
+            if memory is None or 0 in shape:
+                return made(shape, dtype)
+            content = memory.take(math.prod(shape) * (1 if dtype == "uint8" else VALUE_BYTES[dtype]))
+            typed = cast(Values, content) if dtype == "uint8" else values_of(content, dtype)
+            return typed.reshape(shape)
 
         self._storage, self._states, self._unclaimed = None, None, iter(())  # before the new one: two might not fit
         if state_slot_count:
             make_states = functools.partial(made, dtype="float32")
             self._states = StateStorage(self.config, slot_count=state_slot_count, make=make_states)
-            for index, memory in enumerate(self._states.buffers):
-                self._state_addresses[index] = None if memory is None else address(memory)
+            for index, buffer in enumerate(self._states.buffers):
+                self._state_addresses[index] = None if buffer is None else address(buffer)
         self._storage = KVStorage(
             self.config,
             block_count=block_count,
             block_size=self._block_size,
-            make=functools.partial(made, dtype=self.dtype if self._kv_format == "plain" else "uint8"),
+            make=made_for_kv,
             kv_format=self._kv_format,
         )
         for index, kv_layer in enumerate(self.config.kv_layers):

@@ -40,6 +40,7 @@ from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
 from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
 from trioserve.model.drafts.vocabulary import check_draft
 from trioserve.model.kv_format import kv_format_of
+from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_pages import make_kv_pages
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
@@ -244,26 +245,29 @@ class ModelRunner:
         batch-invariant model takes KV only of its like, since others would give other bits; so might other versions of
         its kernels, whose KV files may still be there."""
         assert self.storage is not None, "kv_pages before allocate_kv"
+        return make_kv_pages(self.kv_layout(model_name), self.storage, self.device)
+
+    def kv_layout(self, model_name: str) -> KVLayout:
+        """Of kv_pages, which are those of layers that keep something."""
         like = f"{model_name} batch-invariant, {self.arithmetic}, trioserve {VERSION}"
         entry = self.config.kv_attention.kv_entry
-        layout = KVLayout(
+        return KVLayout(
             model=like if self._batch_invariant else model_name,
-            layer_count=len(self.storage.kept),
+            layer_count=sum(entry is not None for entry in self.config.kv_entries),
             block_size=self.block_size,
             part_count=entry.part_count,
             kv_head_count=entry.head_count,
             head_dim=entry.head_dim,
             dtype=self.kv_dtype,
         )
-        return make_kv_pages(layout, self.storage, self.device)
 
-    def allocate_kv(self, block_count: int) -> None:
+    def allocate_kv(self, block_count: int, memory: KVMemory | None = None) -> None:
         """Make the KV cache; what an earlier one held is gone. Its memory is claimed as blocks are first written,
-        or ahead of that by claim_memory."""
+        or ahead of that by claim_memory. memory: on a CPU, where it is to lie."""
         assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
         self.block_count = block_count
-        self._model.allocate_kv(block_count, self.state_slot_count + self.snapshot_slot_count)
+        self._model.allocate_kv(block_count, self.state_slot_count + self.snapshot_slot_count, memory)
         if self._draft is not None:
             self._draft.allocate_kv(block_count)
 

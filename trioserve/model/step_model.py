@@ -10,6 +10,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
+from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype
@@ -76,8 +77,9 @@ class StepModel(Protocol):
         """What layers keep of sequences; None before allocate_kv, and of a model without such layers."""
         ...
 
-    def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
-        """Make the KV cache, and the slots of layers that keep a state; what earlier ones held is gone."""
+    def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
+        """Make the KV cache, and the slots of layers that keep a state; what earlier ones held is gone. memory: where
+        the KV cache is to lie, on a CPU; None: in some of its own."""
         ...
 
     def claim_memory(self) -> bool:

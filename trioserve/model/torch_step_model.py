@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_format import kv_format_of
+from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, ModelConfig
@@ -185,9 +187,11 @@ class TorchStepModel:
     def states(self) -> StateStorage[Tensor] | None:
         return self._states
 
-    def allocate_kv(self, block_count: int, state_slot_count: int = 0) -> None:
+    def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
             dtype = CODED_DTYPES.get(kv_format_of(self._settings), self._shape.dtype)
+            if memory is not None and 0 not in shape:
+                return torch.from_numpy(memory.take(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
             return torch.empty(shape, dtype=dtype, device=self._shape.device)
 
         model = self._model

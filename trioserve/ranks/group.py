@@ -101,10 +101,11 @@ class _Order:
 class RankGroup:
     """What EngineParts and assemble ask of what computes. Made by open_ranks.
 
-    loaded: what rank 0 says of itself, with the sizes that suit all ranks.
+    loaded: what rank 0 says of itself, with the sizes that suit all ranks. ranks: what each says, in their order.
     """
 
     loaded: Loaded
+    ranks: tuple[Loaded, ...] = ()
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ class RankGroup:
             nursery.cancel_scope.cancel()
         if self.failure is not None:
             raise self.failure
-        ranks = [self._loaded[link.rank] for link in self._links]
+        self.ranks = ranks = tuple(self._loaded[link.rank] for link in self._links)
         self.loaded = msgspec.structs.replace(
             ranks[0],
             block_count=min(rank.block_count for rank in ranks),

@@ -25,7 +25,8 @@ class HostRanks:
         self, size: int, memory: int | None, kv_memories: Sequence[int], elsewhere: Mapping[int, socket.socket]
     ) -> None:
         self.size = size
-        self._memory, self._kv_memories, self._elsewhere = memory, kv_memories, elsewhere
+        self.kv_memories = kv_memories
+        self._memory, self._elsewhere = memory, elsewhere
         self._cpus = cpu_shares(size)
 
     def make_links(
@@ -51,7 +52,7 @@ class HostRanks:
         return links
 
     def _place(self, rank: int) -> RankPlace:
-        kv_memory = self._kv_memories[rank] if self._kv_memories else None
+        kv_memory = self.kv_memories[rank] if self.kv_memories else None
         return RankPlace(local_rank=rank, memory=self._memory, kv_memory=kv_memory, cpus=self._cpus[rank])
 
     def find_missing(self) -> Sequence[int]:

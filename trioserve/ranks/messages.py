@@ -170,7 +170,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The weights are there. What there is of a ModelRunner that others ask for; block_count, state_slot_count and
     snapshot_slot_count: as many as this rank has room for. block_bytes: of a block, in this rank. layout: of its part
-    of the KV cache; None for what connectors do not carry."""
+    of the KV cache, without the model's name; None: it keeps none. kv_heads: of all heads of keys and values the first
+    that is here, and how many are."""
 
     device: Literal["cpu", "cuda"]
     dtype: Dtype
@@ -187,6 +188,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_flops: int
     attended_token_flops: int
     layout: KVLayout | None = None
+    kv_heads: tuple[int, int] = (0, 0)
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

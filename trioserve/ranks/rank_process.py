@@ -32,6 +32,7 @@ from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.drafts.draft_sources import draft_source
+from trioserve.model.kv_memory import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.number_formats import values_of
 from trioserve.model.parallel.collectives import Collectives
@@ -192,6 +193,8 @@ class _Rank:
                 step_weight_bytes=runner.step_weight_bytes,
                 token_flops=runner.token_flops,
                 attended_token_flops=runner.attended_token_flops,
+                layout=runner.kv_layout("") if runner.config.has_attention else None,
+                kv_heads=checkpoint.kv_heads if runner.config.has_attention else (0, 0),
             )
         )
 
@@ -231,7 +234,8 @@ class _Rank:
     def _done(self, order: Order, runner: ModelRunner) -> bool | str | None:
         if isinstance(order, Allocate):
             runner.state_slot_count, runner.snapshot_slot_count = order.state_slot_count, order.snapshot_slot_count
-            runner.allocate_kv(order.block_count)
+            descriptor = self._place.kv_memory
+            runner.allocate_kv(order.block_count, None if descriptor is None else KVMemory(descriptor))
             return None
         if isinstance(order, WarmUp):
             runner.warm_up()

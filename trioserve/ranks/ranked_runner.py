@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import KVPages
 from trioserve.model.number_formats import Dtype
 from trioserve.ranks.messages import Loaded
+from trioserve.ranks.rank_pages import HeadRange, RankPages
 
 __all__ = ["RankedRunner"]
 
@@ -13,13 +18,15 @@ __all__ = ["RankedRunner"]
 class RankedRunner:
     """The sizes and names of ModelRunner; see there. Of a model that is in several processes, which outlive it."""
 
-    def __init__(self, loaded: Loaded, rank_count: int, block_size: int) -> None:
-        ranks = f", in {rank_count} ranks"
+    def __init__(self, loaded: Loaded, ranks: Sequence[Loaded], kv_memories: Sequence[int], block_size: int) -> None:
+        """loaded: what suits all ranks; ranks: what each says. kv_memories: see HostRanks."""
+        self._in_ranks = f", in {len(ranks)} ranks"
+        self._layout, self._ranks, self._kv_memories = loaded.layout, ranks, kv_memories
         self.device = loaded.device
         self.dtype: Dtype = loaded.dtype
         self.kv_dtype = loaded.kv_dtype
-        self.computed_by = loaded.computed_by + ranks
-        self.arithmetic = loaded.arithmetic + ranks
+        self.computed_by = loaded.computed_by + self._in_ranks
+        self.arithmetic = loaded.arithmetic + self._in_ranks
         self.is_batch_invariant = loaded.is_batch_invariant
         self.block_size = block_size
         self.block_count = loaded.block_count
@@ -31,6 +38,13 @@ class RankedRunner:
         self.attended_token_flops = loaded.attended_token_flops
 
     def kv_pages(self, model_name: str) -> KVPages:
-        raise StartupError(
-            "the model is in several ranks, whose KV cache no connector reads: leave out --kv-transfer-config"
-        )
+        """See ModelRunner.kv_pages. Raises StartupError where the KV cache cannot be read from here."""
+        if not self._kv_memories or self.device != "cpu" or self._layout is None:
+            raise StartupError(
+                "the model's ranks are on GPUs or on other machines, whose KV cache no connector reads: leave out "
+                "--kv-transfer-config"
+            )
+        like = self._layout.model and self._layout.model + self._in_ranks
+        layout = msgspec.structs.replace(self._layout, model=model_name + like)
+        heads = [HeadRange(*rank.kv_heads) for rank in self._ranks]
+        return RankPages(layout, self.block_count, heads, self._kv_memories)

@@ -20,7 +20,7 @@ from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
 from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
-from trioserve.model.parallel.cuts import Cut, Runs
+from trioserve.model.parallel.cuts import Cut, Run, Runs, head_runs
 from trioserve.model.parallel.shares import Cuts, divide
 
 __all__ = ["RankCheckpoint"]
@@ -36,6 +36,7 @@ class RankCheckpoint:
     def __init__(self, checkpoint: Checkpoint, rank: int, size: int, *, expert_parallel: bool = False) -> None:
         """checkpoint: of the whole model. For the others, and what is raised, see share_of."""
         self._checkpoint = checkpoint
+        self._place = rank, size
         self._share = divide(checkpoint.config, rank, size, expert_parallel=expert_parallel)
         self.config: ModelConfig = self._share.config
         self.files: tuple[Path, ...] = checkpoint.files
@@ -44,6 +45,14 @@ class RankCheckpoint:
         self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
         self.vision: VisionPart | None = checkpoint.vision
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
+
+    @property
+    def kv_heads(self) -> Run:
+        """Which of the whole model's heads of keys and values are here."""
+        whole, own = self._checkpoint.config.kv_attention, self.config.kv_attention.kv_entry.head_count
+        count = whole.kv_entry.head_count
+        runs = None if own == count else head_runs(whole.head_count, count, *self._place)
+        return (0, own) if runs is None else runs.groups
 
     def tensors(self) -> Iterator[StoredTensor]:
         for tensor in self._checkpoint.tensors():

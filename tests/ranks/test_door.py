@@ -1,0 +1,140 @@
+"""Ranks of other machines come to their server; whoever does not know the key does not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.ranks import handshake
+from trioserve.ranks.door import connect_rank, wait_for_ranks
+from trioserve.ranks.host import free_port
+
+KEY = "a key that nobody guesses"
+
+
+@contextmanager
+def closing(connections: dict[int, socket.socket]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for connection in connections.values():
+            connection.close()
+
+
+async def connected(port: int, rank: int, key: str = KEY) -> socket.socket:
+    """As soon as somebody listens there."""
+    while True:
+        try:
+            return await connect_rank("127.0.0.1", port, rank, key)
+        except OSError:
+            await trio.lowlevel.checkpoint()
+
+
+async def test_all_ranks_are_waited_for_and_each_has_a_connection_of_its_own() -> None:
+    port, theirs = free_port(), dict[int, socket.socket]()
+    awaited: list[list[int]] = []
+
+    async def come(rank: int) -> None:
+        theirs[rank] = await connected(port, rank)
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            for rank in (3, 2):
+                nursery.start_soon(come, rank)
+            ours = await wait_for_ranks("127.0.0.1", port, (2, 3), KEY, on_wait=awaited.append)
+        with closing(ours):
+            assert sorted(ours) == [2, 3]
+            assert (awaited[0], awaited[-1], len(awaited)) == ([2, 3], [], 3)
+            for rank, connection in ours.items():
+                theirs[rank].setblocking(True)
+                connection.setblocking(True)
+                connection.sendall(b"an order")
+                assert theirs[rank].recv(100) == b"an order"
+
+
+async def check_refused(match: str, *, rank: int = 1, key: str = KEY) -> None:
+    """A rank that comes to a server which awaits rank 1, and one that is right after it."""
+    port = free_port()
+    theirs: dict[int, socket.socket] = {}
+
+    async def come() -> None:
+        with pytest.raises(StartupError, match=match):
+            await connected(port, rank, key)
+        theirs[1] = await connected(port, 1)
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come)
+            ours = await wait_for_ranks("127.0.0.1", port, (1,), KEY, on_wait=lambda awaited: None)
+        with closing(ours):
+            assert list(ours) == [1]
+
+
+async def test_a_rank_with_another_key_is_refused_and_others_are_not_disturbed() -> None:
+    await check_refused("its key is not the server's", key="another")
+
+
+async def test_a_rank_that_nobody_awaits_is_refused() -> None:
+    await check_refused("rank 7 is none of those that are awaited", rank=7)
+
+
+def test_a_rank_of_another_version_is_told_so() -> None:
+    asked = handshake.challenge()
+    old = handshake.Challenge(asked.nonce, "0.0.1")
+    with pytest.raises(StartupError, match="all machines need the same version"):
+        handshake.answered(old, 1, KEY)
+
+
+def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
+    asked = handshake.challenge()
+    hello = handshake.answered(asked, 1, KEY)
+    assert handshake.is_server(asked, hello, handshake.verdict(asked, hello, KEY), KEY)
+    assert not handshake.is_server(asked, hello, handshake.Verdict(b"x" * 32), KEY)
+    # Nor is one that sends back what it was sent.
+    assert not handshake.is_server(asked, hello, handshake.Verdict(hello.proof), KEY)
+
+
+def test_what_an_earlier_connection_proved_proves_nothing() -> None:
+    earlier = handshake.answered(handshake.challenge(), 1, KEY)
+    assert handshake.verdict(handshake.challenge(), earlier, KEY).refused is not None
+
+
+async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(autojump_clock: object) -> None:
+    port = free_port()
+    theirs: dict[int, socket.socket] = {}
+
+    async def come() -> None:
+        while True:
+            try:
+                silent = await trio.open_tcp_stream("127.0.0.1", port)
+                break
+            except OSError:
+                await trio.lowlevel.checkpoint()
+        babbling = await trio.open_tcp_stream("127.0.0.1", port)
+        await babbling.send_all(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises((trio.BrokenResourceError, EOFError)):
+            while await babbling.receive_some():
+                pass
+            raise EOFError
+        while await silent.receive_some():  # its challenge, and then nothing
+            pass
+        await babbling.aclose()
+        await silent.aclose()
+        theirs[1] = await connected(port, 1)
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come)
+            ours = await wait_for_ranks("127.0.0.1", port, (1,), KEY, on_wait=lambda awaited: None)
+        with closing(ours):
+            assert list(ours) == [1]
+
+
+async def test_a_place_that_is_taken_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartupError, match="--master-port"):
+        await wait_for_ranks("127.0.0.1", taken.getsockname()[1], (1,), KEY, on_wait=lambda awaited: None)
