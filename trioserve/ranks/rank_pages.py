@@ -4,7 +4,6 @@ ranks have of it, head by head. So engines exchange KV whatever their numbers of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from trioserve.model.kv_memory import KVMemory
 __all__ = ["HeadRange", "RankPages", "head_ranges"]
 
 
-class HeadRange(NamedTuple):
+class HeadRange(msgspec.Struct, frozen=True):
     """The heads of keys and values that a rank has."""
 
     first: int
@@ -76,7 +75,7 @@ class RankPages:
             if heads.count
         ]
         joined: npt.NDArray[np.uint8] = np.concatenate(parts, axis=1)
-        return memoryview(joined.reshape(-1)).toreadonly()
+        return joined.reshape(-1).data.toreadonly()
 
     def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
         if len(content) == self._block_bytes:
