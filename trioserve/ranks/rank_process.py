@@ -301,10 +301,10 @@ def _outlive_signals() -> None:
     """The server is told to stop, and its ranks stop with it, when the last step is over. Where the server ends without
     a word and this process is stopped (SIGSTOP), only the kernel can end it; its promise follows the thread that
     started this process, and the server starts its ranks in the thread of its event loop."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], connection: _Connection) -> None:
