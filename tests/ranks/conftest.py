@@ -87,6 +87,12 @@ def real_ranks() -> OpenRealRanks:
     return opened
 
 
+@pytest.fixture
+def rank_pids() -> Callable[[], list[int]]:
+    """Of the ranks that this process has now."""
+    return children
+
+
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> Any:
     """Whatever a test did to them."""

@@ -1,0 +1,119 @@
+"""A whole engine whose model is in ranks: what it says is what one process says, and it outlives its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trioserve
+from trioserve import SamplingParams
+from trioserve.contracts.errors import EngineFault, StartupError
+
+SECONDS_MAX = 120.0
+PROMPTS = ["Once upon a time", "One, two, three", "The sea"]
+
+
+@asynccontextmanager
+async def opened(path: Path, ranks: int, **options: Any) -> AsyncIterator[Any]:
+    with trio.fail_after(SECONDS_MAX):
+        async with trioserve.open_engine(
+            str(path),
+            tensor_parallel_size=ranks,
+            dtype="float32",
+            kv_cache_memory=0.01,
+            threads=2,
+            **options,
+        ) as engine:
+            yield engine
+
+
+async def said(engine: Any, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    async with engine.generate(prompt, sampling) as stream:
+        async for delta in stream:
+            tokens += delta.token_ids
+            logprobs += [entry.logprob for entry in delta.logprobs or ()]
+    return tokens, logprobs
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=0.7, seed=6, max_tokens=24, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True
+    ),
+    "logprobs": SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=3, ignore_eos=True),
+    "bias": SamplingParams(temperature=0.0, max_tokens=24, logit_bias={40: 5.0}, min_tokens=10),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+async def test_ranks_say_what_one_process_says(kind: str, tiny_model: Callable[[str], Path]) -> None:
+    expected: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    for ranks in (1, 2):
+        async with opened(tiny_model(kind), ranks) as engine:
+            found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+
+            async def ask(prompt: str, name: str, engine: Any = engine, found: Any = found) -> None:
+                found[prompt, name] = await said(engine, prompt, SAMPLINGS[name])
+
+            async with trio.open_nursery() as nursery:
+                for prompt in PROMPTS:
+                    for name in SAMPLINGS:
+                        nursery.start_soon(ask, prompt, name)
+        expected = expected or found
+        for asked, (tokens, logprobs) in expected.items():
+            assert found[asked][0] == tokens
+            assert found[asked][1] == pytest.approx(logprobs, abs=1e-4)
+
+
+async def test_a_stream_goes_on_when_a_rank_was_killed(
+    tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
+) -> None:
+    sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True)
+    async with opened(tiny_model("llama"), 2) as engine:
+        expected, _ = await said(engine, PROMPTS[0], sampling)
+        tokens: list[int] = []
+        async with engine.generate(PROMPTS[0], sampling) as stream:
+            async for delta in stream:
+                if len(tokens) < 10 <= len(tokens) + len(delta.token_ids):
+                    os.kill(rank_pids()[1], signal.SIGKILL)
+                tokens += delta.token_ids
+        assert tokens == expected
+        assert len(rank_pids()) == 2
+        assert engine.stats().blocks_used == 0
+
+
+async def test_without_restarts_the_fault_names_the_rank(
+    tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
+) -> None:
+    with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) was killed by SIGKILL"):
+        async with opened(tiny_model("llama"), 2, engine_restarts=0):
+            os.kill(rank_pids()[0], signal.SIGKILL)
+            await trio.sleep_forever()
+
+
+async def test_a_client_that_leaves_gives_its_blocks_back(tiny_model: Callable[[str], Path]) -> None:
+    async with opened(tiny_model("llama"), 2, enable_prefix_caching=False) as engine:
+        free = engine.stats().blocks_free
+        for _ in range(10):
+            with trio.CancelScope() as scope:
+                async with engine.generate(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True)) as stream:
+                    async for _delta in stream:
+                        scope.cancel()
+        await said(engine, "x", SamplingParams(max_tokens=1))
+        assert engine.stats().blocks_free == free
+
+
+async def test_more_ranks_than_a_model_has_parts_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(StartupError, match="rank"):
+        async with opened(tiny_model("llama"), 60):
+            pass
