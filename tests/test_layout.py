@@ -85,8 +85,8 @@ ROOMS = {
         rooms=words("contracts model trio_tools"),
         packages=words("trio outcome numpy torch trioserve_kernels"),
         only_in={
-            "trio": words("group.py link.py"),
-            "numpy": words("rank_process.py"),
+            "trio": words("door.py group.py headless.py link.py"),
+            "numpy": words("rank_pages.py rank_process.py"),
             "torch": words("rank_process.py"),
             "trioserve_kernels": words("rank_process.py"),
         },

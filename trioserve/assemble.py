@@ -54,6 +54,7 @@ from trioserve.model.loading.generation_defaults import GenerationDefaults, gene
 from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import Dtype
+from trioserve.model.parallel.shares import share_of
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
@@ -148,6 +149,10 @@ async def open_engine(
     batch_invariant: bool = False,
     tensor_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
+    nnodes: int = 1,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 29500,
+    ranks_key: str | None = None,
     enable_prefix_caching: bool = True,
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
@@ -217,6 +222,9 @@ async def open_engine(
         batch_invariant: compute so that the bits of a response depend on its own tokens and the weights alone.
         tensor_parallel_size: processes that compute the model together, each with a part of every layer.
         enable_expert_parallel: each of them has whole experts of a mixture, and not a part of each.
+        nnodes: machines that these are on, as many on each; on the others `serve --headless` keeps them.
+        master_addr, master_port: where they come to this one; torch.distributed takes the next port, too.
+        ranks_key: what they have to know.
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
         overlap_steps: plan the next step while one is computed; not with drafts.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
@@ -567,6 +575,7 @@ class _Opening:
             raise StartupError(
                 f"--tensor-parallel-size is {count}, but an encoder is computed by one process: leave it out"
             )
+        share_of(checkpoint.config, 0, count, expert_parallel=config.enable_expert_parallel)  # said before any starts
         weights_come = trio.Event()
 
         def tell(progress: Progress) -> None:

@@ -477,8 +477,8 @@ def check_ranks(config: Config) -> None:
             raise StartupError(f"--node-rank is {config.node_rank}, allowed are 0 to {config.nnodes - 1}: see --nnodes")
         if config.headless != (config.node_rank > 0):
             raise StartupError(
-                f"--node-rank is {config.node_rank}, and --headless is {'given' if config.headless else 'not'}: the "
-                "server is node 0, and all others are headless"
+                f"--node-rank is {config.node_rank}, and --headless is {'given' if config.headless else 'not given'}: "
+                "the server is node 0, and all others are headless"
             )
         if not config.ranks_key:
             raise StartupError(

@@ -76,7 +76,9 @@ def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], 
         ("serve --dtype bfloat17", "bfloat17 is no --dtype: did you mean bfloat16?"),
         ("serve --lora-modules sql", "--lora-modules 'sql' has no name and path: write it like sql=/adapters/sql"),
         ("serve --load-format dummy", "--load-format is 'dummy', and only auto can be honoured"),
-        ("serve --tensor-parallel-size 2", "--tensor-parallel-size is 2, but one model is computed by one device"),
+        ("serve --tensor-parallel-size 4 --nnodes 3", "--nnodes is 3, and --tensor-parallel-size 4: give each machine"),
+        ("serve --tensor-parallel-size 4 --nnodes 2", "--ranks-key is not given"),
+        ("serve --tensor-parallel-size 4 --nnodes 2 --node-rank 1", "--node-rank is 1, and --headless is not given"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(line: str, words: str, served: list[Config], capsys: Any):

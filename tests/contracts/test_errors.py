@@ -32,6 +32,7 @@ TREE = """
         EndpointLost
             RequestPoisoned
         RequestFailed
+        RankLost
         EngineFault
 """
 

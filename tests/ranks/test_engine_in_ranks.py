@@ -55,7 +55,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 async def test_ranks_say_what_one_process_says(kind: str, tiny_model: Callable[[str], Path]) -> None:
     expected: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     for ranks in (1, 2):
