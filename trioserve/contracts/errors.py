@@ -16,6 +16,7 @@ __all__ = [
     "NoEndpoint",
     "Overloaded",
     "QueueWaitOver",
+    "RankLost",
     "RequestAborted",
     "RequestFailed",
     "RequestPoisoned",
