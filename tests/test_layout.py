@@ -159,7 +159,8 @@ TORCH_FILES = {
     "model": words(
         "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py drafts/eagle.py drafts/mtp.py encoder.py "
         "encoder_layers.py gumbel.py "
-        "host_to_device.py latent_attention.py layers.py recurrent_layers.py sampler.py static_decode.py "
+        "host_to_device.py latent_attention.py layers.py parallel/rank_vocabulary.py parallel/torch_collectives.py "
+        "recurrent_layers.py sampler.py static_decode.py "
         "static_inputs.py step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
         "vision_tower.py"
     ),

@@ -31,9 +31,13 @@ from trioserve.model.model_config import (
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
+    LayerPart,
     ModelConfig,
     ShortConvConfig,
 )
+from trioserve.model.parallel.collectives import Collectives, Lonely
+from trioserve.model.parallel.rank_sums import RankSums
+from trioserve.model.parallel.rank_vocabulary import RankVocabulary
 from trioserve.model.recurrent_layers import ShortConv, StateSpace
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_tensors import StepTensors
@@ -107,11 +111,20 @@ class _Laurel:
 
 class _Experts:
     """A mixture: of each expert only the rows that it was chosen for are computed, one expert after the other, so that
-    the order of a row's sum is that of the experts, whatever else is in the step."""
+    the order of a row's sum is that of the experts, whatever else is in the step. Experts may be in other ranks: their
+    parts of the sum are theirs."""
 
     def __init__(
-        self, linear: MakeLinear, name: str, hidden: int, mlp: ExpertsConfig, kernels: Kernels, device: torch.device
+        self,
+        linear: MakeLinear,
+        name: str,
+        hidden: int,
+        mlp: ExpertsConfig,
+        experts: range,
+        kernels: Kernels,
+        device: torch.device,
     ) -> None:
+        """experts: that are here."""
         self._mlp = mlp
         self._name = name
         self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
@@ -119,24 +132,24 @@ class _Experts:
         if mlp.has_score_bias:
             self._score_bias = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
         middle, activation, has_bias = mlp.intermediate_size, mlp.activation, mlp.has_bias
-        self._experts = [
-            _Mlp(linear, f"experts.{expert}.", hidden, middle, activation, kernels, has_bias=has_bias)
-            for expert in range(mlp.expert_count)
-        ]
+        self._experts = {
+            expert: _Mlp(linear, f"experts.{expert}.", hidden, middle, activation, kernels, has_bias=has_bias)
+            for expert in experts
+        }
         self._shared: _Mlp | None = None
         self._shared_gate: Linear | None = None
         if mlp.shared_size:
             self._shared = _Mlp(linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels)
         if mlp.has_shared_gate:
             self._shared_gate = linear(hidden, False, shared_gate=1)
-        parts = [part for expert in self._experts for part in expert.linears]
+        parts = [part for expert in self._experts.values() for part in expert.linears]
         shared = () if self._shared is None else self._shared.linears
         gate = () if self._shared_gate is None else (self._shared_gate,)
         self.linears = (self._router, *parts, *shared, *gate)
 
     @property
     def saved_bytes(self) -> int:
-        experts = sum(expert.saved_bytes for expert in self._experts)
+        experts = sum(expert.saved_bytes for expert in self._experts.values())
         shared = 0 if self._shared is None else self._shared.saved_bytes
         return experts * self._mlp.experts_per_token // self._mlp.expert_count + shared
 
@@ -169,7 +182,7 @@ class _Experts:
         weights, chosen = self._chosen(values)
         weights = weights.to(values.dtype)
         result = torch.zeros_like(values)
-        for expert in sorted(set(chosen.flatten().tolist())):
+        for expert in sorted(set(chosen.flatten().tolist()) & self._experts.keys()):
             rows, places = torch.where(chosen == expert)
             given, shares = values[rows], weights[rows, places, None]
             if self._mlp.weighs_inputs:
@@ -274,6 +287,11 @@ class _Layer:
     ) -> None:
         self._kernels = kernels
         self._layer, self._index = layer, index
+        self._part = LayerPart(sums_attention=False, sums_mlp=False)
+        if config.part is not None:
+            self._part = config.part.layers[index]
+        # What an MLP beside attention adds is a part of the same sum.
+        assert not layer.is_parallel or self._part.sums_attention == self._part.sums_mlp, "divided alike"
         # Whose keys and values other layers see.
         self._shown = {source for place, source in enumerate(config.kv_layers) if place != source}
         attention, mlp = layer.attention, layer.mlp
@@ -314,7 +332,7 @@ class _Layer:
             self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
         self._mlp: _Mlp | _Experts | None = None
         if isinstance(mlp, ExpertsConfig):
-            self._mlp = _Experts(linear, name, hidden, mlp, kernels, device)
+            self._mlp = _Experts(linear, name, hidden, mlp, config.experts_of(index), kernels, device)
         elif mlp is not None:
             middle, activation = mlp.intermediate_size, mlp.activation
             self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias, cutoff=mlp.cutoff)
@@ -370,6 +388,7 @@ class _Layer:
         slots_of_layer: Tensor,
         states: Tensor | None,
         keys_values: dict[int, Tensor],
+        sums: RankSums,
     ) -> Tensor:
         """Writes the step's keys and values into the layer's cache, or the states that it keeps into their slots.
 
@@ -392,18 +411,24 @@ class _Layer:
             attended = _recurred(self._attention, normed, step, states)
         if self._beside is not None:
             attended += _recurred(self._beside, normed, step, states)
+        if self._mlp is not None and self._layer.is_parallel:
+            attended += self._mlp(normed, step.adapters)
+        if self._part.sums_attention:
+            sums.add_(attended)
+        if self._layer.is_parallel:
+            return self._scaled(attended)
         if self._mlp is None:
             return self._scaled(_normed(attended, self._attention_output_norm))
-        if self._layer.is_parallel:
-            attended += self._mlp(normed, step.adapters)
-            return self._scaled(attended)
         attended = self._scaled(_normed(attended, self._attention_output_norm))
         if self._laurel is None:
             normed = _added(hidden, attended, self._mlp_norm)
         else:
             self._laurel.add_(hidden.add_(attended), normed)
             normed = _added(hidden, None, self._mlp_norm)
-        return self._scaled(_normed(self._mlp(normed, step.adapters), self._mlp_output_norm))
+        product = self._mlp(normed, step.adapters)
+        if self._part.sums_mlp:
+            sums.add_(product)
+        return self._scaled(_normed(product, self._mlp_output_norm))
 
     def _scaled(self, product: Tensor) -> Tensor:
         scale = self._layer.residual_scale
@@ -440,13 +465,22 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         block_types: Mapping[str, str] | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
-        """block_types: of the checkpoint's matrices that stay in 4 bits, by name; the kernels multiply with them."""
+        """block_types: of the checkpoint's matrices that stay in 4 bits, by name; the kernels multiply with them.
+        collectives: leads to the ranks that have the other parts of the model, if config is that of a part."""
+        part = config.part
+        self._collectives: Collectives = Lonely() if collectives is None else collectives
+        assert self._collectives.size == (1 if part is None else part.size), "a part, and who has the others"
+        self._vocabulary: RankVocabulary | None = None
+        if part is not None and part.size > 1:
+            self._vocabulary = RankVocabulary(part, config.vocab_size, self._collectives)
         self.config = config
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        first = None if part is None or part.size == 1 else part.vocab_first
+        self._embedding = Embedding(config.vocab_count, config.hidden_size, dtype=dtype, device=device, first=first)
         # Rounded, as the makers of such models do; a number, since a step must not send anything to its device.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [
@@ -460,7 +494,7 @@ class Decoder:
         self._norm = Norm("norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
         self._head = Linear(
             config.hidden_size,
-            {"lm_head": config.vocab_size},
+            {"lm_head": config.vocab_count},
             bias=False,
             dtype=dtype,
             device=device,
@@ -504,10 +538,13 @@ class Decoder:
         tapped_layers: Collection[int] = (),
     ) -> Tensor | None:
         """Compute every row of the step and write its KV and its states, if layers keep some. Returns [T, hidden_size]
-        after the last layer; None if it was abandoned, which is asked before each layer: some states are then those
-        behind the step, and some are not. tapped: gets what goes into the tapped layers, by layer;
-        their number stands for what comes out of the last."""
+        after the last layer; None if it was abandoned, which is asked before each layer, or with each sum of several
+        ranks: some states are then those behind the step, and some are not. tapped: gets what goes into the tapped
+        layers, by layer; their number stands for what comes out of the last."""
+        sums = RankSums(self._collectives, is_abandoned)
         hidden = self._embedding(step.token_ids)
+        if self._vocabulary is not None:
+            sums.add_(hidden)
         if self.config.embedding_scale != 1.0:
             hidden *= self._embedding_scale
         if step.given is not None:
@@ -519,7 +556,7 @@ class Decoder:
         streams = None if self._streams is None else self._streams.begun(hidden, step.token_ids)
         places = zip(self._layers, self._kv_layers, memories, strict=True)
         for index, (layer, kv_layer, memory) in enumerate(places):
-            if is_abandoned():
+            if sums.is_over:
                 return None
             if streams is not None and layer.streams is not None:
                 hidden, product = layer.streams.predict(streams), None
@@ -528,7 +565,7 @@ class Decoder:
             pages = storage.pages[kv_layer]
             slots_of_layer = pages.flatten(0, 1).flatten(1)
             layer_angles = angles.get(layer.rotary)
-            product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, keys_values)
+            product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, keys_values, sums)
             if streams is not None and layer.streams is not None:
                 layer.streams.correct(streams, hidden.add_(product))
         if self._streams is not None and streams is not None:
@@ -540,7 +577,15 @@ class Decoder:
         return result
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] as forward returns it, to [n, vocab_size]."""
+        """[n, hidden_size] as forward returns it, to [n, vocab_size]. Every rank has to ask for them."""
+        own = self._own_logits(hidden)
+        return own if self._vocabulary is None else self._vocabulary.logits(own)
+
+    def largest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """hidden: as above. What several ranks find out without all logits: see RankVocabulary. None: there is one."""
+        return None if self._vocabulary is None else self._vocabulary.largest(self._own_logits(hidden))
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(self.normed(hidden))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale

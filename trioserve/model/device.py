@@ -142,7 +142,7 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype, kv_format
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
     """What a decode step has to read of the weights: all but an embedding table that is not the output layer, too."""
-    return (_layer_weights(config) + config.vocab_size * config.hidden_size) * VALUE_BYTES[dtype]
+    return (_layer_weights(config) + config.vocab_count * config.hidden_size) * VALUE_BYTES[dtype]
 
 
 def token_flops(config: ModelConfig) -> int:

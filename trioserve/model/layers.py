@@ -138,9 +138,13 @@ MakeLinear = Callable[..., Linear]
 
 
 class Embedding:
-    """Token ids to rows of a table."""
+    """Token ids to rows of a table, or of a part of it."""
 
-    def __init__(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device, first: int | None = None
+    ) -> None:
+        """first: the token of the first row, where the table is a part; None: every token has a row."""
+        self._first = first
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
 
     def slots(self, *, tied: Linear | None) -> Iterator[TensorSlot]:
@@ -154,8 +158,13 @@ class Embedding:
         yield TensorSlot("embed.weight", tuple(self.weight.shape), self.weight.dtype, fill)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [n] to [n, columns], a copy that may be changed."""
-        return functional.embedding(token_ids, self.weight)
+        """int64 [n] to [n, columns], a copy that may be changed. Tokens without a row have zeros."""
+        if self._first is None:
+            return functional.embedding(token_ids, self.weight)
+        places = token_ids - self._first
+        is_foreign = (places < 0) | (places >= self.weight.shape[0])
+        rows = functional.embedding(places.masked_fill(is_foreign, 0), self.weight)
+        return rows.masked_fill_(is_foreign[:, None], 0.0)
 
 
 class Norm:

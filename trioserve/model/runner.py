@@ -645,7 +645,9 @@ def _make_model(
     torch_now()
     from trioserve.model.torch_step_model import TorchStepModel
 
-    return TorchStepModel(config, settings, dtype=dtype, device=device, block_types=block_types)
+    return TorchStepModel(
+        config, settings, dtype=dtype, device=device, block_types=block_types, collectives=collectives
+    )
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:

@@ -39,7 +39,7 @@ from trioserve.model.samples import (
 from trioserve_kernels import Kernels
 from trioserve_kernels.reference import Flaw
 
-__all__ = ["finite_rows", "sample", "token_logprobs", "word_of"]
+__all__ = ["finite_rows", "largest_samples", "sample", "token_logprobs", "word_of"]
 
 SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before, and sorting a whole row costs 1.5 ms
 SUMMED_TOGETHER = 512
@@ -63,11 +63,7 @@ def sample(
         return _sample_fused(logits, chunks, kernels, masked)
     finite = finite_rows(logits)
     if all(is_plain(chunk) for chunk in chunks):
-        ids, finite_list = torch.stack((logits.max(-1).indices, finite.to(torch.int64))).tolist()
-        return Samples(
-            [token if good else None for token, good in zip(ids, finite_list, strict=True)],
-            errors={row: NOT_FINITE for row, good in enumerate(finite_list) if not good},
-        )
+        return largest_samples(logits.max(-1).indices, finite)
     errors = {row: NOT_FINITE for row, good in enumerate(finite.tolist()) if not good}
     scores = logits.float()
     if scores is logits or errors:
@@ -102,6 +98,15 @@ def sample(
             if row not in errors
         }
     return samples
+
+
+def largest_samples(token_ids: Tensor, finite: Tensor) -> Samples:
+    """Of rows that are all plain. token_ids: of their largest logits, int64 [n]. finite: bool [n]."""
+    ids, finite_list = torch.stack((token_ids, finite.to(torch.int64))).tolist()
+    return Samples(
+        [token if good else None for token, good in zip(ids, finite_list, strict=True)],
+        errors={row: NOT_FINITE for row, good in enumerate(finite_list) if not good},
+    )
 
 
 def word_of(chunk: ScheduledChunk) -> int:

@@ -27,15 +27,18 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.pooling import needed_rows, pooled_vector
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
-from trioserve.model.sampler import finite_rows, sample, token_logprobs, word_of
+from trioserve.model.sampler import finite_rows, largest_samples, sample, token_logprobs, word_of
 from trioserve.model.samples import (
     PROMPT_LOGPROB_ROWS,
     ComputedStep,
     ReadSamples,
+    Samples,
     draw_parameters,
     is_chosen_alone,
+    is_plain,
     prompt_followers,
     sampled_rows,
 )
@@ -70,10 +73,12 @@ class TorchStepModel:
         device: DeviceType,
         kernels: Kernels | None = None,
         block_types: Mapping[str, str] | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """kernels: None takes those that the settings ask for. block_types: of the checkpoint's quantized matrices, by
-        name; those of 4 bits stay so where the kernels can multiply with them. Raises StartupError if what is asked for
-        cannot be had."""
+        name; those of 4 bits stay so where the kernels can multiply with them. collectives: leads to the other ranks,
+        if config is that of a part; each of them has to compute the same steps. Raises StartupError if what is asked
+        for cannot be had."""
         kernels = _kernels(settings, device) if kernels is None else kernels
         if config.state_bytes and kernels.FUSED:
             raise StartupError(
@@ -106,8 +111,9 @@ class TorchStepModel:
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
         self._model: Decoder | None = Decoder(
-            config, kernels, dtype=TORCH_DTYPES[dtype], device=place, block_types=four_bits
+            config, kernels, dtype=TORCH_DTYPES[dtype], device=place, block_types=four_bits, collectives=collectives
         )
+        self._is_alone = config.part is None or config.part.size == 1
         if config.has_latents and kernels.FUSED and settings.batch_invariant:
             raise StartupError(
                 "batch_invariant is set, but the model's attention is latent, which the Triton kernels leave to plain "
@@ -248,7 +254,7 @@ class TorchStepModel:
         model, storage, states = self._model, self._storage, self._states
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
-        if is_abandoned():
+        if self._is_alone and is_abandoned():  # ranks agree on it in their first sum
             return None
         if (read := self.launch(chunks, {}, masks)) is not None:
             return ComputedStep(read())
@@ -271,8 +277,7 @@ class TorchStepModel:
                     step.first_rows[place] + chunks[place].count - 1, step.first_rows[place] + chunks[place].row_count
                 )
             ]
-            logits = model.logits(_take_rows(hidden, rows))
-            samples = sample(logits, sampled_rows(chunks), model.kernels, masks)
+            samples = _samples(model, _take_rows(hidden, rows), sampled_rows(chunks), masks)
         return ComputedStep(
             samples,
             {
@@ -427,6 +432,15 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return torch.backends.cpu.get_cpu_capability()
+
+
+def _samples(model: Decoder, hidden: Tensor, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> Samples:
+    """hidden: [n, hidden_size], the sampled rows after the last layer. chunks: n of them."""
+    if not model.kernels.FUSED and all(is_plain(chunk) for chunk in chunks):
+        largest = model.largest(hidden)
+        if largest is not None:
+            return largest_samples(*largest)
+    return sample(model.logits(hidden), chunks, model.kernels, masks)
 
 
 def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> Pooled | None:

@@ -22,6 +22,18 @@ SECONDS_MAX = 120
 
 
 @pytest.fixture(scope="session")
+def thread_ranks() -> ModuleType:
+    """The module thread_ranks itself: RankGroup, thread_group."""
+    # pytest's importlib mode leaves sys.path alone, so a neighbouring helper is loaded by its path.
+    spec = importlib.util.spec_from_file_location("thread_ranks", Path(__file__).with_name("thread_ranks.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def rank_program() -> ModuleType:
     """The module rank_program itself: rank_runner, history."""
     spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)

@@ -33,7 +33,9 @@ class Collectives(Protocol):
 class Lonely:
     """A group of one."""
 
-    rank, size, native = 0, 1, None
+    rank: int = 0
+    size: int = 1
+    native: int | None = None
 
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
         return is_abandoned

@@ -1,0 +1,353 @@
+"""Ranks together compute what one model does: the same tokens and logprobs, in float32, of every family."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.pooling import Pooling
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+from trioserve.model.runner import DraftSource, ModelRunner
+from trioserve.model.samples import NOT_FINITE
+from trioserve.model.settings import ModelSettings
+from trioserve.testing.automaton_guide import AutomatonGuide
+
+Checkpoints = Callable[..., Path]
+
+
+def _kinds() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "tiny_checkpoints_of_ranks", Path(__file__).parents[1] / "tiny_checkpoints.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_TINY = _kinds()
+ALL_KINDS = tuple({**_TINY.KINDS, **_TINY.FAMILY_KINDS})
+MIXTURES = tuple(
+    kind
+    for kind in ALL_KINDS
+    if any(field in str(_TINY.FAMILY_KINDS.get(kind)) for field in ("num_experts", "num_local_experts", "n_routed"))
+    and kind != "granite-hybrid"
+)
+BRANCHES = (((11, 0), (200, 1), (31, 1)), ((7, 0), (300, 0), (12, 2)), ((40, 0), (41, 1), (319, 2)))
+
+
+def settings(kernels: str = "torch", dtype: str = "float32", **changes: Any) -> ModelSettings:
+    return ModelSettings(
+        dtype=dtype,
+        device="cpu",
+        block_size=4,
+        kv_cache_bytes=2**24,
+        cpu_kernels=kernels,
+        quantization="none",
+        threads=1,
+        max_num_seqs=8,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
+    """play(runner) -> the results of a few dozen steps: prompts in chunks, greedy and sampled with all that sampling
+    has, masks, logprobs, a second round of requests that begin as the first ones did, and greedy ones alone."""
+
+    def play(runner: Any) -> list[StepResult]:
+        changes = {"state_slot_count": 8, "snapshot_slot_count": 4} if runner.config.state_bytes else {}
+        driver = draft_driver.Driver(runner, source=None, step_tokens_max=24, **changes)
+        draft_driver.add_all(driver)
+        guided = SamplingParams(temperature=0.9)
+        driver.add("guided", draft_driver.prompt_of(9, 90), guided, guide=AutomatonGuide(BRANCHES))
+        driver.run()
+        hit_tokens = driver.core.stats().prefix_hit_tokens_total
+        for number, (name, sampling) in enumerate(draft_driver.SAMPLINGS.items()):
+            prompt = draft_driver.prompt_of(5 + 11 * number, number)
+            driver.add(f"{name} again", [*prompt, 9, 8, 7], replace(sampling, prompt_logprobs=None), tokens=6)
+        driver.run()
+        assert driver.core.stats().prefix_hit_tokens_total > hit_tokens
+        for number in (1, 2):  # by themselves, so that nobody needs all logits
+            driver.add(f"plain {number}", draft_driver.prompt_of(9, number), SamplingParams(temperature=0.0), tokens=12)
+        driver.run()
+        assert len(driver.results) > 48
+        return list(driver.results)
+
+    return play
+
+
+@pytest.fixture(scope="module")
+def expected(play: Callable[..., list[StepResult]]) -> Callable[..., list[StepResult]]:
+    """expected(path, settings) -> what one model gives, computed once."""
+    found: dict[tuple[Path, str], list[StepResult]] = {}
+
+    def of(path: Path, settings: ModelSettings) -> list[StepResult]:
+        key = (path, settings.cpu_kernels)
+        if key not in found:
+            runner = ModelRunner.load(open_checkpoint(path), settings)
+            runner.allocate_kv(200)
+            found[key] = play(runner)
+            runner.close()
+        return found[key]
+
+    return of
+
+
+def check_alike(found: list[StepResult], expected: list[StepResult]) -> None:
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.token_ids == other.token_ids
+        assert mine.errors == other.errors == {}
+        for own, others in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs, other.prompt_logprobs)):
+            assert own.keys() == others.keys()
+            for name, entries in own.items():
+                check_logprobs(entries, others[name])
+
+
+def check_logprobs(mine: Any, other: Any) -> None:
+    pairs = [(mine, other)] if isinstance(mine, TokenLogprob) else zip(mine, other, strict=True)
+    for entry, expected in pairs:
+        assert entry.token_id == expected.token_id
+        assert entry.logprob == pytest.approx(expected.logprob, abs=1e-3)
+        assert [value for _, value in entry.top] == pytest.approx([value for _, value in expected.top], abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_family_gives_the_same_tokens(
+    tiny_checkpoint: Checkpoints,
+    thread_ranks: ModuleType,
+    play: Callable[..., list[StepResult]],
+    expected: Callable[..., list[StepResult]],
+    kind: str,
+    size: int,
+) -> None:
+    path = tiny_checkpoint(kind)
+    group = thread_ranks.RankGroup(path, size, settings())
+    try:
+        check_alike(play(group), expected(path, settings()))
+    finally:
+        group.close()
+    assert group.collectives[0].calls["gather"] > 36
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_whole_experts_in_each_rank_give_the_same_tokens(
+    tiny_checkpoint: Checkpoints,
+    thread_ranks: ModuleType,
+    play: Callable[..., list[StepResult]],
+    expected: Callable[..., list[StepResult]],
+    kind: str,
+) -> None:
+    path = tiny_checkpoint(kind)
+    group = thread_ranks.RankGroup(path, 3, settings(), expert_parallel=True)
+    try:
+        check_alike(play(group), expected(path, settings()))
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2-moe", "deepseek-v3", "falcon-h1-unnormed", "lfm2"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_other_numbers_of_ranks_give_the_same_tokens(
+    tiny_checkpoint: Checkpoints,
+    thread_ranks: ModuleType,
+    play: Callable[..., list[StepResult]],
+    expected: Callable[..., list[StepResult]],
+    kind: str,
+    size: int,
+) -> None:
+    path = tiny_checkpoint(kind)
+    group = thread_ranks.RankGroup(path, size, settings())
+    try:
+        check_alike(play(group), expected(path, settings()))
+    finally:
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def nine_heads(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model's shape: 9 heads, of which 3 each share keys and values."""
+    directory = tmp_path_factory.mktemp("nine-heads")
+    shape = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    tiny_checkpoints.KINDS["nine-heads"] = ("llama", shape)
+    try:
+        tiny_checkpoints.write_checkpoint(directory, "nine-heads")
+    finally:
+        del tiny_checkpoints.KINDS["nine-heads"]
+    return directory
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 9])
+def test_heads_that_do_not_divide_give_the_same_tokens(
+    nine_heads: Path,
+    thread_ranks: ModuleType,
+    play: Callable[..., list[StepResult]],
+    expected: Callable[..., list[StepResult]],
+    size: int,
+) -> None:
+    group = thread_ranks.RankGroup(nine_heads, size, settings())
+    try:
+        check_alike(play(group), expected(nine_heads, settings()))
+    finally:
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def wide_delta_net(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many heads that two ranks have 16 each."""
+    directory = tmp_path_factory.mktemp("wide-delta-net")
+    model_type, fields = tiny_checkpoints.FAMILY_KINDS["qwen3.5"]
+    tiny_checkpoints.KINDS["wide"] = (model_type, {**fields, "linear_num_value_heads": 32})
+    try:
+        tiny_checkpoints.write_checkpoint(directory, "wide")
+    finally:
+        del tiny_checkpoints.KINDS["wide"]
+    return directory
+
+
+def test_divided_delta_rules_give_the_same_tokens(
+    wide_delta_net: Path,
+    tiny_checkpoints: ModuleType,
+    thread_ranks: ModuleType,
+    play: Callable[..., list[StepResult]],
+    expected: Callable[..., list[StepResult]],
+    tmp_path: Path,
+) -> None:
+    in_turn = tmp_path / "in-turn.gguf"  # llama.cpp's converter puts the heads of values in turn
+    tiny_checkpoints.write_family_gguf(wide_delta_net, in_turn)
+    for path in (wide_delta_net, in_turn):
+        group = thread_ranks.RankGroup(path, 2, settings())
+        try:
+            assert all(part.sums_attention for part in group.config.part.layers)
+            check_alike(play(group), expected(path, settings()))
+        finally:
+            group.close()
+
+
+# --- one step at a time ----------------------------------------------------------------------------------------------
+
+
+def plan_of(step_driver: ModuleType, runner: Any, sampling: SamplingParams, pooling: Pooling | None = None) -> StepPlan:
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7, 8, 9], sampling, pooling=pooling)
+    return StepPlan(0, (driver.chunk("a", 5),), 1)
+
+
+@pytest.fixture(scope="module")
+def llama_group(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType) -> Iterator[Any]:
+    group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 2, settings())
+    yield group
+    group.close()
+
+
+def test_what_is_asked_beside_tokens_is_the_same(
+    llama_group: Any, step_driver: ModuleType, tiny_checkpoint: Checkpoints
+) -> None:
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings())
+    runner.allocate_kv(200)
+    labels = Pooling(task="labels", method="last", normalize=False, label_token_ids=(3, 200, 319))
+    for pooling in (labels, Pooling(task="embed", method="mean", normalize=True, is_whole=True)):
+        plan = plan_of(step_driver, runner, step_driver.GREEDY, pooling)
+        mine, other = llama_group.execute(plan).pooled["a"], runner.execute(plan).pooled["a"]
+        assert torch.frombuffer(bytearray(mine.data), dtype=torch.float32).tolist() == pytest.approx(
+            torch.frombuffer(bytearray(other.data), dtype=torch.float32).tolist(), abs=1e-4
+        )
+    runner.close()
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_step_that_one_rank_abandons_is_abandoned_by_all(
+    llama_group: Any, step_driver: ModuleType, leaver: int
+) -> None:
+    plan = plan_of(step_driver, llama_group, step_driver.GREEDY)
+    votes = [IsAbandoned(0 if rank == leaver else 1) for rank in range(2)]
+    sums = llama_group.collectives[0].calls["sum"]
+    assert llama_group.execute_with_votes(plan, votes) is None
+    assert llama_group.collectives[0].calls["sum"] == sums + 1  # that of the embedding: nobody went further
+    assert llama_group.execute_with_votes(plan, [IsAbandoned(1)] * 2) is not None
+
+
+def test_the_largest_logit_is_found_without_gathering_all(
+    llama_group: Any, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    gather = llama_group.collectives[0].gather
+    monkeypatch.setattr(
+        llama_group.collectives[0], "gather", lambda own: (shapes.append(tuple(own.shape)), gather(own))[1]
+    )
+    llama_group.execute(plan_of(step_driver, llama_group, step_driver.GREEDY))
+    llama_group.execute(plan_of(step_driver, llama_group, SamplingParams(temperature=0.5)))
+    assert shapes == [(1, 3), (1, 160)]
+
+
+def test_of_equal_logits_the_first_token_is_taken_whoever_has_it(
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, tmp_path: Path
+) -> None:
+    path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head.mul_(0.0))
+    group = thread_ranks.RankGroup(path, 3, settings())
+    assert group.execute(plan_of(step_driver, group, step_driver.GREEDY)).token_ids == (0,)
+    group.close()
+
+
+def test_a_number_that_is_none_in_one_rank_is_an_error_in_all(
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, tmp_path: Path
+) -> None:
+    path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head[300].fill_(float("nan")))
+    group = thread_ranks.RankGroup(path, 2, settings())
+    for sampling in (step_driver.GREEDY, SamplingParams(temperature=0.5)):
+        result = group.execute(plan_of(step_driver, group, sampling))
+        assert result.errors == {"a": NOT_FINITE}
+        assert result.token_ids == (None,)
+    group.close()
+
+
+def _changed_head(checkpoint: Path, directory: Path, change: Callable[[torch.Tensor], object]) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    for file in checkpoint.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors["lm_head.weight"])
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_ranks_have_their_share_of_weights_and_kv(llama_group: Any, tiny_checkpoint: Checkpoints) -> None:
+    whole = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings())
+    whole.allocate_kv(llama_group.block_count)
+    for runner in llama_group.runners:
+        assert runner.kv_cache_bytes * 2 == whole.kv_cache_bytes
+        assert runner.step_weight_bytes * 2 == whole.step_weight_bytes
+    whole.close()
+
+
+def test_ranks_do_not_draft(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama"))
+    draft = DraftSource("small", checkpoint, settings(), 4)
+    with pytest.raises(StartupError, match="small is to draft for a model that 2 ranks compute"):
+        ModelRunner.load(
+            RankCheckpoint(checkpoint, 0, 2), settings(), draft=draft, collectives=thread_ranks.thread_group(2)[0]
+        )
+
+
+def test_weights_in_half_formats_are_summed_alike_in_all_ranks(
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, play: Callable[..., list[StepResult]]
+) -> None:
+    group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 3, settings(dtype="bfloat16"))
+    assert play(group)  # the group compares what its ranks give
+    group.close()
