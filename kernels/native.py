@@ -56,6 +56,7 @@ __all__ = [
     "ModelStruct",
     "NoNativeKernels",
     "RecurrentStruct",
+    "RoomFunction",
     "RowsKind",
     "SamplingStruct",
     "StepStruct",
@@ -353,7 +354,8 @@ class AdapterLayerStruct(ctypes.Structure):
     _fields_ = tuple((name, AdapterMatrixStruct) for name in ("qkv", "output", "gate_up", "down"))
 
 
-SumFunction = ctypes.CFUNCTYPE(_int, _pointer, _pointer, ctypes.c_int64, _int)
+RoomFunction = ctypes.CFUNCTYPE(_pointer, _pointer, ctypes.c_int64)
+SumFunction = ctypes.CFUNCTYPE(_int, _pointer, _pointer, ctypes.c_int64, _int, _pointer)
 GatherFunction = ctypes.CFUNCTYPE(None, _pointer, _pointer, ctypes.c_int64, _pointer)
 
 
@@ -363,6 +365,7 @@ class CollectivesStruct(ctypes.Structure):
     _fields_ = (
         ("context", _pointer),
         *((name, _int) for name in ("rank", "size")),
+        ("room", RoomFunction),
         ("sum", SumFunction),
         ("gather", GatherFunction),
     )

@@ -125,7 +125,7 @@ void trioserve_leave_shared_memory(SharedMemory* shared) { delete shared; }
 const Collectives* trioserve_shared_collectives(const SharedMemory* shared) { return &shared->collectives(); }
 
 int32_t trioserve_shared_sum(SharedMemory* shared, int32_t dtype, void* values, int64_t count, int32_t is_abandoned) {
-    return shared->sum(SumDtype(dtype), values, count, is_abandoned != 0);
+    return shared->sum(SumDtype(dtype), values, count, is_abandoned != 0, values);
 }
 
 void trioserve_shared_gather(SharedMemory* shared, const void* own, int64_t bytes, void* all) {

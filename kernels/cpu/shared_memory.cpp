@@ -47,8 +47,11 @@ SharedMemory::SharedMemory(void* memory, int32_t rank, int32_t size)
       rank_(rank),
       size_(size),
       collectives_{this, rank, size,
-                   [](void* context, float* values, int64_t count, int32_t is_abandoned) -> int32_t {
-                       return static_cast<SharedMemory*>(context)->sum(SUM_FLOAT32, values, count, is_abandoned != 0);
+                   [](void* context, int64_t count) {
+                       return static_cast<float*>(static_cast<SharedMemory*>(context)->room(count * sizeof(float)));
+                   },
+                   [](void* context, const float* own, int64_t count, int32_t is_abandoned, float* total) -> int32_t {
+                       return static_cast<SharedMemory*>(context)->sum(SUM_FLOAT32, own, count, is_abandoned != 0, total);
                    },
                    [](void* context, const void* own, int64_t bytes, void* all) {
                        static_cast<SharedMemory*>(context)->gather(own, bytes, all);
@@ -84,40 +87,49 @@ bool SharedMemory::meet(bool is_abandoned) {
     return is_abandoned;
 }
 
+// Of this turn's slots.
 template <class T>
-bool SharedMemory::add_up(T* values, int64_t count, bool is_abandoned) {
-    constexpr int64_t PIECE = SLOT_BYTES / int64_t(sizeof(T));
+void SharedMemory::add_up(int64_t count, T* total) const {
+    const auto sum_at = [&](int64_t n) {
+        const auto of = [&](int32_t rank) { return load(reinterpret_cast<const T*>(slot_of(rank)) + n); };
+        Lanes sum = of(0);
+        for (int32_t rank = 1; rank < size_; rank++) sum = add(sum, of(rank));
+        return sum;
+    };
+    int64_t n = 0;
+    for (; n + LANES <= count; n += LANES) store(total + n, sum_at(n));
+    if (n == count) return;
+    T last[LANES];
+    store(last, sum_at(n));
+    std::memcpy(total + n, last, sizeof(T) * (count - n));
+}
+
+template <class T>
+bool SharedMemory::sum_of(const T* own, int64_t count, bool is_abandoned, T* total) {
+    const bool is_there = static_cast<const void*>(own) == slot_of(rank_);
+    const int64_t piece = is_there ? count : PIECE_BYTES / int64_t(sizeof(T));
     bool is_anywhere = false;
-    for (int64_t first = 0; first == 0 || first < count; first += PIECE) {
-        const int64_t some = std::min(PIECE, count - first);
-        std::memcpy(slot_of(rank_), values + first, sizeof(T) * some);
+    for (int64_t first = 0; first == 0 || first < count; first += piece) {
+        const int64_t some = std::min(piece, count - first);
+        if (!is_there && some > 0) std::memcpy(slot_of(rank_), own + first, sizeof(T) * some);
         is_anywhere |= meet(is_abandoned);
-        for (int64_t n = 0; n < some; n += LANES) {
-            const auto of = [&](int32_t rank) { return load(reinterpret_cast<const T*>(slot_of(rank)) + n); };
-            Lanes sum = of(0);
-            for (int32_t rank = 1; rank < size_; rank++) sum = add(sum, of(rank));
-            if (n + LANES <= some) {
-                store(values + first + n, sum);
-                continue;
-            }
-            T last[LANES];
-            store(last, sum);
-            std::memcpy(values + first + n, last, sizeof(T) * (some - n));
-        }
+        add_up(some, total + first);
         meetings_++;
     }
     return is_anywhere;
 }
 
-bool SharedMemory::sum(SumDtype dtype, void* values, int64_t count, bool is_abandoned) {
-    if (dtype == SUM_BFLOAT16) return add_up(static_cast<bf16*>(values), count, is_abandoned);
-    if (dtype == SUM_FLOAT16) return add_up(static_cast<f16*>(values), count, is_abandoned);
-    return add_up(static_cast<float*>(values), count, is_abandoned);
+bool SharedMemory::sum(SumDtype dtype, const void* own, int64_t count, bool is_abandoned, void* total) {
+    if (dtype == SUM_BFLOAT16)
+        return sum_of(static_cast<const bf16*>(own), count, is_abandoned, static_cast<bf16*>(total));
+    if (dtype == SUM_FLOAT16)
+        return sum_of(static_cast<const f16*>(own), count, is_abandoned, static_cast<f16*>(total));
+    return sum_of(static_cast<const float*>(own), count, is_abandoned, static_cast<float*>(total));
 }
 
 void SharedMemory::gather(const void* own, int64_t bytes, void* all) {
-    for (int64_t first = 0; first == 0 || first < bytes; first += SLOT_BYTES) {
-        const int64_t some = std::min(SLOT_BYTES, bytes - first);
+    for (int64_t first = 0; first == 0 || first < bytes; first += PIECE_BYTES) {
+        const int64_t some = std::min(PIECE_BYTES, bytes - first);
         std::memcpy(slot_of(rank_), static_cast<const char*>(own) + first, some);
         meet(false);
         for (int32_t rank = 0; rank < size_; rank++)

@@ -281,7 +281,7 @@ private:
     template <class T>
     void add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm, float* hidden);
     template <class T>
-    void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, bool replaces, float* hidden);
+    void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, const float* base, float* to);
     void sort_by_expert(const Experts& experts);
     template <class T>
     void make_room_for_experts(const Model& model);
@@ -326,6 +326,7 @@ private:
             is_finite &= other.is_finite;
         }
     };
+    void add_up_ranks(const Collectives& ranks, const float* part, int64_t count, bool is_abandoned, float* total);
     Choice own_choice(int64_t row);
     void prepare_choices(const Model& model, int64_t rows, int64_t kept);
     void settle_choices(const Model& model, int64_t rows);
@@ -347,6 +348,8 @@ private:
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     std::atomic<bool> is_abandoned_{false};
+    int64_t room_count_ = 0;
+    float* room_ = nullptr;  // for this rank's part of the next sum; null: it is added up where its total is to be
     std::vector<int32_t> chosen_, expert_firsts_, expert_nexts_, expert_rows_;  // of a mixture
     std::vector<float> chosen_weights_, expert_weights_, shared_weights_, ones_;
     bool is_invariant_ = false;
@@ -919,10 +922,10 @@ void Engine::sort_by_expert(const Experts& experts) {
     }
 }
 
-// hidden += a mixture of experts of x; replaces: hidden becomes the mixture. One expert after the other: so a row's sum has the
-// same order in any company.
+// to = base + a mixture of experts of x; base: null is zeros, and it may be the same as to. One expert after the other: so a
+// row's sum has the same order in any company.
 template <class T>
-void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, bool replaces, float* hidden) {
+void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, const float* base, float* to) {
     const Experts& experts = *layer.experts;
     const int64_t size = model.hidden_size, padded_count = rounded_up(experts.count, LANES);
     float* chances = chances_.of<float>(0);
@@ -942,7 +945,10 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
         float* scores = chances + row * padded_count;
         choose_experts(experts, scores, scores + rows_ * padded_count, chosen_.data() + first,
                        chosen_weights_.data() + first);
-        if (replaces) std::fill(hidden + row * size, hidden + (row + 1) * size, 0.0f);  // of which x is no view
+        if (base == nullptr)
+            std::fill(to + row * size, to + (row + 1) * size, 0.0f);
+        else if (base != to)
+            std::memcpy(to + row * size, base + row * size, sizeof(float) * size);
         if (experts.shared_gate == nullptr) continue;
         Lanes sum = zero();
         for (int64_t n = 0; n < size; n += LANES) sum = fma(load(x.at(row, n)), load(experts.shared_gate + n), sum);
@@ -964,11 +970,11 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                        for (int index = 0; index < found; index++) {
                            const int64_t row = rows_at == nullptr ? first_row + index : rows_at[first_row + index];
                            const Lanes weight = set(weights[first_row + index] * layer.residual_scale);
-                           float* to = hidden + row * size + first_block * LANES;
+                           float* total = to + row * size + first_block * LANES;
                            for (int block = 0; block < blocks; block++) {
                                Lanes value = load(sums + index * PANEL + block * LANES);
                                if (down_bias != nullptr) value = add(value, load(down_bias + (first_block + block) * LANES));
-                               store(to + block * LANES, fma(value, weight, load(to + block * LANES)));
+                               store(total + block * LANES, fma(value, weight, load(total + block * LANES)));
                            }
                        }
                    });
@@ -1367,6 +1373,12 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
             });
 }
 
+// By one thread: the sum of all ranks' parts, and a vote whether the step is abandoned. Without numbers it is a vote alone.
+void Engine::add_up_ranks(const Collectives& ranks, const float* part, int64_t count, bool is_abandoned, float* total) {
+    if (ranks.sum(ranks.context, part, count, is_abandoned, total) != 0) is_abandoned_ = true;
+    if (room_ != nullptr) room_ = ranks.room(ranks.context, room_count_);
+}
+
 // Of a row, what all threads have chosen.
 Engine::Choice Engine::own_choice(int64_t row) {
     Choice choice{MINUS_INFINITY, std::numeric_limits<int32_t>::max(), 1};
@@ -1511,42 +1523,37 @@ bool Engine::compute(const Model& model, const Step& step) {
         logits += model.vocab_size;
     }
 
+    const Collectives* ranks = model.collectives;
+    room_count_ = rows * hidden_size;
+    room_ = ranks == nullptr ? nullptr : ranks->room(ranks->context, room_count_);
     const bool has_masks = std::any_of(step.samplings, step.samplings + sampled, [](const Sampling& of) { return of.mask != nullptr; });
     const auto work = [&](int thread) {
         configure_tiles();
-        embed<T>(thread, model, step, hidden);
-        team.meet();
-        const Collectives* ranks = model.collectives;
-        // By one thread: the sum of all ranks' numbers, with a vote whether the step is abandoned. Where they are none, a
-        // vote alone.
-        const auto sum_of_ranks = [&](float* values, int64_t count, bool is_abandoned) {
-            if (ranks->sum(ranks->context, values, count, is_abandoned) != 0) is_abandoned_ = true;
-        };
+        const bool is_first = is_first_rank(model);
         const auto is_given_up = [&] {
             return step.waited_for != nullptr && __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
         };
-        const auto add_up = [&](float* values) {
-            if (thread == 0) sum_of_ranks(values, rows * hidden_size, is_given_up());
+        // Where this rank's part of a total is to be written.
+        const auto place_of_part = [&](float* total) { return room_ != nullptr ? room_ : total; };
+        const auto add_up = [&](const float* part, float* total) {
+            if (thread == 0) add_up_ranks(*ranks, part, rows * hidden_size, is_given_up(), total);
             team.meet();
         };
-        if (ranks != nullptr) add_up(hidden);
+        float* embedded = ranks == nullptr ? hidden : place_of_part(hidden);
+        embed<T>(thread, model, step, embedded);
+        team.meet();
+        if (ranks != nullptr) add_up(embedded, hidden);
         if (model.streams != nullptr) begin_streams(thread, model, step, hidden, normed);
-        // sums: to the hidden states, or, with a norm behind them, to `outputs`. replaces: in the place of the hidden states,
-        // which another rank adds.
-        const auto add_to_hidden = [&](const float* bias, const float* output_norm, float scale, bool replaces) {
+        // to = base + scale * sums; base: null is zeros, and it may be the same as to.
+        const auto add_scaled = [&](const float* bias, float scale, const float* base, float* to) {
             return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 for (int row = 0; row < count; row++) {
                     for (int block = 0; block < blocks; block++) {
-                        const int64_t n = (first_block + block) * LANES;
+                        const int64_t n = (first_block + block) * LANES, place = (first_row + row) * hidden_size + n;
                         Lanes value = load(sums + row * PANEL + block * LANES);
                         if (bias != nullptr) value = add(value, load(bias + n));
-                        if (output_norm != nullptr) {
-                            store(outputs + (first_row + row) * hidden_size + n, value);
-                            continue;
-                        }
-                        float* to = hidden + (first_row + row) * hidden_size + n;
-                        _mm_prefetch(to + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
-                        store(to, fma(value, set(scale), replaces ? zero() : load(to)));
+                        _mm_prefetch(to + place + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
+                        store(to + place, fma(value, set(scale), base == nullptr ? zero() : load(base + place)));
                     }
                 }
             };
@@ -1566,12 +1573,18 @@ bool Engine::compute(const Model& model, const Step& step) {
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
-            // Parts of both that are added at once need one sum.
+            // Parts of both that are added at once need one sum. Where a norm comes behind them, it is of the sum of parts;
+            // else the first rank adds its part to the hidden states, and the others theirs to nothing.
             const bool sums_mlp = layer.sums_mlp && has_mlp(layer);
             const bool sums_later = layer.sums_attention && sums_mlp && layer.is_parallel && layer.mlp_output_norm == nullptr;
-            const bool replaces = layer.sums_attention && !is_first_rank(model);
             if (thread == 0 && ranks == nullptr) is_abandoned_ = is_given_up();
-            if (thread == 0 && ranks != nullptr && !layer.sums_attention && !sums_mlp) sum_of_ranks(nullptr, 0, is_given_up());
+            if (thread == 0 && ranks != nullptr && !layer.sums_attention && !sums_mlp)
+                add_up_ranks(*ranks, nullptr, 0, is_given_up(), nullptr);
+            const bool is_normed = layer.attention_output_norm != nullptr;
+            float* mixed_total = is_normed ? outputs : hidden;
+            float* mixed_part = layer.sums_attention ? place_of_part(mixed_total) : mixed_total;
+            const float* mixed_base = is_normed || (layer.sums_attention && !is_first) ? nullptr : hidden;
+            const float mixed_scale = is_normed ? 1.0f : layer.residual_scale;
             if (layer.streams != nullptr) predict_streams(thread, model, layer, hidden);
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
@@ -1600,7 +1613,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 const Rows<const T> given = mixed;
                 product<T>(thread, given, rows, recurring.output,
                            first_read<T>(thread, attends(layer) ? layer.qkv : after, rows),
-                           add_to_hidden(recurring.output_bias, layer.attention_output_norm, layer.residual_scale, replaces));
+                           add_scaled(recurring.output_bias, mixed_scale, mixed_base, mixed_part));
                 team.meet();
             }
             if (layer.attention_gate != nullptr) {
@@ -1653,23 +1666,26 @@ bool Engine::compute(const Model& model, const Step& step) {
                     team.meet();
                 }
                 lower(found, &AdapterLayer::output, index);
-                const auto add_attended = add_to_hidden(layer.output_bias, layer.attention_output_norm, layer.residual_scale,
-                                                        replaces && layer.recurrent == nullptr);
+                const auto add_attended = add_scaled(layer.output_bias, mixed_scale,
+                                                     layer.recurrent == nullptr ? mixed_base : mixed_part, mixed_part);
                 product<T>(thread, found, rows, layer.output, first_read<T>(thread, after, rows),
                            adapted(&AdapterLayer::output, index, add_attended));
                 team.meet();
             }
-            if (layer.sums_attention && !sums_later) add_up(layer.attention_output_norm == nullptr ? hidden : outputs);
-            if (layer.attention_output_norm != nullptr)
+            if (layer.sums_attention && !sums_later) add_up(mixed_part, mixed_total);
+            if (is_normed)
                 add_normed(thread, outputs, rows, hidden_size, layer.attention_output_norm, norm, layer.residual_scale,
                            hidden);
             if (layer.laurel != nullptr) add_laurel(thread, *layer.laurel, x, hidden_size, norm, hidden);
             if (!has_mlp(layer)) continue;
-            const bool replaces_by_mlp = sums_mlp && !sums_later && !is_first_rank(model);
+            const bool is_mlp_normed = layer.mlp_output_norm != nullptr;
+            float* total = is_mlp_normed ? outputs : hidden;
+            float* part = sums_later ? mixed_part : sums_mlp ? place_of_part(total) : total;
+            const float* base = sums_later ? mixed_part : is_mlp_normed || (sums_mlp && !is_first) ? nullptr : hidden;
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             if (layer.experts != nullptr) {
-                mix(thread, model, layer, x, replaces_by_mlp, hidden);
-                if (sums_mlp) add_up(hidden);
+                mix(thread, model, layer, x, base, part);
+                if (sums_mlp) add_up(part, total);
                 continue;
             }
             const int64_t own_middle = layer.gate_up.parts[0].block_count / 2 * LANES;
@@ -1684,12 +1700,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                 next = first_read<T>(thread, first_matrix(model.layers[index + 1]), rows);
             else if (sampled > 0)
                 next = first_read<T>(thread, model.head, sampled);
-            const auto add_activated =
-                add_to_hidden(layer.down_bias, layer.mlp_output_norm, layer.residual_scale, replaces_by_mlp);
+            const auto add_activated = add_scaled(layer.down_bias, is_mlp_normed ? 1.0f : layer.residual_scale, base, part);
             product<T>(thread, activated, rows, layer.down, next, adapted(&AdapterLayer::down, index, add_activated));
             team.meet();
-            if (sums_mlp) add_up(layer.mlp_output_norm == nullptr ? hidden : outputs);
-            if (layer.mlp_output_norm != nullptr)
+            if (sums_mlp) add_up(part, total);
+            if (is_mlp_normed)
                 add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden);
             if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
         }
@@ -1705,7 +1720,8 @@ bool Engine::compute(const Model& model, const Step& step) {
         team.meet();
         if (thread == 0) {
             settle_choices(model, sampled);
-            if (ranks != nullptr && has_masks) sum_of_ranks(nullptr, 0, !wait_for_masks(step.masks_filled, step.waited_for));
+            if (ranks != nullptr && has_masks)
+                add_up_ranks(*ranks, nullptr, 0, !wait_for_masks(step.masks_filled, step.waited_for), nullptr);
         }
         team.meet();
         if (is_abandoned_) return;

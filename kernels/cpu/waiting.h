@@ -22,15 +22,18 @@ enum class Among { THREADS, PROCESSES };
 // quickly then, and tried again now and then.
 class Patience {
 public:
-    int spins() { return ++waits_ % WAITS_OF_TRIAL == 0 ? SPINS_MAX : spins_; }
+    explicit Patience(int spins_max = 1000) : spins_max_(spins_max) {}
+
+    int spins() { return ++waits_ % WAITS_OF_TRIAL == 0 ? spins_max_ : spins_; }
     void was_enough(int spins) {
-        if (spins > SPINS_MIN) spins_ = SPINS_MAX;
+        if (spins > SPINS_MIN) spins_ = spins_max_;
     }
     void was_in_vain() { spins_ = std::max(spins_ / 2, SPINS_MIN); }
 
 private:
-    static constexpr int SPINS_MAX = 1000, SPINS_MIN = 20, WAITS_OF_TRIAL = 32;
-    int spins_ = SPINS_MAX, waits_ = 0;
+    static constexpr int SPINS_MIN = 20, WAITS_OF_TRIAL = 32;
+    const int spins_max_;
+    int spins_ = spins_max_, waits_ = 0;
 };
 
 template <Among AMONG>

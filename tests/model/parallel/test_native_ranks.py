@@ -223,10 +223,12 @@ class Distant:
         pass
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere2", "qwen2-moe", "falcon-h1"])
 def test_ranks_may_meet_through_python(
-    tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, grouped: Callable[..., Group]
+    kind: str, tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, grouped: Callable[..., Group]
 ) -> None:
-    near, distant = (grouped(tiny_checkpoint("llama"), 2, wrapped_by=wrap) for wrap in (lambda near: near, Distant))
+    """Where there is no room for a rank's part but that of the total."""
+    near, distant = (grouped(tiny_checkpoint(kind), 2, wrapped_by=wrap) for wrap in (lambda near: near, Distant))
     wanted, found = (group.each(lambda runner, rank: rank_program.history(runner)) for group in (near, distant))
     assert found == wanted
 

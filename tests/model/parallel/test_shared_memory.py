@@ -165,12 +165,16 @@ def test_kernels_call_what_is_written_in_python(ranks: list[SharedMemoryCollecti
     def work(mine: NativeCallbacks) -> tuple[bool, list[float], list[int]]:
         struct = CollectivesStruct.from_address(mine.native)
         values, own = (ctypes.c_float * 3)(1, 2, struct.rank), (ctypes.c_uint8 * 2)(struct.rank, 9)
+        total = (ctypes.c_float * 3)()
+        assert struct.room(None, 3) is None
         everything = (ctypes.c_uint8 * (2 * struct.size))()
-        is_abandoned = struct.sum(None, ctypes.addressof(values), 3, struct.rank == 1)
-        assert not struct.sum(None, None, 0, False)
+        addresses = ctypes.addressof(values), ctypes.addressof(total)
+        is_abandoned = struct.sum(None, addresses[0], 3, struct.rank == 1, addresses[1])
+        assert list(values) == [1, 2, struct.rank]
+        assert not struct.sum(None, None, 0, False, None)
         struct.gather(None, ctypes.addressof(own), 2, ctypes.addressof(everything))
         mine.check()
-        return bool(is_abandoned), list(values), list(everything)
+        return bool(is_abandoned), list(total), list(everything)
 
     size = len(ranks)
     ids = [number for rank in range(size) for number in (rank, 9)]
@@ -195,7 +199,7 @@ class Broken:
 def test_what_a_callback_raises_ends_the_step_and_comes_out_behind_it() -> None:
     callbacks = NativeCallbacks(Broken())
     struct = CollectivesStruct.from_address(callbacks.native)
-    assert struct.sum(None, None, 0, False)
+    assert struct.sum(None, None, 0, False, None)
     memory = (ctypes.c_uint8 * 2)()
     struct.gather(None, ctypes.addressof(memory), 1, ctypes.addressof(memory))
     with pytest.raises(ConnectionError):

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from trioserve.model.parallel.collectives import Collectives
-from trioserve_kernels.native import CollectivesStruct, GatherFunction, SumFunction
+from trioserve_kernels.native import CollectivesStruct, GatherFunction, RoomFunction, SumFunction
 
 __all__ = ["NativeCallbacks"]
 
@@ -21,6 +21,7 @@ class NativeCallbacks:
         self._struct = CollectivesStruct(
             rank=collectives.rank,
             size=collectives.size,
+            room=RoomFunction(lambda _context, _count: None),
             sum=SumFunction(self._sum),
             gather=GatherFunction(self._gather),
         )
@@ -37,11 +38,13 @@ class NativeCallbacks:
         if error is not None:
             raise error
 
-    def _sum(self, _context: int | None, values: int | None, count: int, is_abandoned: int) -> int:
+    def _sum(self, _context: int | None, own: int | None, count: int, is_abandoned: int, total: int | None) -> int:
         if self._error is not None:
             return True
         try:
-            return self._collectives.sum_(_floats(values, count), bool(is_abandoned))
+            values = _floats(total, count)
+            values[:] = _floats(own, count)
+            return self._collectives.sum_(values, bool(is_abandoned))
         except BaseException as error:  # it cannot pass through C: check raises it
             self._error = error
             return True

@@ -17,7 +17,7 @@ from trioserve_kernels.native import SUM_DTYPES, Library
 
 __all__ = ["Arrivals", "SharedMemoryCollectives", "make_shared_memory"]
 
-SLOT_BYTES = 1 << 18  # as in cpu/shared_memory.h
+SLOT_BYTES = 1 << 22  # as in cpu/shared_memory.h
 ARRIVALS_BYTES = 128
 DTYPES_OF_ARRAYS = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}  # numpy knows no bfloat16
 
