@@ -4,7 +4,7 @@
 # make test    sets everything up, checks style and types, and runs the tests
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
 # make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
-# make ray-tests  installs Ray, and runs the tests of trioserve.ray with it; a minute and a half
+# make ray-tests  installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines with it; some minutes
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
 # make wheel   builds a wheel with the CPU kernels compiled, into dist
 #

@@ -145,7 +145,7 @@ ROOMS = {
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words("__init__ __main__ asgi assemble cli commands config ray")
+TOP_FILES = words("__init__ __main__ asgi assemble cli commands config ray ray_engines")
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
@@ -457,6 +457,8 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.model.settings", "torch"),
         ("trioserve.model.runner", "torch trio gguf"),
         ("trioserve.commands.serve", "torch"),
+        ("trioserve.commands.route", "torch ray"),
+        ("trioserve.commands.ray_watch", "torch ray"),
         ("trioserve.engine.engine", "torch"),
         ("trioserve.api.routes", "torch"),
         ("trioserve.testing", "torch trio msgspec"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trioserve import __version__
 from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
-from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
+from trioserve.commands.option_groups import GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS
 from trioserve.commands.unknown_options import Parser
 from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
@@ -145,6 +145,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
     _add_operating(subparsers)
 
+    _add_ray(subparsers)
+
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what is missing for more")
     doctor.add_argument("--json", action="store_true", help="for scripts (default: off)")
 
@@ -165,6 +167,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "doctor": _doctor,
         "top": _top,
         **dict.fromkeys(("requests", "abort", "endpoints", "drain"), _operate),
+        "ray": _ray,
         "random-checkpoint": _random_checkpoint,
     }
 
@@ -220,6 +223,51 @@ def _add_operating(subparsers: argparse._SubParsersAction[Parser]) -> None:
     for parser in (top, requests, abort, endpoints, drain):
         parser.add_argument("--api-key", metavar="KEY", help="(default: TRIOSERVE_API_KEY)")
         parser.add_argument("--json", action="store_true", help="for scripts (default: off)")
+
+
+def _add_ray(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Engines that Ray places. Their options are those of `serve`."""
+    parser = subparsers.add_parser("ray", help="have Ray place engines, for `route --endpoints-ray`; or end them")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    up = actions.add_parser("up", help="start a group of engines, wherever Ray has room; it stays when this ends")
+    down = actions.add_parser("down", help="end a group: requests may end first")
+    listing = actions.add_parser("list", help="which groups there are, and where their engines serve")
+    for each in (up, down):
+        each.add_argument("name", metavar="GROUP")
+    for each in (up, down, listing):
+        each.add_argument(
+            "--ray-address",
+            metavar="ADDRESS",
+            help="such as 10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of the cluster (default: what "
+            "RAY_ADDRESS says, or the cluster that this machine belongs to)",
+        )
+    up.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
+    up.add_argument(
+        "--num-cpus",
+        type=float,
+        metavar="X",
+        help="CPUs of one engine, by which Ray places it, and its --threads (default: --tensor-parallel-size)",
+    )
+    up.add_argument(
+        "--num-gpus",
+        type=float,
+        metavar="X",
+        help="GPUs of one engine, all on one node (default: with --device cuda --tensor-parallel-size, otherwise none)",
+    )
+    up.add_argument(
+        "--placement",
+        choices=("pack", "spread", "strict-pack", "strict-spread"),
+        default="spread",
+        help="on few nodes, on many, all on one, or each on another; strict: or not at all (default: spread)",
+    )
+    up.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="until all have to serve (default: 600)"
+    )
+    down.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for requests to end, at most (default: 60)"
+    )
+    listing.add_argument("--json", action="store_true", help="for scripts (default: off)")
+    add_arguments(up, only=PLACED_OPTIONS, groups=GROUPS)
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -395,6 +443,12 @@ def _operate(arguments: argparse.Namespace) -> int:
         return operate.run_drain(server, arguments.name, move=arguments.move, as_json=arguments.json)
     run = operate.run_requests if arguments.command == "requests" else operate.run_endpoints
     return run(server, as_json=arguments.json)
+
+
+def _ray(arguments: argparse.Namespace) -> int:
+    from trioserve.commands.ray_group import run_ray
+
+    return run_ray(arguments)
 
 
 def _random_checkpoint(arguments: argparse.Namespace) -> int:

@@ -190,6 +190,12 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "default: none", "NAME")] = None
     endpoints_kubernetes: Annotated[str | None, _about(
         "the ready endpoints of a service, as [NAMESPACE/]SERVICE[:PORT]; default: none", "SERVICE")] = None
+    endpoints_ray: Annotated[str | None, _about(
+        "the engines of a group that `trioserve ray up` had placed by Ray; needs the extra ray; default: none", "GROUP",
+        )] = None
+    ray_address: Annotated[str | None, _about(
+        "Ray cluster that --endpoints-ray asks, such as 10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of it; "
+        "default: what RAY_ADDRESS says, or the one that this machine belongs to", "ADDRESS")] = None
     endpoint_api_key: Annotated[str | None, _about(
         "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
     endpoint_ca_certs: Annotated[str | None, _about(

@@ -70,30 +70,43 @@ def ray_environment() -> Iterator[dict[str, str]]:
         yield {**os.environ, **settings}
         until(lambda: not marked_processes(mark), "for processes of Ray to end")
     finally:
-        for process_id in marked_processes(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
+        kill_marked(mark)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Cluster:
-    """port: Serve's, on 127.0.0.1."""
+def kill_marked(mark: str) -> None:
+    for process_id in marked_processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
 
-    def __init__(self, process: subprocess.Popen[str], port: int, mark: str) -> None:
+
+class Program:
+    """One that does what lines of JSON say, and answers each with a line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.port = port
-        self._mark = mark
 
     def order(self, **order: Any) -> dict[str, Any]:
-        """See program.py."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
         raise AssertionError("the program is over")
+
+
+class Cluster(Program):
+    """That of program.py. port: Serve's, on 127.0.0.1."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, mark: str) -> None:
+        super().__init__(process)
+        self.port = port
+        self._mark = mark
 
     def replicas(self, name: str) -> list[int]:
         """Process ids of an application's replicas."""

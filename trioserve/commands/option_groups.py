@@ -1,8 +1,12 @@
-"""Under which heading the help shows an option, and which of them concern a command that answers in the terminal."""
+"""Under which heading the help shows an option, and which of them concern which command besides `serve` and `route`."""
 
 from __future__ import annotations
 
-__all__ = ["GROUPS", "TERMINAL_OPTIONS"]
+import msgspec
+
+from trioserve.config import Config
+
+__all__ = ["GROUPS", "PLACED_OPTIONS", "TERMINAL_OPTIONS"]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -50,9 +54,10 @@ GROUPS = {
     "KV between engines": _words("kv_events kv_transfer_config role kv_hold_timeout kv_load_timeout kv_held_share"),
     "routing": _words(
         "endpoint prefill_endpoint decode_endpoint split_min_tokens endpoints_file endpoints_dns endpoints_kubernetes "
-        "endpoint_api_key endpoint_ca_certs model_alias policy session_header endpoint_max_requests "
-        "max_request_sequences endpoint_max_waiting lease_until max_continuation_bytes router_peers router_name "
-        "router_processes health_interval continuations_per_second hang_timeout move_timeout load_interval"
+        "endpoints_ray ray_address endpoint_api_key endpoint_ca_certs model_alias policy session_header "
+        "endpoint_max_requests max_request_sequences endpoint_max_waiting lease_until max_continuation_bytes "
+        "router_peers router_name router_processes health_interval continuations_per_second hang_timeout "
+        "move_timeout load_interval"
     ),
 }
 
@@ -60,3 +65,9 @@ TERMINAL_OPTIONS = frozenset(
     {*GROUPS["model"], *GROUPS["computing"], *GROUPS["memory and batches"]}
     - {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "tensor_parallel_size"}
 )
+
+PLACED_OPTIONS = frozenset(
+    {field.name for field in msgspec.structs.fields(Config)}
+    - {*GROUPS["routing"], "host", "port", "uds", "root_path", "ui", "profile"}
+)
+"""Of those of `serve` what an engine takes that Ray places: it listens where Ray puts it."""

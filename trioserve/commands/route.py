@@ -40,6 +40,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.discovery.file import FileSource, read_endpoints
 from trioserve.proxy.discovery.kubernetes import in_cluster
+from trioserve.proxy.discovery.ray import RaySource, check_ray_is_installed
 from trioserve.proxy.discovery.source import Source
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
@@ -93,7 +94,7 @@ def checked_routing(config: RouteConfig, place: ProcessPlace | None = None) -> R
     if not routing.has_endpoints:
         raise StartupError(
             "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
-            "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
+            "--endpoints-file, --endpoints-dns, --endpoints-kubernetes or --endpoints-ray"
         )
     return routing
 
@@ -358,6 +359,9 @@ def _sources(config: RouteConfig) -> list[Source]:
         sources.append(DnsSource(name, port=int(port or 80), template=template))
     if config.endpoints_kubernetes is not None:
         sources.append(in_cluster(config.endpoints_kubernetes, template=template))
+    if config.endpoints_ray is not None:
+        check_ray_is_installed()
+        sources.append(RaySource(config.endpoints_ray, address=config.ray_address, template=template))
     return sources
 
 

@@ -1,0 +1,123 @@
+"""Which engines of a group serve, from what Ray says of its actors; without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import pytest
+
+from trioserve.commands.ray_watch import AGAIN_SECONDS, GroupWatch, Lost
+
+
+class FakeEngines:
+    """urls: of each actor that is there; None: it does not serve. lost: those that Ray starts anew."""
+
+    def __init__(self, **urls: str | None) -> None:
+        self.urls: dict[str, str | None] = dict(urls)
+        self.lost: set[str] = set()
+        self.silent: set[str] = set()
+        self._told: dict[tuple[str, int], object] = {}
+        self.questions: list[str] = []
+
+    def names(self) -> Sequence[str]:
+        return list(self.urls)
+
+    def ask(self, name: str, known: object) -> Hashable:
+        self.questions.append(name)
+        question = (name, len(self.questions))
+        self._told[question] = known
+        return question
+
+    def wait(self, questions: Sequence[Hashable], seconds_max: float) -> Sequence[Hashable]:
+        assert seconds_max > 0
+        return [question for question in questions if self._is_answered(question)]
+
+    def _is_answered(self, question: Hashable) -> bool:
+        assert isinstance(question, tuple)
+        name = question[0]
+        if name in self.silent:
+            return False
+        return name in self.lost or name not in self.urls or self._told[question] != ("state", self.urls[name])
+
+    def answer(self, question: Hashable) -> tuple[object, str | None]:
+        assert isinstance(question, tuple)
+        name = question[0]
+        if name in self.lost or name not in self.urls:
+            raise Lost(name)
+        return ("state", self.urls[name]), self.urls[name]
+
+
+def looked(watch: GroupWatch, now: float = 0.0, times: int = 2) -> tuple[str, ...]:
+    for _ in range(times):
+        watch.look(now)
+    return watch.urls
+
+
+def test_those_that_serve_are_named_and_each_is_asked_once_until_something_changes():
+    engines = FakeEngines(a="http://a:1", b=None)
+    watch = GroupWatch(engines)
+    assert looked(watch, times=5) == ("http://a:1",)
+    assert sorted(engines.questions) == ["a", "a", "b", "b"], "the second one waits for a change"
+    engines.urls["b"] = "http://b:1"
+    assert looked(watch) == ("http://a:1", "http://b:1")
+    engines.urls["a"] = None  # it drains
+    assert looked(watch) == ("http://b:1",)
+
+
+def test_one_that_dies_is_gone_at_once_and_back_at_another_place():
+    engines = FakeEngines(a="http://a:1", b="http://b:1")
+    watch = GroupWatch(engines)
+    looked(watch)
+    engines.lost.add("a")
+    watch.look(now=1.0)
+    assert watch.urls == ("http://b:1",)
+    engines.lost.clear()
+    engines.urls["a"] = "http://c:7"
+    assert looked(watch, now=1.0) == ("http://b:1",), "not asked again at once"
+    assert looked(watch, now=1.0 + AGAIN_SECONDS) == ("http://b:1", "http://c:7")
+
+
+def test_one_that_comes_back_at_the_same_place_is_back():
+    engines = FakeEngines(a="http://a:1")
+    watch = GroupWatch(engines)
+    looked(watch)
+    engines.lost.add("a")
+    watch.look(now=1.0)
+    assert watch.urls == ()
+    engines.lost.clear()
+    assert looked(watch, now=2.0) == ("http://a:1",)
+
+
+def test_one_that_is_removed_is_gone_and_one_of_the_same_name_is_another():
+    engines = FakeEngines(a="http://a:1", b="http://b:1")
+    watch = GroupWatch(engines)
+    looked(watch)
+    del engines.urls["a"]
+    assert looked(watch) == ("http://b:1",)
+    engines.urls["a"] = "http://a:1"
+    assert looked(watch, now=5.0) == ("http://a:1", "http://b:1")
+
+
+@pytest.mark.parametrize("way", ["answers", "is lost", "is removed"])
+def test_not_all_are_known_before_each_has_been_heard_of(way):
+    engines = FakeEngines(a="http://a:1", b="http://b:1")
+    engines.silent.add("b")
+    watch = GroupWatch(engines)
+    assert not watch.knows_all
+    looked(watch)
+    assert not watch.knows_all
+    engines.silent.clear()
+    if way == "is lost":
+        engines.lost.add("b")
+    elif way == "is removed":
+        del engines.urls["b"]
+    looked(watch)
+    assert watch.knows_all
+    assert ("http://b:1" in watch.urls) == (way == "answers")
+
+
+def test_a_group_that_is_not_there_is_known_to_be_empty():
+    watch = GroupWatch(FakeEngines())
+    looked(watch)
+    assert watch.knows_all
+    assert watch.urls == ()

@@ -1,0 +1,297 @@
+"""Engines that Ray places on two nodes, behind `route --endpoints-ray`: what becomes of streams and of the group when a
+process or a node is killed. The processes, the model, the router and Ray are the real ones."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import SECONDS_MAX, Program, kill_marked, marked_processes, ray_environment, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SERVING = re.compile(r"serving a router at http://(\S+) ")
+ENGINE = "ray::EngineActor"
+
+
+class Nodes(Program):
+    """That of two_nodes.py, and what is asked of it."""
+
+    def __init__(self, process: subprocess.Popen[str], environment: dict[str, str], mark: str) -> None:
+        super().__init__(process)
+        self._environment = environment
+        self._mark = mark
+        self._environment["RAY_ADDRESS"] = self.answer()["address"]
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`trioserve ray` with these, to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "trioserve", "ray", *words],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_MAX,
+            check=False,
+            env=self._environment,
+        )
+
+    def processes(self, title: str) -> list[int]:
+        return marked_processes(self._mark, title)
+
+    def listed(self) -> dict[str, str | None]:
+        """The URL of each engine by its actor's name."""
+        ran = self.run("list", "--json")
+        assert ran.returncode == 0, ran.stderr
+        return {row["name"]: row["url"] for row in json.loads(ran.stdout)["data"]}
+
+    @contextmanager
+    def router(self, group: str) -> Iterator[Router]:
+        with subprocess.Popen(
+            [sys.executable, "-m", "trioserve", "route", "--port", "0", "--endpoints-ray", group],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        ) as process:
+            assert process.stderr is not None
+            while (found := SERVING.search(process.stderr.readline())) is None:
+                assert process.poll() is None
+            lines: list[str] = []
+            reader = threading.Thread(target=lines.extend, args=(process.stderr,))
+            reader.start()
+            try:
+                yield Router(found[1], lines)
+            finally:
+                process.terminate()
+                process.wait(SECONDS_MAX)
+                reader.join()
+        until(lambda: not self.watches(group), "for the process that asks Ray to end with its router")
+
+    def watches(self, group: str) -> list[int]:
+        """Of the processes that ask Ray for it."""
+        return self.processes(f"ray_watch\0{group}\0")
+
+
+class Router:
+    """address: HOST:PORT. lines: of its log, so far."""
+
+    def __init__(self, address: str, lines: list[str]) -> None:
+        self.address = address
+        self.lines = lines
+
+    def endpoints(self) -> dict[str, dict[str, Any]]:
+        return {endpoint["url"]: endpoint for endpoint in get(self.address, "/endpoints")["data"]}
+
+    def serving(self) -> set[str]:
+        return {url for url, endpoint in self.endpoints().items() if endpoint["health"] == "healthy"}
+
+    def busy(self) -> set[str]:
+        return {url for url, endpoint in self.endpoints().items() if endpoint["leases"]}
+
+
+def get(address: str, path: str) -> dict[str, Any]:
+    with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+        connection.request("GET", path)
+        return dict(json.loads(connection.getresponse().read()))
+
+
+def at(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+@contextmanager
+def begun_stream(address: str, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
+    """A stream of which there is a first event; its client leaves at the end."""
+    with closing(http.client.HTTPConnection(address, timeout=SECONDS_MAX)) as connection:
+        body = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
+        body |= {"stream_options": {"include_usage": True}}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        with connection.getresponse() as response:
+            assert response.status == 200
+            assert response.readline().startswith(b"data: ")
+            yield response
+
+
+def check_is_whole(response: http.client.HTTPResponse, max_tokens: int) -> None:
+    """To its end, with each token once."""
+    events = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line.startswith(b"data: ")]
+    assert events.pop() == b"[DONE]"
+    read = [json.loads(event) for event in events]
+    assert not [event for event in read if "error" in event]
+    assert read[-1]["usage"]["completion_tokens"] == max_tokens
+
+
+def process_at(url: str, candidates: list[int]) -> int:
+    """Which of these processes listens there."""
+    port = int(url.rpartition(":")[2])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    [inode] = [row[9] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port]
+    for process_id in candidates:
+        for entry in Path(f"/proc/{process_id}/fd").iterdir():
+            if entry.is_symlink() and os.readlink(entry) == f"socket:[{inode}]":
+                return process_id
+    raise AssertionError(f"none of {candidates} listens at {url}")
+
+
+def node_of(process_id: int) -> int:
+    """The process id of the raylet that has started it."""
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_environment() as environment:
+        mark = environment["TRIOSERVE_RAY_MARK"]
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("two_nodes.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        try:
+            yield Nodes(process, environment, mark)
+        finally:
+            kill_marked(mark)  # without its head, a cluster does not end by itself before a minute
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def group(nodes: Nodes) -> Nodes:
+    ran = nodes.run("up", "llm", "--replicas", "2", "--placement", "strict-spread", "--max-num-seqs", "8")
+    assert ran.returncode == 0, ran.stderr
+    return nodes
+
+
+@pytest.fixture(scope="module")
+def router(group: Nodes) -> Iterator[Router]:
+    with group.router("llm") as router:
+        until(lambda: len(router.serving()) == 2, "for two endpoints")
+        yield router
+
+
+def test_a_group_is_placed_on_both_nodes_and_found(group: Nodes, router: Router):
+    endpoints = router.endpoints()
+    assert set(endpoints) == set(group.listed().values())
+    assert {endpoint["source"] for endpoint in endpoints.values()} == {"ray:llm"}
+    engines = group.processes(ENGINE)
+    assert {node_of(process_at(url, engines)) for url in endpoints} == set(group.order(raylets=True)["ids"])
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks_and_its_lease(router: Router):
+    urls = router.serving()
+    assert [get(at(url), "/load")["kv_usage"] for url in urls] == [0, 0]
+    with begun_stream(router.address, max_tokens=4000):
+        [url] = router.busy()
+        assert get(at(url), "/load")["kv_usage"] > 0
+    until(lambda: not router.busy(), "for the lease")
+    until(lambda: get(at(url), "/load")["running"] == 0, "for the request to end")
+    assert get(at(url), "/load")["kv_usage"] == 0
+
+
+def check_streams_survive(nodes: Nodes, router: Router, *, kill_node: bool) -> None:
+    before = router.serving()
+    with (
+        begun_stream(router.address, max_tokens=400) as one,
+        begun_stream(router.address, max_tokens=400) as two,
+    ):
+        assert router.busy() == before, "one is at each"
+        lost = min(before)
+        process_id = process_at(lost, nodes.processes(ENGINE))
+        if kill_node:
+            nodes.order(kill=node_of(process_id))
+        else:
+            os.kill(process_id, signal.SIGKILL)
+        until(lambda: lost not in router.endpoints(), "for the lost engine to be gone")
+        check_is_whole(one, 400)
+        check_is_whole(two, 400)
+    assert sum(endpoint["moved_to"] for endpoint in router.endpoints().values()) >= 1
+    with begun_stream(router.address, max_tokens=8) as response:
+        check_is_whole(response, 8)
+    if kill_node:
+        assert len(router.serving()) == 1, "each is to be on another node, and there is one"
+        nodes.order(add=True)
+    until(lambda: len(router.serving()) == 2, "for the group to be whole again")
+    assert lost not in router.serving()
+    for url in router.serving():
+        with begun_stream(at(url), max_tokens=8) as response:
+            check_is_whole(response, 8)
+
+
+def test_when_an_engine_is_killed_its_streams_go_on_and_ray_starts_another(group: Nodes, router: Router):
+    check_streams_survive(group, router, kill_node=False)
+
+
+def test_when_a_node_is_killed_its_streams_go_on_and_its_engine_is_placed_on_a_new_one(group: Nodes, router: Router):
+    check_streams_survive(group, router, kill_node=True)
+
+
+def test_a_group_that_is_there_is_not_started_again(group: Nodes):
+    ran = group.run("up", "llm")
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        'trioserve: there is a group "llm" already: end it with `ray down llm`\n',
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expect"),
+    [
+        (["--model", "/no/such/model"], "ModelLoadError: the model '/no/such/model' is not found"),
+        (["--num-cpus", "50", "--timeout", "2"], "Ray has no room for 1 engine with 50 CPU each"),
+    ],
+)
+def test_a_group_that_cannot_be_leaves_nothing(group: Nodes, flags: list[str], expect: str):
+    engines = group.processes(ENGINE)
+    ran = group.run("up", "bad", *flags)
+    assert ran.returncode == 1
+    assert expect in ran.stderr
+    assert not [name for name in group.listed() if name.startswith("bad/")]
+    until(lambda: group.processes(ENGINE) == engines, "for its processes to end")
+
+
+def test_a_group_that_goes_ends_its_streams_first_and_leaves_no_process(nodes: Nodes):
+    engines = nodes.processes(ENGINE)
+    ran = nodes.run("up", "going", "--max-num-seqs", "8")
+    assert ran.returncode == 0, ran.stderr
+    [url] = [url for name, url in nodes.listed().items() if name == "going/0"]
+    assert url is not None
+    with nodes.router("going") as router:
+        until(lambda: router.serving() == {url}, "for its endpoint")
+        with begun_stream(at(url), max_tokens=500) as response:
+            ran = nodes.run("down", "going")
+            assert ran.returncode == 0, ran.stderr
+            check_is_whole(response, 500)
+        until(lambda: not router.endpoints(), "for its router to know of none")
+    until(lambda: nodes.processes(ENGINE) == engines, "for its process to end")
+    assert nodes.run("down", "going").returncode == 1
+
+
+def test_where_there_is_no_ray_it_is_said_so(nodes: Nodes):
+    ran = nodes.run("list", "--ray-address", "127.0.0.1:9")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("trioserve: there is no Ray at 127.0.0.1:9: start it with `ray start --head`")
+
+
+def test_a_router_goes_on_with_its_endpoints_when_ray_cannot_be_asked(group: Nodes, router: Router):
+    """The last one: nothing is left of the cluster afterwards."""
+    before = router.serving()
+    with begun_stream(router.address, max_tokens=300) as response:
+        group.order(kill_head=True)
+        for process_id in group.watches("llm"):
+            os.kill(process_id, signal.SIGKILL)
+        until(lambda: any("endpoints kept source=ray:llm" in line for line in router.lines), "for the router to know")
+        check_is_whole(response, 300)
+    assert router.serving() == before
+    with begun_stream(router.address, max_tokens=8) as response:
+        check_is_whole(response, 8)

@@ -1,0 +1,91 @@
+"""`trioserve ray up`, `down` and `list`: a group of engines that Ray places. trioserve/ray_engines.py tells Ray so."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import msgspec
+
+from trioserve.commands.option_groups import PLACED_OPTIONS
+from trioserve.config import Config, config_from
+from trioserve.contracts.errors import StartupError
+from trioserve.proxy.discovery.ray import check_ray_is_installed
+
+__all__ = ["run_ray"]
+
+
+def run_ray(arguments: argparse.Namespace) -> int:
+    """Returns the exit code; raises StartupError."""
+    check_ray_is_installed()
+    if arguments.action == "up":
+        return _up(arguments)
+    return _down(arguments) if arguments.action == "down" else _list(arguments)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from trioserve.ray_engines import GroupPlan, connected, engines_in_words, start_engines
+
+    config = _placed_config(config_from(arguments, kind=Config))
+    cpus = arguments.num_cpus if arguments.num_cpus is not None else float(config.tensor_parallel_size)
+    gpus = arguments.num_gpus
+    if gpus is None:
+        gpus = float(config.tensor_parallel_size) if config.device == "cuda" else 0.0
+    if config.threads is None and not gpus:
+        # Ray counts CPUs and does not enforce them.
+        config = msgspec.structs.replace(config, threads=max(1, int(cpus) // config.tensor_parallel_size))
+    plan = GroupPlan(
+        name=arguments.name, replicas=arguments.replicas, cpus=cpus, gpus=gpus, placement=arguments.placement
+    )
+    with connected(_address(arguments)):
+        urls = start_engines(plan, config, seconds_max=arguments.timeout, tell=_tell)
+    _tell(f"{engines_in_words(len(urls))} of {plan.name} can be had with: trioserve route --endpoints-ray {plan.name}")
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from trioserve.ray_engines import connected, engines_in_words, stop_engines
+
+    with connected(_address(arguments)):
+        count = stop_engines(arguments.name, seconds_max=arguments.timeout)
+    if not count:
+        raise StartupError(f'there is no group "{arguments.name}" in this cluster: `trioserve ray list` shows all')
+    _tell(f"ended: {engines_in_words(count)} of {arguments.name}")
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from trioserve.ray_engines import connected, engine_states, groups
+
+    with connected(_address(arguments)):
+        states = {name: state for group in groups() for name, state in engine_states(group).items()}
+    if arguments.json:
+        rows = [
+            {"name": name, "url": state and state.url, "node": state and state.node, "failure": state and state.failure}
+            for name, state in states.items()
+        ]
+        print(msgspec.json.encode({"data": rows}).decode())
+        return 0
+    for name, state in states.items():
+        if state is None:
+            print(f"{name}  is not placed, or does not answer")
+        else:
+            print(f"{name}  {state.url or state.failure or 'is starting, or stops'}  on {state.node}")
+    if not states:
+        print("Ray has placed no group")
+    return 0
+
+
+def _placed_config(config: Config) -> Config:
+    """What counts for an engine. The rest may be in the environment for a router that is started there, too."""
+    return Config(**{name: getattr(config, name) for name in PLACED_OPTIONS})
+
+
+def _address(arguments: argparse.Namespace) -> str | None:
+    address: str | None = arguments.ray_address or os.environ.get("TRIOSERVE_RAY_ADDRESS")
+    return address
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
