@@ -31,6 +31,7 @@ import numpy as np
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
+from trioserve.model.device import pick_device, torch_now
 from trioserve.model.drafts.draft_sources import draft_source
 from trioserve.model.kv_memory import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
@@ -38,6 +39,7 @@ from trioserve.model.number_formats import values_of
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.rank_adapter import rank_adapter
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import (
     Abandon,
@@ -63,6 +65,7 @@ from trioserve.ranks.messages import (
     encode,
 )
 from trioserve.ranks.plan_wire import plan_from_wire
+from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:
     from trioserve.model.runner import DraftSource, ModelRunner
@@ -71,6 +74,7 @@ __all__ = ["main"]
 
 RECEIVE_BYTES = 1 << 20
 STEPS_BEGUN_MAX = 2  # as LaunchingExecutor has it
+MEETING_SECONDS_MAX = 1800.0  # far more than the server waits for an answer, and it is who ends a rank that waits
 ENDED_WITH_SERVER, FAILED = 0, 1
 PR_SET_PDEATHSIG = 1
 
@@ -345,11 +349,22 @@ def _digest(result: StepResult | None) -> int | None:
 
 
 def _collectives(setup: RankSetup, place: RankPlace) -> Collectives:
-    from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
-    from trioserve_kernels.native import load_library
+    """Raises StartupError if the ranks do not find each other."""
+    device = pick_device(setup.settings)
+    if place.memory is not None and device == "cpu":
+        with contextlib.suppress(NoNativeKernels):
+            return SharedMemoryCollectives(load_library(), place.memory, setup.rank, setup.size)
+    torch_now("a group of ranks that share no memory")
+    from trioserve.model.parallel.torch_collectives import TorchCollectives
 
-    assert place.memory is not None, "ranks of one machine share memory"
-    return SharedMemoryCollectives(load_library(), place.memory, setup.rank, setup.size)
+    return TorchCollectives(
+        master_addr=setup.meeting_host,
+        master_port=setup.meeting_port,
+        rank=setup.rank,
+        size=setup.size,
+        timeout_seconds=MEETING_SECONDS_MAX,
+        device=device,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""Ranks of another machine, which is this one here: they come over TCP, and what they add up goes through gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trioserve
+from trioserve import SamplingParams
+from trioserve.ranks.headless import keep_ranks
+
+SECONDS_MAX = 180.0
+KEY = "a key that nobody guesses"
+SAMPLING = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
+
+
+def two_free_ports() -> int:
+    """The first of two that nobody has."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port: int = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+            return port
+
+
+@asynccontextmanager
+async def opened(path: Path, cpu_kernels: str) -> AsyncIterator[Any]:
+    port = two_free_ports()
+    with trio.fail_after(SECONDS_MAX):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(keep_ranks, [1], path=path, host="127.0.0.1", port=port, key=KEY))
+            async with trioserve.open_engine(
+                str(path),
+                tensor_parallel_size=2,
+                nnodes=2,
+                master_port=port,
+                ranks_key=KEY,
+                dtype="float32",
+                kv_cache_memory=0.01,
+                threads=2,
+                cpu_kernels=cpu_kernels,  # type: ignore[arg-type]
+            ) as engine:
+                yield engine
+            nursery.cancel_scope.cancel()
+
+
+async def said(engine: Any) -> list[int]:
+    tokens: list[int] = []
+    async with engine.generate("Once upon a time", SAMPLING) as stream:
+        async for delta in stream:
+            tokens += delta.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
+async def test_they_say_what_one_process_says(cpu_kernels: str, tiny_model: Callable[[str], Path]) -> None:
+    path = tiny_model("llama")
+    async with trioserve.open_engine(
+        str(path),
+        dtype="float32",
+        kv_cache_memory=0.01,
+        threads=2,
+        cpu_kernels=cpu_kernels,  # type: ignore[arg-type]
+    ) as engine:
+        expected = await said(engine)
+    async with opened(path, cpu_kernels) as engine:
+        assert await said(engine) == expected
+
+
+async def test_one_that_was_killed_comes_again_and_the_stream_goes_on(
+    tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
+) -> None:
+    async with opened(tiny_model("llama"), "native") as engine:
+        expected = await said(engine)
+        before = rank_pids()
+        assert len(before) == 2
+        tokens: list[int] = []
+        async with engine.generate("Once upon a time", SAMPLING) as stream:
+            async for delta in stream:
+                if len(tokens) < 10 <= len(tokens) + len(delta.token_ids):
+                    os.kill(before[-1], signal.SIGKILL)
+                tokens += delta.token_ids
+        assert tokens == expected
+        assert not set(rank_pids()) & set(before)
