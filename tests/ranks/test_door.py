@@ -51,8 +51,6 @@ async def test_all_ranks_are_waited_for_and_each_has_a_connection_of_its_own() -
             assert sorted(ours) == [2, 3]
             assert (awaited[0], awaited[-1], len(awaited)) == ([2, 3], [], 3)
             for rank, connection in ours.items():
-                theirs[rank].setblocking(True)
-                connection.setblocking(True)
                 connection.sendall(b"an order")
                 assert theirs[rank].recv(100) == b"an order"
 

@@ -75,6 +75,16 @@ async def test_ranks_say_what_one_process_says(kind: str, tiny_model: Callable[[
             assert found[asked][1] == pytest.approx(logprobs, abs=1e-4)
 
 
+async def test_drafts_are_made_by_one_rank_and_verified_by_all(tiny_model: Callable[[str], Path]) -> None:
+    path = tiny_model("llama")
+    sampling = SAMPLINGS["greedy"]
+    async with opened(path, 1) as engine:
+        expected, _ = await said(engine, PROMPTS[0], sampling)
+    async with opened(path, 2, speculative_model=str(path), speculative_tokens=3) as engine:
+        assert await said(engine, PROMPTS[0], sampling) == (expected, [])
+        assert engine.stats().accepted_tokens_total > 5
+
+
 async def test_a_stream_goes_on_when_a_rank_was_killed(
     tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
 ) -> None:

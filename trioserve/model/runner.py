@@ -48,6 +48,7 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype
 from trioserve.model.parallel.collectives import Collectives
+from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
@@ -148,18 +149,12 @@ class ModelRunner:
         progress(bytes_done, bytes_total) is called again and again, on_compile(sentence, seconds) every second while
         kernels are compiled; what they raise ends the loading. draft: a model that proposes tokens, loaded first.
         collectives: leads to the ranks that have the rest of the model, if the checkpoint is a RankCheckpoint. Each of
-        them executes the same plans in the same order, and none of them drafts; the caller closes it.
+        them executes the same plans in the same order; the first alone may draft. The caller closes it.
         Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there, or
         the draft model has another vocabulary.
         """
         draft_model = None
         if draft is not None:
-            if collectives is not None and collectives.size > 1:
-                # When a draft pays is measured in each rank, and the ranks would disagree.
-                raise StartupError(
-                    f"{draft.name} is to draft for a model that {collectives.size} ranks compute, which none can: "
-                    "leave the draft out, or take one rank"
-                )
             check_draft(checkpoint.config, draft.checkpoint.config, draft.name)
             if not isinstance(draft.checkpoint, EagleCheckpoint | MtpCheckpoint):
                 draft_model = _loaded_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
@@ -167,7 +162,8 @@ class ModelRunner:
             model = _loaded_model(checkpoint, settings, progress, on_compile, collectives)
             try:
                 if draft is not None and isinstance(draft.checkpoint, EagleCheckpoint):
-                    draft_model = _loaded_head(draft, draft.checkpoint, checkpoint, model, settings.block_size)
+                    whole = checkpoint.whole if isinstance(checkpoint, RankCheckpoint) else checkpoint
+                    draft_model = _loaded_head(draft, draft.checkpoint, whole, model, settings.block_size)
                 if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
                     draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
                 # First: what it takes is not the KV cache's.

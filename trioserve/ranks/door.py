@@ -117,6 +117,7 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
 def _taken_out(stream: trio.SocketStream) -> socket.socket:
     """The connection, without Trio, with what shows that the other side is gone."""
     connection = socket.socket(fileno=stream.socket.detach())
+    connection.setblocking(True)  # of the connection itself, whichever process has it
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -35,7 +35,7 @@ class RankCheckpoint:
 
     def __init__(self, checkpoint: Checkpoint, rank: int, size: int, *, expert_parallel: bool = False) -> None:
         """checkpoint: of the whole model. For the others, and what is raised, see share_of."""
-        self._checkpoint = checkpoint
+        self.whole = checkpoint
         self._place = rank, size
         self._share = divide(checkpoint.config, rank, size, expert_parallel=expert_parallel)
         self.config: ModelConfig = self._share.config
@@ -49,13 +49,13 @@ class RankCheckpoint:
     @property
     def kv_heads(self) -> Run:
         """Which of the whole model's heads of keys and values are here."""
-        whole, own = self._checkpoint.config.kv_attention, self.config.kv_attention.kv_entry.head_count
+        whole, own = self.whole.config.kv_attention, self.config.kv_attention.kv_entry.head_count
         count = whole.kv_entry.head_count
         runs = None if own == count else head_runs(whole.head_count, count, *self._place)
         return (0, own) if runs is None else runs.groups
 
     def tensors(self) -> Iterator[StoredTensor]:
-        for tensor in self._checkpoint.tensors():
+        for tensor in self.whole.tensors():
             cut = self.cut_of(tensor.name)
             if cut is not None:
                 yield _cut_tensor(tensor, cut)
