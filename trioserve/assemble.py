@@ -551,7 +551,7 @@ class _Opening:
     ) -> AsyncIterator[_Computing]:
         """The model, loaded: in the compute thread, or in ranks. Leaving lets it go."""
         if self._config.tensor_parallel_size > 1:
-            async with self._in_ranks(checkpoint) as computing:
+            async with self._in_ranks(checkpoint, compute) as computing:
                 yield computing
             return
         runners: list[ModelRunner | EncoderRunner] = []
@@ -569,7 +569,10 @@ class _Opening:
                 await compute.run(made.close)  # ends also when cancelled
 
     @asynccontextmanager
-    async def _in_ranks(self, checkpoint: Checkpoint | EncoderDirectory) -> AsyncIterator[_Computing]:
+    async def _in_ranks(
+        self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread
+    ) -> AsyncIterator[_Computing]:
+        """compute: for what makes rows of images, which is here."""
         config, count = self._config, self._config.tensor_parallel_size
         if isinstance(checkpoint, EncoderDirectory):
             raise StartupError(
@@ -603,9 +606,16 @@ class _Opening:
                     nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
                     await group.load()
                     weights_come.set()
-                runner = RankedRunner(group.loaded, group.ranks, ranks.kv_memories, config.block_size)
+                from trioserve.model.runner import load_vision
+
+                loaded = group.loaded
+                vision = await compute.run(
+                    load_vision, checkpoint, _model_settings(config), loaded.dtype, loaded.device
+                )
+                runner = RankedRunner(loaded, group.ranks, ranks.kv_memories, vision, config.block_size)
                 logger.info("the model is in ranks pids=%s", ",".join(map(str, group.pids)))
-                yield _Computing(runner, group, group, group.claim_memory, None, group.guard)
+                image_encoder = _image_encoder(runner, compute)
+                yield _Computing(runner, group, group, group.claim_memory, image_encoder, group.guard)
 
     def _tell_waits(self, awaited: list[int]) -> None:
         if awaited:
@@ -895,7 +905,7 @@ def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overla
     return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
 
 
-def _image_encoder(runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> ImageEncoder | None:
+def _image_encoder(runner: Runner, compute: WorkerThread) -> ImageEncoder | None:
     vision = getattr(runner, "vision", None)
     return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
 

@@ -48,14 +48,16 @@ def seeing(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     return path
 
 
-@pytest.mark.parametrize("overlap_steps", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap_steps": True}, {"tensor_parallel_size": 2, "threads": 2}], ids=["", "overlap", "ranks"]
+)
 async def test_a_response_is_that_of_transformers(
-    overlap_steps: bool, cpu_kernels: str, seeing: Path, tiny_vision: ModuleType
+    options: dict[str, Any], cpu_kernels: str, seeing: Path, tiny_vision: ModuleType
 ) -> None:
     file = tiny_vision.image_file(60, 33)
     expected = expected_tokens(seeing, tiny_vision.processor(), file, 8)
     async with open_engine(
-        str(seeing), dtype="float32", cpu_kernels=cpu_kernels, max_num_batched_tokens=64, overlap_steps=overlap_steps
+        str(seeing), dtype="float32", cpu_kernels=cpu_kernels, max_num_batched_tokens=64, **options
     ) as engine:
         for _ in range(2):  # the second one hits, and is not encoded
             tokens: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trio
+from safetensors.torch import save_file
 
 import trioserve
 from trioserve import SamplingParams
@@ -83,6 +86,52 @@ async def test_drafts_are_made_by_one_rank_and_verified_by_all(tiny_model: Calla
     async with opened(path, 2, speculative_model=str(path), speculative_tokens=3) as engine:
         assert await said(engine, PROMPTS[0], sampling) == (expected, [])
         assert engine.stats().accepted_tokens_total > 5
+
+
+def write_adapter(path: Path, model: Path) -> None:
+    """As peft saves one, for every matrix."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    generator = torch.Generator().manual_seed(3)
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = head_dim * config["num_attention_heads"], head_dim * config["num_key_value_heads"]
+    shapes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (outputs, inputs) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(4, inputs, generator=generator) * 0.3
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator) * 0.3
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    modules = [name.split(".")[1] for name in shapes]
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": modules}
+    (path / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
+async def test_an_adapter_is_divided_with_the_model(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tiny_model("llama")
+    write_adapter(tmp_path / "adapter", path)
+    found = []
+    for ranks in (1, 2):
+        async with opened(path, ranks, lora_modules=(f"own={tmp_path / 'adapter'}",)) as engine:
+            tokens: list[int] = []
+            async with engine.generate(PROMPTS[0], SAMPLINGS["greedy"], adapter="own") as stream:
+                async for delta in stream:
+                    tokens += delta.token_ids
+            plain, _ = await said(engine, PROMPTS[0], SAMPLINGS["greedy"])
+            assert tokens != plain
+            found.append((tokens, plain))
+            await engine.unload_adapter("own")
+    assert found[0] == found[1]
 
 
 async def test_a_stream_goes_on_when_a_rank_was_killed(

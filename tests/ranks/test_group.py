@@ -331,6 +331,21 @@ async def test_a_step_is_waited_for_by_whoever_is_cancelled() -> None:
         await has_come.wait()
 
 
+async def test_whoever_loads_may_leave_while_ranks_warm_up() -> None:
+    async with opened(1) as played, trio.open_nursery() as nursery:
+        (rank,) = played.ranks
+
+        async def load() -> None:
+            await played.group.load()
+
+        nursery.start_soon(load)
+        await rank.order(RankSetup)
+        await rank.say(LOADED)
+        await rank.answer(Allocate)
+        await rank.order(WarmUp)
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_rank_that_hangs_in_a_step_is_named_when_its_time_is_over(autojump_clock: object) -> None:
     async with loaded(answer_seconds_max=10.0) as played, trio.open_nursery() as nursery:
         played.missing.append(1)

@@ -61,7 +61,7 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
-__all__ = ["DraftSource", "ModelRunner"]
+__all__ = ["DraftSource", "ModelRunner", "load_vision", "with_images"]
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class ModelRunner:
                 if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
                     draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
                 # First: what it takes is not the KV cache's.
-                vision = _load_vision(checkpoint, settings, model)
+                vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
                 return cls(model, settings, draft_model, vision)
             except BaseException:
                 model.close()
@@ -187,8 +187,7 @@ class ModelRunner:
     def arithmetic(self) -> str:
         """What decides about the bits of a result besides tokens and weights; see StepModel."""
         assert self._model is not None, "arithmetic after close"
-        made, vision = self._model.arithmetic, self.vision
-        return made if vision is None or vision.dtype == self.dtype else f"{made}, images in {vision.dtype}"
+        return with_images(self._model.arithmetic, self.dtype, self.vision)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -285,7 +284,8 @@ class ModelRunner:
         context_max = min(self._context_tokens_max, self.block_count * self.block_size)
         limits = (context_max, self.block_count, self.config.vocab_size)
         has_states = self.config.state_bytes > 0
-        if not self._model.warms_by_shape and self._draft is None:
+        # Ranks compute the same steps, and the first alone may draft.
+        if not self._model.warms_by_shape and (self._draft is None or not self._is_alone):
             self.execute(first_step_plan(*limits[1:], has_states=has_states))
             return
         for plan in warm_up_plans(*limits, has_states=has_states):
@@ -555,7 +555,15 @@ class _Step:
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
 
 
-def _load_vision(checkpoint: Checkpoint, settings: ModelSettings, model: StepModel) -> VisionTower | None:
+def with_images(arithmetic: str, dtype: Dtype, vision: VisionTower | None) -> str:
+    """See StepModel.arithmetic, of a model that computes in `dtype`, and whoever makes rows of images for it."""
+    return arithmetic if vision is None or vision.dtype == dtype else f"{arithmetic}, images in {vision.dtype}"
+
+
+def load_vision(
+    checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType
+) -> VisionTower | None:
+    """What makes rows of images for a model that computes so; None: it sees none, or torch is not installed."""
     part = checkpoint.vision
     if part is None:
         return None
@@ -568,8 +576,8 @@ def _load_vision(checkpoint: Checkpoint, settings: ModelSettings, model: StepMod
     from trioserve.model.vision_tower import VisionTower
 
     set_torch_threads(settings)  # native kernels have their own, and leave torch's alone
-    dtype = pick_vision_dtype(model.dtype, model.device)
-    tower = VisionTower(part.config, part.processing, dtype=dtype, device=torch.device(model.device))
+    own_dtype = pick_vision_dtype(dtype, device)
+    tower = VisionTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
     fill_slots(
         (slot.for_values() for slot in tower.slots()),
         part.tensors(),

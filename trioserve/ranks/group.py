@@ -87,11 +87,19 @@ class _Order:
         if self.task is not None:
             trio.lowlevel.reschedule(self.task)
 
-    async def wait(self) -> Any:
-        """Also when cancelled: memory is read until it is over. A rank that hangs ends that, too."""
+    async def wait(self, *, may_leave: bool = False) -> Any:
+        """Also when cancelled, unless it may leave: a step reads memory until it is over. A rank that hangs ends that,
+        too."""
+
+        def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
+            if not may_leave:
+                return trio.lowlevel.Abort.FAILED
+            self.task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
         if self.result is None:
             self.task = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
+            await trio.lowlevel.wait_task_rescheduled(leave)
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
         assert self.result is not None, "it was told before it was woken"
@@ -173,12 +181,12 @@ class RankGroup:
             "state_slot_count": loaded.state_slot_count,
             "snapshot_slot_count": loaded.snapshot_slot_count,
         }
-        await self._ask(lambda serial: Allocate(serial=serial, **sizes))
-        await self._ask(WarmUp)
+        await self._ask(lambda serial: Allocate(serial=serial, **sizes), may_leave=True)
+        await self._ask(WarmUp, may_leave=True)
 
     async def claim_memory(self) -> bool:
         """See ModelRunner.claim_memory."""
-        return any(answer.value for answer in (await self._ask(Claim)).values())
+        return any(answer.value for answer in (await self._ask(Claim, may_leave=True)).values())
 
     async def add(self, id: AdapterId, content: Any) -> None:
         """See AdapterPlace. Raises MemoryError, and no rank has it then."""
@@ -219,9 +227,9 @@ class RankGroup:
         self._send(make(self._serial))
         return order, self._serial
 
-    async def _ask(self, make: Callable[[int], Any]) -> dict[int, Answer]:
+    async def _ask(self, make: Callable[[int], Any], *, may_leave: bool = False) -> dict[int, Answer]:
         order, _ = self._begin(make)
-        answers: dict[int, Answer] = await order.wait()
+        answers: dict[int, Answer] = await order.wait(may_leave=may_leave)
         return answers
 
     def _send(self, message: Any) -> None:

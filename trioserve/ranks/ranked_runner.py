@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import KVPages
 from trioserve.model.number_formats import Dtype
+from trioserve.model.runner import with_images
 from trioserve.ranks.messages import Loaded
 from trioserve.ranks.rank_pages import HeadRange, RankPages
+
+if TYPE_CHECKING:
+    from trioserve.model.vision_tower import VisionTower
 
 __all__ = ["RankedRunner"]
 
@@ -18,15 +23,24 @@ __all__ = ["RankedRunner"]
 class RankedRunner:
     """The sizes and names of ModelRunner; see there. Of a model that is in several processes, which outlive it."""
 
-    def __init__(self, loaded: Loaded, ranks: Sequence[Loaded], kv_memories: Sequence[int], block_size: int) -> None:
-        """loaded: what suits all ranks; ranks: what each says. kv_memories: see HostRanks."""
+    def __init__(
+        self,
+        loaded: Loaded,
+        ranks: Sequence[Loaded],
+        kv_memories: Sequence[int],
+        vision: VisionTower | None,
+        block_size: int,
+    ) -> None:
+        """loaded: what suits all ranks; ranks: what each says. kv_memories: see HostRanks. vision: makes rows of images
+        in this process."""
+        self.vision = vision
         self._in_ranks = f", in {len(ranks)} ranks"
         self._layout, self._ranks, self._kv_memories = loaded.layout, ranks, kv_memories
         self.device = loaded.device
         self.dtype: Dtype = loaded.dtype
         self.kv_dtype = loaded.kv_dtype
         self.computed_by = loaded.computed_by + self._in_ranks
-        self.arithmetic = loaded.arithmetic + self._in_ranks
+        self.arithmetic = with_images(loaded.arithmetic + self._in_ranks, self.dtype, vision)
         self.is_batch_invariant = loaded.is_batch_invariant
         self.block_size = block_size
         self.block_count = loaded.block_count
