@@ -235,7 +235,7 @@ def start_engines(
     """
     if config.data_dir is not None and plan.replicas > 1:
         raise StartupError("data_dir belongs to one engine: leave it out, or have one replica")
-    if engines_of(plan.name):
+    if engines_of(plan.name) or _placement_group(plan.name) is not None:
         raise StartupError(f'there is a group "{plan.name}" already: end it with `ray down {plan.name}`')
     deadline = time.monotonic() + seconds_max
     try:
@@ -245,18 +245,19 @@ def start_engines(
         raise
 
 
-def stop_engines(group: str, *, seconds_max: float) -> int:
-    """Drain the engines of a group, for so long at most, and end them; how many there were."""
+def stop_engines(group: str, *, seconds_max: float) -> int | None:
+    """Drain the engines of a group, for so long at most, and end them; how many there were. None: no such group."""
     names = engines_of(group)
     handles = [handle for name in names if (handle := handle_of(name)) is not None]
-    if seconds_max > 0:
+    if handles and seconds_max > 0:
         ends = [handle.stop.remote() for handle in handles]
-        ray.wait(ends, num_returns=len(ends), timeout=seconds_max) if ends else None
+        ray.wait(ends, num_returns=len(ends), timeout=seconds_max)
     for handle in handles:
         ray.kill(handle, no_restart=True)
-    with contextlib.suppress(ValueError):  # there is none
-        ray.util.remove_placement_group(ray.util.get_placement_group(group))
-    return len(names)
+    placement_group = _placement_group(group)
+    if placement_group is not None:
+        ray.util.remove_placement_group(placement_group)
+    return len(names) if names or placement_group is not None else None
 
 
 def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[str], None]) -> dict[str, str]:
@@ -306,7 +307,14 @@ def _placed(plan: GroupPlan, group: Any, index: int, config: bytes) -> Any:
     return actor.remote(config)
 
 
-def handle_of(name: str) -> Any:
+def _placement_group(group: str) -> Any | None:
+    try:
+        return ray.util.get_placement_group(group)
+    except ValueError:
+        return None
+
+
+def handle_of(name: str) -> Any | None:
     try:
         return ray.get_actor(name)
     except ValueError:

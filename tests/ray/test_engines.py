@@ -46,6 +46,15 @@ class Nodes(Program):
             env=self._environment,
         )
 
+    def begun(self, *words: str) -> subprocess.Popen[str]:
+        """The same, without waiting."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "trioserve", "ray", *words],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        )
+
     def processes(self, title: str) -> list[int]:
         return marked_processes(self._mark, title)
 
@@ -258,6 +267,16 @@ def test_a_group_that_cannot_be_leaves_nothing(group: Nodes, flags: list[str], e
     assert expect in ran.stderr
     assert not [name for name in group.listed() if name.startswith("bad/")]
     until(lambda: group.processes(ENGINE) == engines, "for its processes to end")
+
+
+def test_ctrl_c_while_a_group_waits_for_room_leaves_nothing(group: Nodes):
+    with group.begun("up", "late", "--num-cpus", "50") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("waiting for room for 1 engine with 50 CPU each")
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 130
+    assert group.run("down", "late").stderr.startswith('trioserve: there is no group "late"')
 
 
 def test_a_group_that_goes_ends_its_streams_first_and_leaves_no_process(nodes: Nodes):

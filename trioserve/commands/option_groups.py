@@ -69,5 +69,6 @@ TERMINAL_OPTIONS = frozenset(
 PLACED_OPTIONS = frozenset(
     {field.name for field in msgspec.structs.fields(Config)}
     - {*GROUPS["routing"], "host", "port", "uds", "root_path", "ui", "profile"}
+    - {"nnodes", "node_rank", "master_addr", "master_port", "ranks_key", "headless"}
 )
-"""Of those of `serve` what an engine takes that Ray places: it listens where Ray puts it."""
+"""Of those of `serve` what an engine takes that Ray places: it listens where Ray puts it, and is on one node."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,7 +14,10 @@ from trioserve.config import Config, config_from
 from trioserve.contracts.errors import StartupError
 from trioserve.proxy.discovery.ray import check_ray_is_installed
 
-__all__ = ["run_ray"]
+if TYPE_CHECKING:
+    from trioserve.ray_engines import GroupPlan
+
+__all__ = ["plan_of", "run_ray"]
 
 
 def run_ray(arguments: argparse.Namespace) -> int:
@@ -24,20 +28,30 @@ def run_ray(arguments: argparse.Namespace) -> int:
     return _down(arguments) if arguments.action == "down" else _list(arguments)
 
 
-def _up(arguments: argparse.Namespace) -> int:
-    from trioserve.ray_engines import GroupPlan, connected, engines_in_words, start_engines
+def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
+    """What Ray is to place, and what each engine is told. Raises StartupError."""
+    from trioserve.ray_engines import GroupPlan
 
-    config = _placed_config(config_from(arguments, kind=Config))
-    cpus = arguments.num_cpus if arguments.num_cpus is not None else float(config.tensor_parallel_size)
+    # What counts for an engine. The rest may be in the environment for a router that is started there, too.
+    given = config_from(arguments, kind=Config)
+    config = Config(**{name: getattr(given, name) for name in PLACED_OPTIONS})
+    ranks = float(config.tensor_parallel_size)
+    cpus = ranks if arguments.num_cpus is None else arguments.num_cpus
     gpus = arguments.num_gpus
     if gpus is None:
-        gpus = float(config.tensor_parallel_size) if config.device == "cuda" else 0.0
+        gpus = ranks if config.device == "cuda" else 0.0
     if config.threads is None and not gpus:
-        # Ray counts CPUs and does not enforce them.
-        config = msgspec.structs.replace(config, threads=max(1, int(cpus) // config.tensor_parallel_size))
+        config = msgspec.structs.replace(config, threads=max(1, int(cpus)))  # Ray counts CPUs and does not enforce them
     plan = GroupPlan(
         name=arguments.name, replicas=arguments.replicas, cpus=cpus, gpus=gpus, placement=arguments.placement
     )
+    return plan, config
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from trioserve.ray_engines import connected, engines_in_words, start_engines
+
+    plan, config = plan_of(arguments)
     with connected(_address(arguments)):
         urls = start_engines(plan, config, seconds_max=arguments.timeout, tell=_tell)
     _tell(f"{engines_in_words(len(urls))} of {plan.name} can be had with: trioserve route --endpoints-ray {plan.name}")
@@ -49,7 +63,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
     with connected(_address(arguments)):
         count = stop_engines(arguments.name, seconds_max=arguments.timeout)
-    if not count:
+    if count is None:
         raise StartupError(f'there is no group "{arguments.name}" in this cluster: `trioserve ray list` shows all')
     _tell(f"ended: {engines_in_words(count)} of {arguments.name}")
     return 0
@@ -75,11 +89,6 @@ def _list(arguments: argparse.Namespace) -> int:
     if not states:
         print("Ray has placed no group")
     return 0
-
-
-def _placed_config(config: Config) -> Config:
-    """What counts for an engine. The rest may be in the environment for a router that is started there, too."""
-    return Config(**{name: getattr(config, name) for name in PLACED_OPTIONS})
 
 
 def _address(arguments: argparse.Namespace) -> str | None:
