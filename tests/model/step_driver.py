@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
@@ -97,6 +98,7 @@ class StepDriver:
         stop_token_ids: Sequence[int] = (),
         pooling: Pooling | None = None,
         given: tuple[GivenRows, ...] = (),
+        adapter: AdapterRef | None = None,
     ) -> None:
         self._requests[name] = EngineRequest(
             id=name,
@@ -107,6 +109,7 @@ class StepDriver:
             seed=seed,
             pooling=pooling,
             given=given,
+            adapter=adapter,
         )
         self.tokens[name] = list(prompt)
         self._tables[name] = []

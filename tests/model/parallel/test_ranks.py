@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
+from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.model import torch_step_model
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.names import tensor_shapes
+from trioserve.model.parallel.rank_adapter import rank_adapter
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+from trioserve.model.parallel.shares import share_of
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
 from trioserve.testing.automaton_guide import AutomatonGuide
+from trioserve_kernels import reference_fused
 
 Checkpoints = Callable[..., Path]
 
@@ -49,17 +58,16 @@ MIXTURES = tuple(
 BRANCHES = (((11, 0), (200, 1), (31, 1)), ((7, 0), (300, 0), (12, 2)), ((40, 0), (41, 1), (319, 2)))
 
 
-def settings(kernels: str = "torch", dtype: str = "float32", **changes: Any) -> ModelSettings:
+def settings(kernels: str = "torch", dtype: str = "float32", quantization: str = "none") -> ModelSettings:
     return ModelSettings(
         dtype=dtype,
         device="cpu",
         block_size=4,
         kv_cache_bytes=2**24,
         cpu_kernels=kernels,
-        quantization="none",
+        quantization=quantization,
         threads=1,
         max_num_seqs=8,
-        **changes,
     )
 
 
@@ -126,117 +134,126 @@ def check_logprobs(mine: Any, other: Any) -> None:
         assert [value for _, value in entry.top] == pytest.approx([value for _, value in expected.top], abs=1e-3)
 
 
+@pytest.fixture(scope="module")
+def check(
+    thread_ranks: ModuleType, play: Callable[..., list[StepResult]], expected: Callable[..., list[StepResult]]
+) -> Callable[..., None]:
+    """check(path, size, kernels): so many ranks give what one model does."""
+
+    def check(path: Path, size: int, kernels: str, *, expert_parallel: bool = False) -> None:
+        group = thread_ranks.RankGroup(path, size, settings(kernels), expert_parallel=expert_parallel)
+        try:
+            assert all((kernels == "native") == ("native" in runner.computed_by) for runner in group.runners)
+            check_alike(play(group), expected(path, settings(kernels)))
+        finally:
+            group.close()
+        assert size == 1 or group.collectives[0].calls["gather"] > 48
+
+    return check
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_family_gives_the_same_tokens(
-    tiny_checkpoint: Checkpoints,
-    thread_ranks: ModuleType,
-    play: Callable[..., list[StepResult]],
-    expected: Callable[..., list[StepResult]],
-    kind: str,
-    size: int,
+    tiny_checkpoint: Checkpoints, check: Callable[..., None], cpu_kernels: str, kind: str, size: int
 ) -> None:
-    path = tiny_checkpoint(kind)
-    group = thread_ranks.RankGroup(path, size, settings())
-    try:
-        check_alike(play(group), expected(path, settings()))
-    finally:
-        group.close()
-    assert group.collectives[0].calls["gather"] > 36
+    check(tiny_checkpoint(kind), size, cpu_kernels)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_whole_experts_in_each_rank_give_the_same_tokens(
-    tiny_checkpoint: Checkpoints,
-    thread_ranks: ModuleType,
-    play: Callable[..., list[StepResult]],
-    expected: Callable[..., list[StepResult]],
-    kind: str,
+    tiny_checkpoint: Checkpoints, check: Callable[..., None], cpu_kernels: str, kind: str
 ) -> None:
-    path = tiny_checkpoint(kind)
-    group = thread_ranks.RankGroup(path, 3, settings(), expert_parallel=True)
-    try:
-        check_alike(play(group), expected(path, settings()))
-    finally:
-        group.close()
+    check(tiny_checkpoint(kind), 3, cpu_kernels, expert_parallel=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-moe", "deepseek-v3", "falcon-h1-unnormed", "lfm2"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_other_numbers_of_ranks_give_the_same_tokens(
-    tiny_checkpoint: Checkpoints,
-    thread_ranks: ModuleType,
-    play: Callable[..., list[StepResult]],
-    expected: Callable[..., list[StepResult]],
-    kind: str,
-    size: int,
+    tiny_checkpoint: Checkpoints, check: Callable[..., None], cpu_kernels: str, kind: str, size: int
 ) -> None:
-    path = tiny_checkpoint(kind)
-    group = thread_ranks.RankGroup(path, size, settings())
+    check(tiny_checkpoint(kind), size, cpu_kernels)
+
+
+def written(tiny_checkpoints: ModuleType, directory: Path, kind: str, **changes: Any) -> Path:
+    """A checkpoint of a kind with other fields."""
+    model_type, fields = {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}[kind]
+    tiny_checkpoints.KINDS["changed"] = (model_type, {**fields, **changes})
     try:
-        check_alike(play(group), expected(path, settings()))
+        tiny_checkpoints.write_checkpoint(directory, "changed")
     finally:
-        group.close()
+        del tiny_checkpoints.KINDS["changed"]
+    return directory
 
 
 @pytest.fixture(scope="module")
 def nine_heads(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model's shape: 9 heads, of which 3 each share keys and values."""
-    directory = tmp_path_factory.mktemp("nine-heads")
     shape = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    tiny_checkpoints.KINDS["nine-heads"] = ("llama", shape)
-    try:
-        tiny_checkpoints.write_checkpoint(directory, "nine-heads")
-    finally:
-        del tiny_checkpoints.KINDS["nine-heads"]
-    return directory
+    return written(tiny_checkpoints, tmp_path_factory.mktemp("nine-heads"), "llama", **shape)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 9])
 def test_heads_that_do_not_divide_give_the_same_tokens(
-    nine_heads: Path,
-    thread_ranks: ModuleType,
-    play: Callable[..., list[StepResult]],
-    expected: Callable[..., list[StepResult]],
-    size: int,
+    nine_heads: Path, check: Callable[..., None], cpu_kernels: str, size: int
 ) -> None:
-    group = thread_ranks.RankGroup(nine_heads, size, settings())
-    try:
-        check_alike(play(group), expected(nine_heads, settings()))
-    finally:
-        group.close()
-
-
-@pytest.fixture(scope="module")
-def wide_delta_net(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """So many heads that two ranks have 16 each."""
-    directory = tmp_path_factory.mktemp("wide-delta-net")
-    model_type, fields = tiny_checkpoints.FAMILY_KINDS["qwen3.5"]
-    tiny_checkpoints.KINDS["wide"] = (model_type, {**fields, "linear_num_value_heads": 32})
-    try:
-        tiny_checkpoints.write_checkpoint(directory, "wide")
-    finally:
-        del tiny_checkpoints.KINDS["wide"]
-    return directory
+    check(nine_heads, size, cpu_kernels)
 
 
 def test_divided_delta_rules_give_the_same_tokens(
-    wide_delta_net: Path,
+    tiny_checkpoints: ModuleType, check: Callable[..., None], cpu_kernels: str, tmp_path: Path
+) -> None:
+    (tmp_path / "wide").mkdir()
+    # So many heads that two ranks have 16 each.
+    wide = written(tiny_checkpoints, tmp_path / "wide", "qwen3.5", linear_num_value_heads=32)
+    in_turn = tmp_path / "in-turn.gguf"  # llama.cpp's converter puts the heads of values in turn
+    tiny_checkpoints.write_family_gguf(wide, in_turn)
+    for path in (wide, in_turn):
+        share = share_of(open_checkpoint(path).config, 0, 2)
+        assert share.part is not None
+        assert all(part.sums_attention for part in share.part.layers)
+        check(path, 2, cpu_kernels)
+
+
+@pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_what_quantized_files_stand_for_gives_the_same_tokens(
+    tiny_gguf: Checkpoints, check: Callable[..., None], cpu_kernels: str, quant_type: str
+) -> None:
+    check(tiny_gguf("llama-wide", quant_type), 3, cpu_kernels)
+
+
+@pytest.mark.parametrize("cpu_kernels", ["native"], indirect=True)  # torch keeps no blocks on a CPU
+@pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_blocks_that_are_kept_are_computed_with_alike(
     tiny_checkpoints: ModuleType,
     thread_ranks: ModuleType,
-    play: Callable[..., list[StepResult]],
-    expected: Callable[..., list[StepResult]],
+    step_driver: ModuleType,
+    cpu_kernels: str,
     tmp_path: Path,
+    quant_type: str,
 ) -> None:
-    in_turn = tmp_path / "in-turn.gguf"  # llama.cpp's converter puts the heads of values in turn
-    tiny_checkpoints.write_family_gguf(wide_delta_net, in_turn)
-    for path in (wide_delta_net, in_turn):
-        group = thread_ranks.RankGroup(path, 2, settings())
-        try:
-            assert all(part.sums_attention for part in group.config.part.layers)
-            check_alike(play(group), expected(path, settings()))
-        finally:
-            group.close()
+    (tmp_path / "wide").mkdir()
+    # Heads so wide that no cut goes through a block of 256.
+    wide = written(tiny_checkpoints, tmp_path / "wide", "llama-wide", head_dim=128)
+    path = tmp_path / "wide.gguf"
+    tiny_checkpoints.write_gguf(wide, path, quant_type=quant_type)
+    kept = settings(cpu_kernels, "bfloat16", "file")
+    whole = ModelRunner.load(open_checkpoint(path), kept)
+    whole.allocate_kv(100)
+    group = thread_ranks.RankGroup(path, 2, kept)
+    results = []
+    for runner in (whole, group):
+        driver = step_driver.StepDriver(runner)
+        driver.add("a", range(5, 65), SamplingParams(temperature=0.0, prompt_logprobs=1))
+        results.append(runner.execute(StepPlan(0, (driver.chunk("a", 60),), 60)).prompt_logprobs["a"])
+    one, several = ([entry.logprob for entry in entries] for entries in results)
+    assert len(one) == 59
+    # Keys and values are rounded to bfloat16, so that a sum's last bit may become a 256th of a number; logprobs of
+    # these weights are 5 on the average, and a column that is another's changes them by 1.
+    assert several == pytest.approx(one, abs=0.05)
+    assert all("weights kept as file" in runner.computed_by for runner in group.runners)
+    group.close()
+    whole.close()
 
 
 # --- one step at a time ----------------------------------------------------------------------------------------------
@@ -249,8 +266,8 @@ def plan_of(step_driver: ModuleType, runner: Any, sampling: SamplingParams, pool
 
 
 @pytest.fixture(scope="module")
-def llama_group(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType) -> Iterator[Any]:
-    group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 2, settings())
+def llama_group(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, cpu_kernels: str) -> Iterator[Any]:
+    group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 2, settings(cpu_kernels))
     yield group
     group.close()
 
@@ -270,6 +287,38 @@ def test_what_is_asked_beside_tokens_is_the_same(
     runner.close()
 
 
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])  # of which ranks have a part of attention, and the whole
+def test_adapters_are_divided_as_their_matrices_are(
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, kind: str
+) -> None:
+    path = tiny_checkpoint(kind)
+    whole = open_checkpoint(path)
+    random = np.random.default_rng(1)
+    matrices = {}
+    for name, shape in tensor_shapes(whole.config).items():
+        if name.startswith("layers.") and len(shape) == 2:
+            a, b = (random.normal(0.0, 0.2, size).astype(np.float32) for size in ((4, shape[1]), (shape[0], 4)))
+            matrices[name.removesuffix(".weight")] = AdapterMatrix(a, b)
+    weights, reference = AdapterWeights("digest", "float32", matrices), AdapterRef(AdapterId(1), "digest")
+    group = thread_ranks.RankGroup(path, 3, settings(cpu_kernels))
+    for rank, runner in enumerate(group.runners):
+        runner.add_adapter(reference.id, rank_adapter(weights, RankCheckpoint(whole, rank, 3)))
+    one = ModelRunner.load(whole, settings(cpu_kernels))
+    one.allocate_kv(200)
+    one.add_adapter(reference.id, weights)
+    found = []
+    for runner in (one, group):
+        driver = step_driver.StepDriver(runner)
+        for name in ("with", "without"):
+            driver.add(name, range(5, 25), adapter=reference if name == "with" else None)
+        driver.generate(["with", "without"], 24)
+        found.append({name: tokens[20:] for name, tokens in driver.tokens.items()})
+    assert found[0] == found[1]
+    assert found[0]["with"] != found[0]["without"]
+    group.close()
+    one.close()
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_step_that_one_rank_abandons_is_abandoned_by_all(
     llama_group: Any, step_driver: ModuleType, leaver: int
@@ -282,33 +331,59 @@ def test_a_step_that_one_rank_abandons_is_abandoned_by_all(
     assert llama_group.execute_with_votes(plan, [IsAbandoned(1)] * 2) is not None
 
 
+def test_steps_that_are_launched_are_launched_by_all_ranks(
+    tiny_checkpoint: Checkpoints,
+    thread_ranks: ModuleType,
+    step_driver: ModuleType,
+    play: Callable[..., list[StepResult]],
+    expected: Callable[..., list[StepResult]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the plain kernels in the part of fused ones: decodes are steps of fixed shape then."""
+    path = tiny_checkpoint("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
+        group = thread_ranks.RankGroup(path, 2, settings())
+    assert all(runner.launches for runner in group.runners)
+    check_alike(play(group), expected(path, settings()))
+    # Nobody can take part of it back, so whoever would abandon one computes it, too.
+    driver = step_driver.StepDriver(group)
+    driver.add("a", [5, 6, 7], step_driver.GREEDY)
+    plan = StepPlan(0, (driver.chunk("a", 3),), 3)
+    assert group.execute_with_votes(plan, [IsAbandoned(0), IsAbandoned(1)]) is not None
+    group.close()
+
+
 def test_the_largest_logit_is_found_without_gathering_all(
     llama_group: Any, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes: list[tuple[int, ...]] = []
+    sent: list[int] = []  # bytes
     gather = llama_group.collectives[0].gather
     monkeypatch.setattr(
-        llama_group.collectives[0], "gather", lambda own: (shapes.append(tuple(own.shape)), gather(own))[1]
+        llama_group.collectives[0],
+        "gather",
+        lambda own: (sent.append(math.prod(own.shape) * own.itemsize), gather(own))[1],
     )
     llama_group.execute(plan_of(step_driver, llama_group, step_driver.GREEDY))
+    assert sum(sent) <= 24
     llama_group.execute(plan_of(step_driver, llama_group, SamplingParams(temperature=0.5)))
-    assert shapes == [(1, 3), (1, 160)]
+    assert sum(sent) >= 4 * 160
 
 
 def test_of_equal_logits_the_first_token_is_taken_whoever_has_it(
-    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, tmp_path: Path
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
 ) -> None:
     path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head.mul_(0.0))
-    group = thread_ranks.RankGroup(path, 3, settings())
+    group = thread_ranks.RankGroup(path, 3, settings(cpu_kernels))
     assert group.execute(plan_of(step_driver, group, step_driver.GREEDY)).token_ids == (0,)
     group.close()
 
 
 def test_a_number_that_is_none_in_one_rank_is_an_error_in_all(
-    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, tmp_path: Path
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
 ) -> None:
     path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head[300].fill_(float("nan")))
-    group = thread_ranks.RankGroup(path, 2, settings())
+    group = thread_ranks.RankGroup(path, 2, settings(cpu_kernels))
     for sampling in (step_driver.GREEDY, SamplingParams(temperature=0.5)):
         result = group.execute(plan_of(step_driver, group, sampling))
         assert result.errors == {"a": NOT_FINITE}
@@ -327,12 +402,15 @@ def _changed_head(checkpoint: Path, directory: Path, change: Callable[[torch.Ten
     return directory
 
 
-def test_ranks_have_their_share_of_weights_and_kv(llama_group: Any, tiny_checkpoint: Checkpoints) -> None:
-    whole = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings())
+def test_ranks_have_their_share_of_weights_and_kv(
+    llama_group: Any, tiny_checkpoint: Checkpoints, cpu_kernels: str
+) -> None:
+    whole = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings(cpu_kernels))
     whole.allocate_kv(llama_group.block_count)
     for runner in llama_group.runners:
         assert runner.kv_cache_bytes * 2 == whole.kv_cache_bytes
-        assert runner.step_weight_bytes * 2 == whole.step_weight_bytes
+        # The native kernels fill some matrices up with zeros.
+        assert runner.step_weight_bytes * 2 == pytest.approx(whole.step_weight_bytes, rel=0.1)
     whole.close()
 
 
@@ -346,8 +424,8 @@ def test_ranks_do_not_draft(tiny_checkpoint: Checkpoints, thread_ranks: ModuleTy
 
 
 def test_weights_in_half_formats_are_summed_alike_in_all_ranks(
-    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, play: Callable[..., list[StepResult]]
+    tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, play: Callable[..., list[StepResult]], cpu_kernels: str
 ) -> None:
-    group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 3, settings(dtype="bfloat16"))
+    group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 3, settings(cpu_kernels, "bfloat16"))
     assert play(group)  # the group compares what its ranks give
     group.close()
