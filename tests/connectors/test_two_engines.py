@@ -77,6 +77,21 @@ async def test_a_response_goes_on_from_what_another_engine_has_computed(checkpoi
         assert response == await text_of(prefill)
 
 
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2), (2, 2)])
+async def test_engines_exchange_kv_whatever_their_numbers_of_ranks_are(checkpoint, prefill_ranks, decode_ranks):
+    def opened_in(ranks):
+        return opened(checkpoint, tensor_parallel_size=ranks, threads=2, kv_cache_memory=0.05)
+
+    async with opened_in(prefill_ranks) as prefill, opened_in(decode_ranks) as decode:
+        async with prefill.generate(PROMPT, FIRST, kv_transfer=HELD) as stream:
+            params = [delta async for delta in stream][-1].kv_transfer
+            response = await text_of(decode, kv_transfer=params)
+            assert decode.stats().loaded_tokens_total == params.remote_num_tokens - 1
+            await stream.wait_until_released()
+            assert prefill.stats().blocks_held == 0
+        assert response == await text_of(prefill)
+
+
 async def test_what_was_let_go_is_computed_again(checkpoint):
     async with opened(checkpoint) as prefill, opened(checkpoint) as decode:
         async with prefill.generate(PROMPT, FIRST, kv_transfer=HELD) as stream:
