@@ -425,6 +425,7 @@ class Library:
         self.shared_sum = _declared(
             functions.trioserve_shared_sum, _int, _pointer, _int, _pointer, ctypes.c_int64, _int
         )
+        self.shared_seconds = _declared(functions.trioserve_shared_seconds, ctypes.c_double, _pointer)
         self.shared_gather = _declared(
             functions.trioserve_shared_gather, None, _pointer, _pointer, ctypes.c_int64, _pointer
         )

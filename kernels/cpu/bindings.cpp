@@ -128,6 +128,8 @@ int32_t trioserve_shared_sum(SharedMemory* shared, int32_t dtype, void* values, 
     return shared->sum(SumDtype(dtype), values, count, is_abandoned != 0, values);
 }
 
+double trioserve_shared_seconds(const SharedMemory* shared) { return shared->seconds(); }
+
 void trioserve_shared_gather(SharedMemory* shared, const void* own, int64_t bytes, void* all) {
     shared->gather(own, bytes, all);
 }

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "quantized.h"
@@ -21,6 +22,17 @@ inline void store(f16* to, Lanes a) {
     std::memcpy(to, halves, sizeof halves);
 #endif
 }
+
+// Adds the time for which it lives.
+class Stopwatch {
+public:
+    explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+    ~Stopwatch() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begun_at_).count(); }
+
+private:
+    double& seconds_;
+    const std::chrono::steady_clock::time_point begun_at_ = std::chrono::steady_clock::now();
+};
 
 std::vector<int> allowed_cpus() {
     std::vector<int> cpus;
@@ -120,6 +132,7 @@ bool SharedMemory::sum_of(const T* own, int64_t count, bool is_abandoned, T* tot
 }
 
 bool SharedMemory::sum(SumDtype dtype, const void* own, int64_t count, bool is_abandoned, void* total) {
+    const Stopwatch stopwatch(seconds_);
     if (dtype == SUM_BFLOAT16)
         return sum_of(static_cast<const bf16*>(own), count, is_abandoned, static_cast<bf16*>(total));
     if (dtype == SUM_FLOAT16)
@@ -128,6 +141,7 @@ bool SharedMemory::sum(SumDtype dtype, const void* own, int64_t count, bool is_a
 }
 
 void SharedMemory::gather(const void* own, int64_t bytes, void* all) {
+    const Stopwatch stopwatch(seconds_);
     for (int64_t first = 0; first == 0 || first < bytes; first += PIECE_BYTES) {
         const int64_t some = std::min(PIECE_BYTES, bytes - first);
         std::memcpy(slot_of(rank_), static_cast<const char*>(own) + first, some);

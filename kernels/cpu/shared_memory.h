@@ -46,6 +46,8 @@ public:
     void gather(const void* own, int64_t bytes, void* all);
 
     const Collectives& collectives() const { return collectives_; }
+    // That sums and gatherings took so far, waiting included.
+    double seconds() const { return seconds_; }
 
 private:
     // Parts of a layer are not equally large, and to sleep for the difference costs as much again.
@@ -64,6 +66,7 @@ private:
     char* const slots_;
     const int32_t rank_, size_;
     uint32_t meetings_ = 0;  // that are over
+    double seconds_ = 0;
     Patience patience_{SPINS_MAX};
     const Collectives collectives_;
     std::vector<int> cpus_;  // that we may use, if each rank can have one

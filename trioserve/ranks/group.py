@@ -139,6 +139,8 @@ class RankGroup:
         self._signs: list[tuple[int, str, Exception | None]] = []
         self._has_sign, self._has_cause = trio.Event(), trio.Event()
         self._is_closed = False
+        self.step_seconds: dict[int, tuple[float, float]] = {}
+        """Of each rank, what its last step took, and how much of that the ranks did together."""
         self.failure: Exception | None = None
         self._failed = trio.Event()
 
@@ -262,6 +264,7 @@ class RankGroup:
         order.waiting.discard(rank)
         order.answers[rank] = answer
         if order.is_step:
+            self.step_seconds[rank] = answer.seconds
             self._compare(order, rank, answer)
         if self.failure is not None:
             return

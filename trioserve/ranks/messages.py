@@ -193,12 +193,14 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """The order with this serial is done. value: what came of it. result: of a step, in rank 0; None: it was
-    abandoned. digest: of a step, in all ranks, what they have to agree about."""
+    abandoned. digest: of a step, in all ranks, what they have to agree about.
+    seconds: of a step, what it took, and how much of that the ranks did together, waiting for each other included."""
 
     serial: int
     value: bool | str | None = None
     result: StepResult | None = None
     digest: int | None = None
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import zlib
 from collections import deque
@@ -231,9 +232,14 @@ class _Rank:
 
     def _finish(self) -> None:
         step, finish = self._begun.popleft()
+        begun_at, together = time.perf_counter(), self._together()
         result = finish()
+        seconds = time.perf_counter() - begun_at, self._together() - together
         response = result if self._setup.rank == 0 else None
-        self._connection.say(Answer(step.serial, None, response, _digest(result)))
+        self._connection.say(Answer(step.serial, None, response, _digest(result), seconds))
+
+    def _together(self) -> float:
+        return 0.0 if self._collectives is None else self._collectives.seconds
 
     def _done(self, order: Order, runner: ModelRunner) -> bool | str | None:
         if isinstance(order, Allocate):

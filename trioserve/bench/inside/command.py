@@ -68,6 +68,10 @@ PARTS = {
         "whole steps on a CPU, native kernels beside plain torch or another checkout",
         "trioserve.bench.inside.step_bench",
     ),
+    "tp": Part(
+        "whole steps of one process and of several ranks in turns, and what the ranks' sums take of them",
+        "trioserve.bench.inside.tp_bench",
+    ),
     "wide": Part(
         "what streams feel of a prompt that takes many steps, with chunks chosen by time and by tokens",
         "trioserve.bench.inside.wide_prompt",

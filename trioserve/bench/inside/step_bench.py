@@ -49,7 +49,7 @@ from trioserve.trio_tools.progress import with_progress
 if TYPE_CHECKING:  # this file also runs in older checkouts, which lack it
     from trioserve.model.settings import KvCacheDtypeName, QuantizationName
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["CASES", "FILLED_AT_ONCE", "Case", "add_arguments", "run", "step_plan"]
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
@@ -304,14 +304,20 @@ def _bytes_read(local: _Local, case: Case) -> int:
 
 
 def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int) -> StepPlan:
+    return step_plan(case, sequences, start, runner.block_size, runner.config.vocab_size, runner.state_slot_count)
+
+
+def step_plan(
+    case: Case, sequences: Sequence[int], start: int, block_size: int, vocab_size: int, state_slot_count: int = 0
+) -> StepPlan:
     """The tokens of these sequences from `start` on."""
-    shared = _shared_blocks(case, runner.block_size)
-    own = -(-case.context // runner.block_size) - shared
+    shared = _shared_blocks(case, block_size)
+    own = -(-case.context // block_size) - shared
     sampling = SamplingParams(temperature=0.8, top_p=0.95) if case.is_sampled else SamplingParams(temperature=0.0)
     chunks = []
     for sequence in sequences:
         prompt = tuple(
-            (7919 * (1 if index < case.shared else sequence + 1) + 104_729 * index) % runner.config.vocab_size
+            (7919 * (1 if index < case.shared else sequence + 1) + 104_729 * index) % vocab_size
             for index in range(case.context)
         )
         request = EngineRequest(
@@ -325,8 +331,8 @@ def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int)
         first = shared + sequence * own
         table = [*range(shared), *range(first, first + own)]
         states: tuple[StateSpan, ...] = ()
-        if runner.state_slot_count:
-            states = (StateSpan(case.context - start, None, sequence % runner.state_slot_count),)
+        if state_slot_count:
+            states = (StateSpan(case.context - start, None, sequence % state_slot_count),)
         chunks.append(ScheduledChunk(request, prompt, start, case.context - start, table, True, states=states))
     return StepPlan(0, tuple(chunks), len(chunks) * (case.context - start))
 

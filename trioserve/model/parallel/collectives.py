@@ -17,6 +17,11 @@ class Collectives(Protocol):
     """The address of a CollectivesStruct, through which the native kernels do the same without Python, valid as long
     as this object."""
 
+    @property
+    def seconds(self) -> float:
+        """That sums and gatherings took so far, waiting for others included."""
+        ...
+
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
         """values: a contiguous array of numpy's or tensor of torch's, of the same shape and dtype in every rank. It
         becomes the sum of all of them, added up in the order of the ranks, so that it has the same bits in each.
@@ -36,6 +41,7 @@ class Lonely:
     rank: int = 0
     size: int = 1
     native: int | None = None
+    seconds: float = 0.0
 
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
         return is_abandoned

@@ -76,6 +76,11 @@ class SharedMemoryCollectives:
         self._handle: int | None = handle
         self.native: int | None = library.shared_collectives(handle)
 
+    @property
+    def seconds(self) -> float:
+        assert self._handle is not None, "asked after close"
+        return float(self._library.shared_seconds(self._handle))
+
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
         """float32, bfloat16 or float16; a uint16 array of numpy's is bfloat16. Added in float32 and rounded once."""
         dtype, address = _name_and_address(values)

@@ -9,6 +9,9 @@ by those documents, and has not run on any machine with two GPUs.
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +31,8 @@ class TorchCollectives:
     RuntimeError in the others at once, or when the time is over; NCCL ends their processes."""
 
     native: int | None = None
+    seconds: float = 0.0
+    """On a GPU, that asking for them took."""
 
     def __init__(
         self,
@@ -68,6 +73,10 @@ class TorchCollectives:
     def sum_(self, values: Any, is_abandoned: bool | None = None) -> bool:
         """See Collectives. On a GPU is_abandoned is exchanged between the hosts, which costs some hundred microseconds:
         None, which all ranks have to give then, exchanges nothing, and is what a CUDA graph can capture."""
+        with self._timed():
+            return self._sum(values, is_abandoned)
+
+    def _sum(self, values: Any, is_abandoned: bool | None) -> bool:
         tensor = _as_tensor(values)
         if tensor.device.type == "cuda":
             dist.all_reduce(tensor)
@@ -83,6 +92,16 @@ class TorchCollectives:
         return bool(gathered[:, -1].any())
 
     def gather(self, own: Any) -> Any:
+        with self._timed():
+            return self._gather(own)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun_at = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begun_at
+
+    def _gather(self, own: Any) -> Any:
         tensor = _as_tensor(own)
         if tensor.device.type == "cuda":
             result = tensor.new_empty(self.size, *tensor.shape)

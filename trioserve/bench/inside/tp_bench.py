@@ -1,0 +1,146 @@
+"""Milliseconds of whole steps as a server has them: of one process, and of a model in several ranks.
+
+    python -m trioserve bench inside tp [--model smollm2] [--ranks 2] [--threads 2] [--rounds 15] [--steps decode]
+
+All have the same number of threads in all, and compute in turns, round for round, so that whatever else the machine
+does meets all. The one process computes in a thread beside the event loop, and the ranks are processes that get their
+plans from it: what is timed is from handing a plan over until its result is there. Shown are the least and the median
+of the rounds, what the one process's median is of the ranks' (above 1 ranks are faster), and how much of the ranks'
+steps they spent in sums and gatherings, waiting for each other included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from trioserve.bench.inside.step_bench import CASES, FILLED_AT_ONCE, step_plan
+from trioserve.contracts.step import StepPlan, StepResult, never_abandoned
+from trioserve.engine.engine_loop import ThreadedExecutor
+from trioserve.model.device import default_thread_count
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.default_model import resolve_model
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+from trioserve.ranks.group import RankGroup, open_ranks
+from trioserve.ranks.host import free_port, host_ranks
+from trioserve.ranks.messages import RankSetup
+from trioserve.trio_tools.worker_thread import WorkerThread
+
+__all__ = ["add_arguments", "run"]
+
+RunStep = Callable[[StepPlan], Coroutine[Any, Any, StepResult | None]]
+KV_BYTES = 2**29
+STEPS_OF_ROUND = 4
+STEPS = ("decode", "sampled", "prompt")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="numbers of ranks")
+    parser.add_argument("--threads", type=int, default=None, metavar="N", help="in all; None: as many as serve takes")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each step, in turns")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=["decode", "prompt"], help="which steps to time")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    trio.run(_measure, arguments)
+    return 0
+
+
+async def _measure(arguments: argparse.Namespace) -> None:
+    path, threads = resolve_model(arguments.model), arguments.threads or default_thread_count()
+    cases = [case for step in arguments.steps for case in CASES[step]]
+    async with AsyncExitStack() as scopes:
+        one = await scopes.enter_async_context(_one_process(path, threads))
+        groups: dict[str, RankGroup] = {}
+        for count in arguments.ranks:
+            groups[f"{count} ranks"] = await scopes.enter_async_context(_in_ranks(path, count, threads))
+        vocab_size, block_size = open_checkpoint(path).config.vocab_size, ModelSettings().block_size
+        runs: dict[str, RunStep] = {"one process": one}
+        for name, group in groups.items():
+            runs[name] = _of_group(group)
+        print(
+            f"{arguments.model}, {threads} threads in all, load average {os.getloadavg()[0]:.1f}; milliseconds, least "
+            "/ median of the rounds"
+        )
+        for case in cases:
+            for run_step in runs.values():
+                for first in range(0, case.batch, FILLED_AT_ONCE):
+                    sequences = range(first, min(first + FILLED_AT_ONCE, case.batch))
+                    await run_step(step_plan(case, sequences, 0, block_size, vocab_size))
+            plan = step_plan(case, range(case.batch), case.context - case.count, block_size, vocab_size)
+            times: dict[str, list[float]] = {name: [] for name in runs}
+            together: dict[str, list[float]] = {name: [] for name in groups}
+            for _ in range(arguments.rounds if case.count == 1 else max(3, arguments.rounds // 3)):
+                for name, run_step in runs.items():
+                    await run_step(plan)  # what the others left in the caches is gone now
+                    for _ in range(STEPS_OF_ROUND if case.count == 1 else 1):
+                        begun_at = time.perf_counter()
+                        await run_step(plan)
+                        times[name].append(time.perf_counter() - begun_at)
+                        if name in groups:
+                            together[name] += [some / all for all, some in groups[name].step_seconds.values()]
+            print(f"{case}: {_shown(times, together)}", flush=True)
+
+
+def _shown(times: dict[str, list[float]], together: dict[str, list[float]]) -> str:
+    base = statistics.median(times["one process"])
+    parts = []
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        part = f"{name} {1e3 * min(seconds):.2f} / {1e3 * median:.2f}"
+        if name in together:
+            part += f" ({base / median:.2f} of one process's speed, {statistics.median(together[name]):.0%} together)"
+        parts.append(part)
+    return ", ".join(parts)
+
+
+@asynccontextmanager
+async def _one_process(path: Path, threads: int) -> AsyncIterator[RunStep]:
+    settings = ModelSettings(device="cpu", threads=threads, kv_cache_bytes=KV_BYTES)
+    async with WorkerThread("compute") as compute:
+        runner = await compute.run(ModelRunner.load, open_checkpoint(path), settings)
+        try:
+            await compute.run(runner.allocate_kv, runner.block_count)
+            steps = ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu)
+            yield lambda plan: steps.run_step(plan, never_abandoned)
+        finally:
+            await compute.run(runner.close)
+
+
+@asynccontextmanager
+async def _in_ranks(path: Path, count: int, threads: int) -> AsyncIterator[RankGroup]:
+    settings = ModelSettings(
+        device="cpu", threads=max(1, threads // count), kv_cache_bytes=KV_BYTES // count, ranks_here=count
+    )
+    meeting_port = free_port()
+    setups = [
+        RankSetup(
+            rank=rank,
+            size=count,
+            path=str(path),
+            settings=settings,
+            context_tokens=None,
+            uses_further_layers=False,
+            expert_parallel=False,
+            meeting_port=meeting_port,
+        )
+        for rank in range(count)
+    ]
+    with host_ranks(count, elsewhere={}, shows_kv=False) as ranks:
+        async with open_ranks(setups, ranks.make_links, find_missing=ranks.find_missing) as group:
+            await group.load()
+            yield group
+
+
+def _of_group(group: RankGroup) -> RunStep:
+    return lambda plan: group.run_step(plan, never_abandoned)
