@@ -147,6 +147,7 @@ def test_who_is_missing_is_seen_from_outside(library: Library) -> None:
         rank.close()
 
 
+@pytest.mark.slow
 def test_processes_get_what_threads_get(group: Callable[..., list[Any]]) -> None:
     """A hundred sums of sizes that change, and gathers between them; the processes start when they please."""
     shapes = [(16, 576), (1, 1), (5, 30_000), (0, 3)]
