@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import trioserve
 from trioserve import SamplingParams
 from trioserve.contracts.errors import EngineFault, StartupError
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
 
 SECONDS_MAX = 120.0
 PROMPTS = ["Once upon a time", "One, two, three", "The sea"]
@@ -54,6 +55,9 @@ SAMPLINGS = {
         temperature=0.7, seed=6, max_tokens=24, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True
     ),
     "logprobs": SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=3, ignore_eos=True),
+    "regex": SamplingParams(
+        temperature=0.9, seed=8, max_tokens=24, structured=StructuredOutput(kind=FormKind.REGEX, source="[a-z ]{12,60}")
+    ),
     "bias": SamplingParams(temperature=0.0, max_tokens=24, logit_bias={40: 5.0}, min_tokens=10),
 }
 

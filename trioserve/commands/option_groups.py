@@ -63,7 +63,8 @@ GROUPS = {
 
 TERMINAL_OPTIONS = frozenset(
     {*GROUPS["model"], *GROUPS["computing"], *GROUPS["memory and batches"]}
-    - {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "tensor_parallel_size"}
+    - {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"}
+    | {"tensor_parallel_size", "enable_expert_parallel"}
 )
 
 PLACED_OPTIONS = frozenset(
