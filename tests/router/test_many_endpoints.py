@@ -112,6 +112,80 @@ def test_what_belongs_together_goes_to_the_same_endpoint_from_every_router(polic
     assert len(endpoints) <= (1 if policy == "session" else 2)
 
 
+# --- room that all routers see at the same time ---
+
+
+def router_beside(others: int, *, running: int, own: int = 0, seed: int = 0) -> RouterCore:
+    """One of several routers before an endpoint with 16 seats, in which 4 more may wait. own: of those that run there,
+    how many are this router's."""
+    router = router_of(1, seed=seed, leases_max=64, waiting_depth_max=4)
+    router.set_lease_share(EndpointId("e0"), 64 // (others + 1), NOW)
+    for _ in range(own):
+        router.sent(router.enter(request(), NOW))
+    load = EndpointLoad(running=min(16, running), waiting=max(0, running - 16), max_num_seqs=16)
+    router.note_load(EndpointId("e0"), load, NOW, sent_when_asked=own)
+    return router
+
+
+def leases_of(router: RouterCore, count: int, now: float = NOW) -> int:
+    """How many of so many requests get one."""
+    return sum(router.enter(request(), now).state is TicketState.LEASED for _ in range(count))
+
+
+def test_routers_that_see_the_same_room_do_not_each_give_all_of_it():
+    """Room for three, and requests wait at each of 16 routers. If each gave what it sees, it were 48."""
+    given = [leases_of(router_beside(15, running=17, seed=seed), 4) for seed in range(16)]
+    assert 1 <= sum(given) <= 8
+    assert max(given) <= 1
+
+
+def test_a_router_that_has_most_of_the_work_is_given_most_of_the_room():
+    assert leases_of(router_beside(15, running=4, own=2, seed=1), 4) < 4
+    assert leases_of(router_beside(1, running=4, own=4), 32) >= 12
+
+
+def test_a_router_that_is_alone_gives_all_the_room_there_is():
+    router = router_of(1, leases_max=64, waiting_depth_max=4)
+    load = EndpointLoad(running=16, waiting=1, max_num_seqs=16)
+    router.note_load(EndpointId("e0"), load, NOW, sent_when_asked=0)
+    assert leases_of(router, 4) == 3
+
+
+def test_room_that_nobody_takes_is_whoevers_comes_first():
+    """The next report of an endpoint where nothing changes may be a second away."""
+    routers = [router_beside(63, running=18, seed=seed) for seed in range(64)]
+    waiting = [(router, router.enter(request(), NOW)) for router in routers]
+    left = [(router, ticket) for router, ticket in waiting if ticket.state is TicketState.WAITING]
+    assert len(left) > 48
+    moments = [router.next_tick(NOW) for router, _ in left]
+    assert min(moments) >= NOW + 0.3
+    assert max(moments) < NOW + 0.6
+    assert len(set(moments)) > len(left) / 2  # not all at the same time
+    for (router, ticket), moment in zip(left, moments, strict=True):
+        router.tick(moment)
+        assert ticket.state is TicketState.LEASED
+
+
+def test_an_endpoint_that_is_given_nothing_may_tell_its_load():
+    router = router_beside(3, running=4, own=1)
+    router.drain_endpoint(EndpointId("e0"), NOW)
+    router.note_load(EndpointId("e0"), EndpointLoad(running=1, waiting=0, max_num_seqs=16), NOW, sent_when_asked=1)
+    assert router.endpoints[EndpointId("e0")].in_flight == 1
+
+
+def test_what_ends_of_its_own_is_given_again_at_once():
+    router = router_of(1, leases_max=64, waiting_depth_max=0)
+    router.set_lease_share(EndpointId("e0"), 4, NOW)
+    tickets = [router.enter(request(), NOW) for _ in range(2)]
+    for ticket in tickets:
+        router.sent(ticket)
+    router.note_load(EndpointId("e0"), EndpointLoad(running=16, waiting=0, max_num_seqs=16), NOW, sent_when_asked=2)
+    following = router.enter(request(), NOW)
+    assert following.state is TicketState.WAITING
+    router.leave(tickets[0], NOW)
+    assert following.endpoint == "e0"
+
+
 # --- what a request costs ---
 
 

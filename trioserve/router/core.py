@@ -386,7 +386,7 @@ class RouterCore:
         sent_when_asked: `sent_total` when it was asked."""
         state = self.endpoints.get(id)
         if state is not None:
-            state.note_load(load, now, sent_when_asked=sent_when_asked)
+            self._fleet.note_load(state, load, now, sent_when_asked=sent_when_asked)
             self._judge(now)
             self._hand_over(now)
 

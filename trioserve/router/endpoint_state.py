@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from msgspec import UNSET
 
@@ -28,7 +29,10 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
-__all__ = ["NOT_BEGUN", "EndpointHealth", "EndpointState", "Fault"]
+__all__ = ["NOT_BEGUN", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
+
+DIVIDED_SECONDS_MIN = 0.3  # in which an endpoint tells what has changed since its last report, asked or by itself
+DIVIDED_SECONDS_MAX = 0.6
 
 
 class EndpointHealth(enum.Enum):
@@ -52,6 +56,16 @@ class Fault(enum.Enum):
 
 NOT_BEGUN = frozenset({Fault.UNREACHABLE, Fault.BUSY, Fault.LEAVING})
 """Faults of which a request without a token is not the cause: it was not begun, or is taken away on purpose."""
+
+
+class OwnPart(NamedTuple):
+    """Of the room that a report shows, which all routers see at the same time. share: what is this one's to give.
+    draw: at random, from 0 to less than 1; who gets what is left over by the division, and who may take it first if
+    nobody does."""
+
+    share: float
+    draw: float
+
 
 _H = EndpointHealth
 
@@ -129,6 +143,8 @@ class EndpointState:
         self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
+        self._own_room: int | None = None  # of what it showed, for more than is known to be in it; None: all
+        self._divided_until = 0.0
         self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
         self._slots_seen = 0
         self._failures_in_a_row = 0
@@ -198,6 +214,9 @@ class EndpointState:
             there = self._there(now)
             if there is not None and there + sequences > self.leases_max:
                 return False  # what other routers have there is in the way, also beyond their shares
+            is_divided = self._own_room is not None and now < self._divided_until
+            if is_divided and self.in_flight - self._known_at_load + sequences > (self._own_room or 0):
+                return False
         depth = self.waiting_depth(now, more=sequences)
         return depth is None or depth <= self._settings.waiting_depth_max
 
@@ -264,7 +283,22 @@ class EndpointState:
         self._known_at_load = sum(count for index, count in self.sent.items() if index <= sent_when_asked)
         self._slots_seen = load.running if load.waiting else max(self._slots_seen, load.running)
         self.others = max(0, load.running + load.waiting - self._known_at_load)
+        self._own_room = None
         self._on_change(self)
+
+    def divide_room(self, part: OwnPart, now: float) -> None:
+        """Of the room that the report of this moment shows, others give the rest.
+
+        All routers see it at once, and what each gave of it would be given by each. So for a moment every one gives its
+        part, and what ends of its own. If nobody takes the rest, there is no report of that; then it is whoever's comes
+        first, and the moment is another one for each. Of an endpoint that does not tell its slots nothing is divided.
+        """
+        load = self.load
+        if load is not None and load.max_num_seqs is not None:
+            room = load.max_num_seqs + self._settings.waiting_depth_max - load.running - load.waiting
+            self._own_room = max(0, math.floor(room * part.share + part.draw))
+            spread = DIVIDED_SECONDS_MAX - DIVIDED_SECONDS_MIN
+            self._divided_until = now + DIVIDED_SECONDS_MIN + spread * part.draw
 
     def note_check(self, is_well: bool, now: float) -> None:
         """A health check ended. Who was ejected by checks is back with the first good one; who failed requests while it
@@ -335,6 +369,8 @@ class EndpointState:
     def opens_at(self, now: float) -> float:
         """When there may be room here without anything else happening; math.inf if only time does not bring it."""
         moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
+        if self._own_room is not None:
+            moments.append(self._divided_until)
         if self._share_since is not None and self.share(now) < 1:
             next_limit = int(self.leases_own_max * self.share(now)) + 1
             moment = self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_own_max

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, KeysView
 
-from trioserve.contracts.endpoint import EndpointId, Stage
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Stage
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.candidates import Rng
-from trioserve.router.endpoint_state import EndpointHealth, EndpointState
+from trioserve.router.endpoint_state import EndpointHealth, EndpointState, OwnPart
 from trioserve.router.model_endpoints import Filing, Kind, ModelEndpoints, counts_of, kinds_for, kinds_of
 from trioserve.router.moments import Moments
 from trioserve.router.policies import Policy
@@ -25,6 +25,7 @@ from trioserve.router.ticket import Ticket
 __all__ = ["Endpoints"]
 
 NO_ENDPOINTS = ModelEndpoints()
+DRAWS = 1 << 16
 
 
 class Endpoints:
@@ -155,6 +156,24 @@ class Endpoints:
         """Whether more than one is given requests for that."""
         filed = self.of_model(model)
         return (filed.given_count if stage is None else filed.count_of(kinds_for(stage)[0])) > 1
+
+    # --- what they tell ---
+
+    def note_load(self, state: EndpointState, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
+        """The endpoint has told its load."""
+        state.note_load(load, now, sent_when_asked=sent_when_asked)
+        part = self._own_part(state)
+        if part is not None:
+            state.divide_room(part, now)
+
+    def _own_part(self, state: EndpointState) -> OwnPart | None:
+        """Beside other routers: its share, or what it has of all work if that is more, as where its clients are more
+        than theirs."""
+        if state.lease_share is None or state.lease_share >= state.leases_max:
+            return None
+        shares = (self._models[name].own_share for name in self._filings[state.id].models)
+        share = max((state.lease_share / state.leases_max, *shares))
+        return OwnPart(share, self._rng.randrange(DRAWS) / DRAWS) if share < 1 else None
 
     # --- time ---
 

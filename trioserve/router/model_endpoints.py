@@ -122,6 +122,12 @@ class ModelEndpoints:
         others = self._totals[OTHERS]
         return others / (others + self._totals[IN_FLIGHT]) if others else 0.0
 
+    @property
+    def own_share(self) -> float:
+        """Of the work there that is known of and the next request, what is this router's."""
+        own = self._totals[IN_FLIGHT] + 1
+        return own / (own + self._totals[OTHERS])
+
     def count_of(self, kind: Kind) -> int:
         """Those that are given requests of this kind."""
         return self._kind_counts[kind]

@@ -9,7 +9,7 @@ who is alive and who can know it. The rules:
   is more. So what a router had that is gone is the others'.
 - A router that has just begun gives a single lease, as long as another one is there that may not know it.
 - No lease is given where by the last report others have the rest of the limit. And nobody waits at a router that has
-  just learned that there is room.
+  just learned that there is room: more of it than its part, for a moment; then as much as there is.
 - Every request is served or refused, once, and in the end no lease is left and nothing is at an endpoint.
 - Routers that see the same idle endpoints at the same moment do not all choose alike; but for round_robin, where each
   begins with the first and is soon elsewhere than the others.
@@ -27,13 +27,17 @@ BEGIN_SECONDS = 3.0  # for which one that begins gives little, and after which a
 GONE_SECONDS = 7.0  # after which its share is the others': it was missed, and no endpoint has heard from it of late
 LITTLE_SECONDS = 2.0
 REPORT_SECONDS_MAX = 3.0  # what is older is not believed
+DIVIDED_SECONDS = 0.61  # in which each takes no more than its part of the room that a report shows
 
 
 class _Report:
-    """others: what was at an endpoint beyond what this router knew to be in the report; below 0 if that had ended."""
+    """known: of this router's leases, those that are in it. others: what was at the endpoint beyond them; below 0 if
+    that had ended. part: of the room that it shows, what is this router's at least; None: all."""
 
-    def __init__(self, others: int, at: float) -> None:
+    def __init__(self, others: int, known: int, part: int | None, at: float) -> None:
         self.others = others
+        self.known = known
+        self.part = part
         self.at = at
 
 
@@ -105,7 +109,10 @@ class RoutersBooks:
         """count: of what is there. sent_before: what this router had sent there by then is in it."""
         mine = self._leases.get((router, endpoint), {})
         known = sum(sent_at <= sent_before for sent_at in mine.values())
-        self._reports[router, endpoint] = _Report(count - known, now)
+        share, limit = self._shares.get((router, endpoint), self.world.leases_max), self.world.leases_max
+        room = self.world.seats + self.world.waiting_depth_max - count
+        part = room * share // limit if share < limit else None
+        self._reports[router, endpoint] = _Report(count - known, known, part, now)
 
     def give(self, router: int, endpoint: str, number: int, now: float) -> None:
         """One more lease, of this router at this endpoint."""
@@ -138,7 +145,9 @@ class RoutersBooks:
         there = max(0, report.others + mine)
         is_taken = self.world.shares and there >= self.world.leases_max
         is_full = there > 0 and there + 1 - self.world.seats > self.world.waiting_depth_max
-        assert is_taken or is_full, f"{endpoint} has room for router {router}, where somebody waits"
+        is_divided = report.part is not None and now < report.at + DIVIDED_SECONDS
+        has_its_part = is_divided and mine - report.known >= (report.part or 0)
+        assert is_taken or is_full or has_its_part, f"{endpoint} has room for router {router}, where somebody waits"
 
     def take_back(self, router: int, endpoint: str, number: int) -> None:
         leases = self._leases[router, endpoint]
