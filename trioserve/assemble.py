@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
@@ -38,6 +38,7 @@ from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel
+from trioserve.engine.rank_metrics import show_ranks
 from trioserve.engine.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.metrics.registry import Metrics
@@ -615,7 +616,9 @@ class _Opening:
                 runner = RankedRunner(loaded, group.ranks, ranks.kv_memories, vision, config.block_size)
                 logger.info("the model is in ranks pids=%s", ",".join(map(str, group.pids)))
                 image_encoder = _image_encoder(runner, compute)
-                yield _Computing(runner, group, group, group.claim_memory, image_encoder, group.guard)
+                with ExitStack() as scopes:
+                    scopes.callback(show_ranks(self._metrics, group))
+                    yield _Computing(runner, group, group, group.claim_memory, image_encoder, group.guard)
 
     def _tell_waits(self, awaited: list[int]) -> None:
         if awaited:

@@ -164,6 +164,18 @@ async def test_without_restarts_the_fault_names_the_rank(
             await trio.sleep_forever()
 
 
+async def test_what_steps_take_each_rank_is_a_metric(tiny_model: Callable[[str], Path]) -> None:
+    async with opened(tiny_model("llama"), 2) as engine:
+        await said(engine, PROMPTS[0], SAMPLINGS["greedy"])
+        page = engine.metrics.expose().decode()
+    for rank in ("0", "1"):
+        steps, together = (
+            float(next(line for line in page.splitlines() if name in line and f'rank="{rank}"' in line).split()[-1])
+            for name in ("trioserve:rank_step_seconds_total{", "trioserve:rank_together_seconds_total{")
+        )
+        assert steps > together > 0
+
+
 async def test_a_client_that_leaves_gives_its_blocks_back(tiny_model: Callable[[str], Path]) -> None:
     async with opened(tiny_model("llama"), 2, enable_prefix_caching=False) as engine:
         free = engine.stats().blocks_free

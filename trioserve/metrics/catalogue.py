@@ -513,6 +513,22 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Time spent filling token masks, in a thread beside the forward pass.",
     ),
     Metric(
+        name="rank_step_seconds_total",
+        question=Question.STAGES,
+        kind="counter",
+        unit="seconds",
+        labels=(Label("rank"),),
+        meaning="Time that each rank has computed steps, where the model is in several (--tensor-parallel-size).",
+    ),
+    Metric(
+        name="rank_together_seconds_total",
+        question=Question.STAGES,
+        kind="counter",
+        unit="seconds",
+        labels=(Label("rank"),),
+        meaning="Of that, in what ranks do together, waiting for each other included: the slowest rank waits least.",
+    ),
+    Metric(
         name="image_encoding_seconds",
         question=Question.IMAGES,
         kind="histogram",

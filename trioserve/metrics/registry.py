@@ -68,6 +68,8 @@ class Metrics:
     form_cache_hits_total: Counter
     mask_rows_total: Counter
     mask_seconds_total: Counter
+    rank_step_seconds_total: Counter
+    rank_together_seconds_total: Counter
     image_encoding_seconds: PlainHistogram
     image_queries_total: Counter
     image_hits_total: Counter

@@ -141,6 +141,8 @@ class RankGroup:
         self._is_closed = False
         self.step_seconds: dict[int, tuple[float, float]] = {}
         """Of each rank, what its last step took, and how much of that the ranks did together."""
+        self.rank_seconds: list[tuple[float, float]] = []
+        """The same of all steps so far."""
         self.failure: Exception | None = None
         self._failed = trio.Event()
 
@@ -265,6 +267,8 @@ class RankGroup:
         order.answers[rank] = answer
         if order.is_step:
             self.step_seconds[rank] = answer.seconds
+            steps, together = self.rank_seconds[rank]
+            self.rank_seconds[rank] = steps + answer.seconds[0], together + answer.seconds[1]
             self._compare(order, rank, answer)
         if self.failure is not None:
             return
@@ -379,6 +383,7 @@ class RankGroup:
 
     def _take_links(self, links: Sequence[RankLink]) -> None:
         self._links.extend(links)
+        self.rank_seconds = [(0.0, 0.0)] * len(self._links)
 
     async def _wait_until_loaded(self) -> None:
         async with trio.open_nursery() as nursery:
