@@ -51,6 +51,13 @@ async def test_all_ranks_are_waited_for_and_each_has_a_connection_of_its_own() -
             assert sorted(ours) == [2, 3]
             assert (awaited[0], awaited[-1], len(awaited)) == ([2, 3], [], 3)
             for rank, connection in ours.items():
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                silent_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                idle, interval, tries = (
+                    connection.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                )
+                assert max(silent_ms / 1000, idle + interval * tries) <= 12  # as the documents say
                 connection.sendall(b"an order")
                 assert theirs[rank].recv(100) == b"an order"
 

@@ -25,14 +25,17 @@ def tiny_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_process_and_ranks_are_timed_side_by_side(
+def test_steps_are_timed_side_by_side_and_losses_are_named(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tp_bench, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(tp_bench, "CASES", {"decode": [Case(2, 16)], "prompt": [Case(1, 32, count=32)]})
 
     def no_engine(*_arguments: Any, **_options: Any) -> None:
         raise AssertionError("no engine is needed")
 
+    assert run_inside(["tp", "--model", str(tiny_model), "--losses", "2"], open_engine=no_engine) == 0
+    assert "named" in capsys.readouterr().out
     arguments = ["tp", "--model", str(tiny_model), "--ranks", "2", "3", "--threads", "2", "--rounds", "1"]
     assert run_inside(arguments, open_engine=no_engine) == 0
     header, decode, prompt = capsys.readouterr().out.splitlines()

@@ -7,12 +7,16 @@ does meets all. The one process computes in a thread beside the event loop, and 
 plans from it: what is timed is from handing a plan over until its result is there. Shown are the least and the median
 of the rounds, what the one process's median is of the ranks' (above 1 ranks are faster), and how much of the ranks'
 steps they spent in sums and gatherings, waiting for each other included.
+
+With --losses N, groups lose a rank to SIGKILL N times, in a prefill and with nothing to do in turns. Shown is the time
+from the signal until whoever waits has the error with the rank's name, and until every process is gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,6 +27,7 @@ from typing import Any
 import trio
 
 from trioserve.bench.inside.step_bench import CASES, FILLED_AT_ONCE, step_plan
+from trioserve.contracts.errors import RankLost
 from trioserve.contracts.step import StepPlan, StepResult, never_abandoned
 from trioserve.engine.engine_loop import ThreadedExecutor
 from trioserve.model.device import default_thread_count
@@ -40,6 +45,7 @@ __all__ = ["add_arguments", "run"]
 RunStep = Callable[[StepPlan], Coroutine[Any, Any, StepResult | None]]
 KV_BYTES = 2**29
 STEPS_OF_ROUND = 4
+PROMPT_TOKENS = 512  # that are computed when a rank is killed
 STEPS = ("decode", "sampled", "prompt")
 
 
@@ -48,11 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="numbers of ranks")
     parser.add_argument("--threads", type=int, default=None, metavar="N", help="in all; None: as many as serve takes")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each step, in turns")
+    parser.add_argument("--losses", type=int, default=0, metavar="N", help="ranks to kill, in place of timing steps")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=["decode", "prompt"], help="which steps to time")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    trio.run(_measure, arguments)
+    trio.run(_measure_losses if arguments.losses else _measure, arguments)
     return 0
 
 
@@ -90,6 +97,46 @@ async def _measure(arguments: argparse.Namespace) -> None:
                         if name in groups:
                             together[name] += [some / all for all, some in groups[name].step_seconds.values()]
             print(f"{case}: {_shown(times, together)}", flush=True)
+
+
+async def _measure_losses(arguments: argparse.Namespace) -> None:
+    path, threads = resolve_model(arguments.model), arguments.threads or default_thread_count()
+    vocab_size, block_size = open_checkpoint(path).config.vocab_size, ModelSettings().block_size
+    (case,) = (case for case in CASES["prompt"] if case.context == PROMPT_TOKENS)
+    for count in arguments.ranks:
+        named: list[float] = []
+        gone: list[float] = []
+        for index in range(arguments.losses):
+            async with _in_ranks(path, count, threads) as group:
+                rank = index % count
+                waits = group.guard
+                if index % 2:
+                    plan = step_plan(case, range(1), 0, block_size, vocab_size)
+                    step = group.run_step(plan, never_abandoned)
+
+                    async def waits(step: Coroutine[Any, Any, object] = step) -> None:
+                        await step
+
+                    await trio.lowlevel.checkpoint()
+                killed_at = time.perf_counter()
+                os.kill(group.pids[rank], signal.SIGKILL)
+                told = await _what_is_told(waits)
+                named.append(time.perf_counter() - killed_at)
+                assert f"rank {rank} " in told, f"rank {rank} was killed, and it says: {told}"
+            gone.append(time.perf_counter() - killed_at)
+        shown = ", ".join(
+            f"{what} {1e3 * statistics.median(seconds):.1f} / {1e3 * max(seconds):.1f}"
+            for what, seconds in (("named", named), ("all gone", gone))
+        )
+        print(f"{count} ranks, {arguments.losses} losses; milliseconds, median / most: {shown}", flush=True)
+
+
+async def _what_is_told(waits: Callable[[], Coroutine[Any, Any, object]]) -> str:
+    try:
+        await waits()
+    except RankLost as error:
+        return str(error)
+    return "nothing"
 
 
 def _shown(times: dict[str, list[float]], together: dict[str, list[float]]) -> str:
