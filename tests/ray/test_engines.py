@@ -296,6 +296,24 @@ def test_a_group_that_goes_ends_its_streams_first_and_leaves_no_process(nodes: N
     assert nodes.run("down", "going").returncode == 1
 
 
+def test_the_ranks_of_an_engine_that_is_killed_end_with_it_and_ray_starts_all_of_them_anew(nodes: Nodes):
+    flags = ["--tensor-parallel-size", "2", "--num-cpus", "1", "--max-num-seqs", "2", "--kv-cache-memory", "0.3"]
+    engines = nodes.processes(ENGINE)
+    ran = nodes.run("up", "ranks", *flags)
+    assert ran.returncode == 0, ran.stderr
+    ranks = set(nodes.processes("rank_process"))
+    assert len(ranks) == 2
+    [process_id] = set(nodes.processes(ENGINE)) - set(engines)
+    os.kill(process_id, signal.SIGKILL)
+    until(lambda: not ranks & set(nodes.processes("rank_process")), "for the ranks to end")
+    with nodes.router("ranks") as router:
+        until(lambda: len(router.serving()) == 1, "for the engine that Ray started anew")
+        with begun_stream(router.address, max_tokens=8) as response:
+            check_is_whole(response, 8)
+    assert nodes.run("down", "ranks").returncode == 0
+    until(lambda: not nodes.processes("rank_process"), "for the others to end")
+
+
 def test_where_there_is_no_ray_it_is_said_so(nodes: Nodes):
     ran = nodes.run("list", "--ray-address", "127.0.0.1:9")
     assert ran.returncode == 1
