@@ -480,7 +480,9 @@ class Decoder:
         self.device = device
         self.kernels = kernels
         first = None if part is None or part.size == 1 else part.vocab_first
-        self._embedding = Embedding(config.vocab_count, config.hidden_size, dtype=dtype, device=device, first=first)
+        self._embedding: Embedding | None = None
+        if config.has_embedding or (config.has_head and config.tie_word_embeddings):
+            self._embedding = Embedding(config.vocab_count, config.hidden_size, dtype=dtype, device=device, first=first)
         # Rounded, as the makers of such models do; a number, since a step must not send anything to its device.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [
@@ -491,15 +493,18 @@ class Decoder:
         self._streams: Streams | None = None
         if config.streams is not None:
             self._streams = Streams(config, config.streams, kernels, dtype=dtype, device=device)
-        self._norm = Norm("norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
-        self._head = Linear(
-            config.hidden_size,
-            {"lm_head": config.vocab_count},
-            bias=False,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-        )
+        self._norm: Norm | None = None
+        self._head: Linear | None = None
+        if config.has_head:
+            self._norm = Norm("norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
+            self._head = Linear(
+                config.hidden_size,
+                {"lm_head": config.vocab_count},
+                bias=False,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+            )
         self._rotaries = {
             rotary: RotaryAngles(rotary, config, dtype=dtype, device=device) for rotary in config.rotaries
         }
@@ -508,7 +513,8 @@ class Decoder:
     def linears(self) -> tuple[Linear, ...]:
         """A product of each shape."""
         streams = () if self._streams is None else self._streams.linears
-        linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, self._head]
+        head = () if self._head is None else (self._head,)
+        linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, *head]
         return tuple({(linear.inputs, linear.outputs): linear for linear in linears}.values())
 
     @property
@@ -519,13 +525,11 @@ class Decoder:
     def slots(self) -> Iterator[TensorSlot]:
         """A place for every tensor of the checkpoint."""
         tied = self.config.tie_word_embeddings
-        yield from self._embedding.slots(tied=self._head if tied else None)
-        for part in (self._streams, *self._layers):
+        if self._embedding is not None:
+            yield from self._embedding.slots(tied=self._head if tied else None)
+        for part in (self._streams, *self._layers, self._norm, None if tied else self._head):
             if part is not None:
                 yield from part.slots()
-        yield from self._norm.slots()
-        if not tied:
-            yield from self._head.slots()
 
     def forward(
         self,
@@ -533,6 +537,7 @@ class Decoder:
         storage: KVStorage[Tensor],
         is_abandoned: IsAbandoned = never_abandoned,
         *,
+        begun: Tensor | None = None,
         states: StateStorage[Tensor] | None = None,
         tapped: dict[int, Tensor] | None = None,
         tapped_layers: Collection[int] = (),
@@ -540,15 +545,10 @@ class Decoder:
         """Compute every row of the step and write its KV and its states, if layers keep some. Returns [T, hidden_size]
         after the last layer; None if it was abandoned, which is asked before each layer, or with each sum of several
         ranks: some states are then those behind the step, and some are not. tapped: gets what goes into the tapped
-        layers, by layer; their number stands for what comes out of the last."""
+        layers, by layer; their number stands for what comes out of the last. begun: [T, hidden_size], where the
+        embedding is in another stage, as that gave it; it is changed."""
         sums = RankSums(self._collectives, is_abandoned)
-        hidden = self._embedding(step.token_ids)
-        if self._vocabulary is not None:
-            sums.add_(hidden)
-        if self.config.embedding_scale != 1.0:
-            hidden *= self._embedding_scale
-        if step.given is not None:
-            hidden.index_copy_(0, step.given[0], step.given[1].to(hidden.dtype))
+        hidden = self._embedded(step, sums) if begun is None else begun
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
         memories = (None,) * len(self._layers) if states is None else states.buffers
@@ -576,6 +576,17 @@ class Decoder:
             tapped[len(self._layers)] = result
         return result
 
+    def _embedded(self, step: StepTensors, sums: RankSums) -> Tensor:
+        assert self._embedding is not None, "another stage has it"
+        hidden = self._embedding(step.token_ids)
+        if self._vocabulary is not None:
+            sums.add_(hidden)
+        if self.config.embedding_scale != 1.0:
+            hidden *= self._embedding_scale
+        if step.given is not None:
+            hidden.index_copy_(0, step.given[0], step.given[1].to(hidden.dtype))
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] as forward returns it, to [n, vocab_size]. Every rank has to ask for them."""
         own = self._own_logits(hidden)
@@ -586,6 +597,7 @@ class Decoder:
         return None if self._vocabulary is None else self._vocabulary.largest(self._own_logits(hidden))
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
+        assert self._head is not None, "another stage has it"
         logits = self._head(self.normed(hidden))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -594,4 +606,5 @@ class Decoder:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] as forward returns it, after the last norm."""
+        assert self._norm is not None, "another stage has it"
         return self._norm(hidden)

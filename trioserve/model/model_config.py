@@ -34,6 +34,7 @@ __all__ = [
     "RowFactors",
     "RotaryConfig",
     "ShortConvConfig",
+    "StagePart",
     "StateNorm",
     "StateSpaceConfig",
     "StreamsConfig",
@@ -681,6 +682,16 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerPart, ...]
 
 
+class StagePart(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of a model's layers are here, where several stages compute them one after the other: those from first_layer
+    on, as many as its config has. has_embedding: of the first one. has_head: of the last one, which has the last norm,
+    too. What the others begin with, and end with, is the hidden state of each row."""
+
+    first_layer: int
+    has_embedding: bool
+    has_head: bool
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model.
 
@@ -689,7 +700,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized one that of its
     embeddings, and "bfloat16" for a GGUF file. row_factors: what tensors of its files are multiplied by when they are
     read; whoever computes finds them in the weights. streams: None: the hidden state is one vector. part: None: this is
-    the whole model, and else what one rank has of it.
+    the whole model, and else what one rank has of it. stage: None: all layers are here.
     Raises ModelLoadError, naming the field, when the values cannot belong together.
     """
 
@@ -710,6 +721,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     row_factors: tuple[RowFactors, ...] = ()
     streams: StreamsConfig | None = None
     part: RankPart | None = None
+    stage: StagePart | None = None
 
     def __post_init__(self) -> None:
         _count("vocab_size", self.vocab_size, DIMENSION_MAX)
@@ -752,8 +764,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
+    def has_embedding(self) -> bool:
+        """Whether rows begin as the embeddings of their tokens here, and not as what another stage made of these."""
+        return self.stage is None or self.stage.has_embedding
+
+    @property
+    def has_head(self) -> bool:
+        """Whether tokens are chosen here, behind the last norm and the head."""
+        return self.stage is None or self.stage.has_head
+
+    @property
     def vocab_count(self) -> int:
         """Tokens that embedding and head have rows of here."""
+        if not (self.has_embedding or self.has_head):
+            return 0
         return self.vocab_size if self.part is None else self.part.vocab_count
 
     def experts_of(self, index: int) -> range:

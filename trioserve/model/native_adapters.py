@@ -78,7 +78,7 @@ class NativeAdapter:
         ]
         there = [[(part, matrix) for part, matrix in of_product if matrix is not None] for of_product in found]
         byte_count = sum(self._bytes(inputs, parts) for (_, _, inputs, _), parts in zip(places, there, strict=True))
-        self._memory = WeightMemory(library, byte_count)
+        self._memory = WeightMemory(library, max(1, byte_count))  # a stage may have nothing of it
         for (index, name, inputs, _), parts in zip(places, there, strict=True):
             if parts:
                 setattr(self._layers[index], name, self._matrix(inputs, parts))

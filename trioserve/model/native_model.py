@@ -24,7 +24,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
-from trioserve.model.given_rows import given_rows
+from trioserve.model.given_rows import StepRows, given_rows
 from trioserve.model.kv_format import KvFormat
 from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_storage import KVStorage
@@ -195,9 +195,9 @@ class NativeModel:
             table_scale = _rounded(config.streams.input_size**0.5, dtype)
             self._streams = NativeStreams(config, config.streams, self._weights, table_scale)
         self._norm = _singles(config.hidden_size)
-        tied = config.tie_word_embeddings
-        rows = config.vocab_count
-        self._embedding: Values | None = None if tied else empty_array((rows, config.hidden_size), dtype)
+        self._embedding: Values | None = None
+        if config.has_embedding and not config.tie_word_embeddings:
+            self._embedding = empty_array((config.vocab_count, config.hidden_size), dtype)
         attention, rotaries = (config.kv_attention if config.has_attention else None), config.rotaries
         entry = KVEntry(part_count=2, head_count=1, head_dim=0) if attention is None else attention.kv_entry
         turned_dim = 0 if attention is None else attention.turned_dim
@@ -262,7 +262,8 @@ class NativeModel:
             yield from layer.slots(f"layers.{index}")
         if self._streams is not None:
             yield from self._streams.slots()
-        yield Slot("norm.weight", self._norm.shape, "float32", functools.partial(_copy, self._norm))
+        if self.config.has_head:
+            yield Slot("norm.weight", self._norm.shape, "float32", functools.partial(_copy, self._norm))
 
     @property
     def storage(self) -> KVStorage[Values] | None:
@@ -311,23 +312,33 @@ class NativeModel:
         """Nothing is left to be prepared: weights are packed as they are read."""
 
     def compute(
-        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        is_abandoned: IsAbandoned,
+        masks: TokenMasks | None = None,
+        begun: Float32Array | None = None,
     ) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
         assert self._storage is not None, "compute before allocate_kv"
         if self._is_alone and is_abandoned():  # ranks agree on it while they compute
             return None
         assert all(chunk.states for chunk in chunks) or self._states is None, "chunks of such a model have states"
-        arrays = _StepArrays(chunks, self._block_size)
-        samplings = NativeSamplings(sampled_rows(chunks), self.config.vocab_size, masks)
+        has_head = self.config.has_head
+        arrays = _StepArrays(chunks, self._block_size, samples=has_head)
+        samplings = NativeSamplings(sampled_rows(chunks) if has_head else [], self.config.vocab_size, masks)
         with_logprobs = [
-            place for place, chunk in enumerate(chunks) if chunk.request.sampling.prompt_logprobs is not None
+            place
+            for place, chunk in enumerate(chunks)
+            if chunk.request.sampling.prompt_logprobs is not None and has_head
         ]
-        pooling = [place for place, chunk in enumerate(chunks) if chunk.pools]
+        pooling = [place for place, chunk in enumerate(chunks) if chunk.pools and has_head]
         last = self.config.layer_count
-        needs_hidden = bool(with_logprobs or pooling) or last in self.tapped_layers
+        needs_hidden = bool(with_logprobs or pooling) or last in self.tapped_layers or not has_head
         hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
-        given = given_rows(chunks, arrays.first_rows, self.config.hidden_size)
+        if begun is None:
+            given = given_rows(chunks, arrays.first_rows, self.config.hidden_size)
+        else:
+            given = StepRows(np.arange(arrays.row_count, dtype=np.int32), begun)
         step = StepStruct(
             row_count=arrays.row_count,
             given_count=0 if given is None else len(given.rows),
@@ -376,6 +387,7 @@ class NativeModel:
                 for place in pooling
             },
             _tapped(tapped, arrays.first_rows, chunks) if self.tapped_layers else None,
+            None if has_head else hidden,
         )
 
     def _check_callbacks(self) -> None:
@@ -755,7 +767,8 @@ def _singles(count: int) -> Float32Array:
 class _StepArrays:
     """A plan as the arrays that the kernels read, and room for their responses. Rows are in the plan's order."""
 
-    def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
+    def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int, *, samples: bool) -> None:
+        """samples: False: nothing is sampled here."""
         token_ids: list[int] = []
         tables: list[int] = []
         table_firsts: list[int] = []
@@ -767,7 +780,7 @@ class _StepArrays:
             token_ids.extend(chunk.row_tokens)
             table_firsts.append(len(tables))
             tables.extend(chunk.block_table[: -(-end // block_size)])
-            if chunk.samples:
+            if chunk.samples and samples:
                 rows.extend(range(len(token_ids) - 1 - len(chunk.draft), len(token_ids)))
         self.row_count = len(token_ids)
         self.token_ids = int32_array(token_ids)

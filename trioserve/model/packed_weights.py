@@ -94,7 +94,9 @@ class PackedWeights:
         self._places = {part: self._memory.take(size) for part, size in sizes.items()}
 
     def matrix(self, name: str) -> MatrixStruct:
-        """name: HEAD, or such as layers.0.qkv, with the names of LayerStruct."""
+        """name: HEAD, or such as layers.0.qkv, with the names of LayerStruct. Nothing of one that another stage has."""
+        if name not in self._matrices:
+            return MatrixStruct()
         return matrix_of(
             *((self._places[part], part.outputs, part.columns, part.format) for part in self._matrices[name])
         )
@@ -165,7 +167,7 @@ class PackedWeights:
 def _share_of_step(config: ModelConfig, part: _Part) -> float:
     """Of a part's bytes, what a step of one token reads on the average."""
     path = part.names[0].split(".")
-    if path[:2] == ["layer_inputs", "embed"]:
+    if path[:2] == ["layer_inputs", "embed"] or (path[0] == "embed" and not config.has_head):
         return 0.0  # a row of a token is what rows of the embedding are: next to nothing
     if path[2:3] != ["experts"]:
         return 1.0
@@ -259,6 +261,8 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             gated(f"{layer}.experts.{expert}", mlp.intermediate_size)
         if mlp.shared_size:
             gated(f"{layer}.shared", mlp.shared_size)
-    name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-    matrices[HEAD] = (part(config.vocab_count, hidden, name),)
+    if config.tie_word_embeddings and (config.has_embedding or config.has_head):
+        matrices[HEAD] = (part(config.vocab_count, hidden, "embed.weight"),)
+    elif config.has_head:
+        matrices[HEAD] = (part(config.vocab_count, hidden, "lm_head.weight"),)
     return matrices

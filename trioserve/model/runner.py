@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -46,8 +46,9 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
-from trioserve.model.number_formats import Dtype
+from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.parallel.collectives import Collectives
+from trioserve.model.parallel.handover import Handover, NoNeighbours
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
@@ -100,14 +101,18 @@ class ModelRunner:
         settings: ModelSettings,
         draft: DraftModel | None = None,
         vision: VisionTower | None = None,
+        handover: Handover | None = None,
     ) -> None:
-        """draft: proposes tokens behind each step. vision: makes rows of images; None: nobody does. Raises StartupError
-        if not even one KV block fits beside the models; they are the caller's to close, then."""
+        """draft: proposes tokens behind each step. vision: makes rows of images; None: nobody does. handover: of a
+        model that is one of several stages. Raises StartupError if not even one KV block fits beside the models; they
+        are the caller's to close, then."""
         self._model: StepModel | None = model
         self._draft = draft
         self.vision = vision
         self.config: ModelConfig = model.config
         self._is_alone = model.config.part is None or model.config.part.size == 1
+        self._handover = handover
+        assert (model.config.stage is None) == (handover is None), "who has some of the layers needs the others"
         self.device = model.device
         self.dtype = model.dtype
         self.block_size = settings.block_size
@@ -141,6 +146,7 @@ class ModelRunner:
         *,
         draft: DraftSource | None = None,
         collectives: Collectives | None = None,
+        handover: Handover | None = None,
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
@@ -149,7 +155,9 @@ class ModelRunner:
         progress(bytes_done, bytes_total) is called again and again, on_compile(sentence, seconds) every second while
         kernels are compiled; what they raise ends the loading. draft: a model that proposes tokens, loaded first.
         collectives: leads to the ranks that have the rest of the model, if the checkpoint is a RankCheckpoint. Each of
-        them executes the same plans in the same order; the first alone may draft. The caller closes it.
+        them executes the same plans in the same order; the first alone may draft. The caller closes it. handover: leads
+        to the stages before and behind this one, if the checkpoint is that of a stage. They execute the same plans,
+        too, the last one alone has results, and none drafts.
         Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there, or
         the draft model has another vocabulary.
         """
@@ -168,7 +176,7 @@ class ModelRunner:
                     draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
                 # First: what it takes is not the KV cache's.
                 vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
-                return cls(model, settings, draft_model, vision)
+                return cls(model, settings, draft_model, vision, handover)
             except BaseException:
                 model.close()
                 raise
@@ -275,8 +283,16 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose
         and cache their kernels; where kernels are compiled as they are first launched, of every shape that compiles
-        one; and where none is chosen, one step of one token, which claims first memory. Uses the KV blocks: call it
-        before the first request."""
+        one; and where none is chosen, one step of one token, which claims first memory. A stage does it without the
+        others. Uses the KV blocks: call it before the first request."""
+        handover = self._handover
+        self._handover = None if handover is None else NoNeighbours()
+        try:
+            self._warm_up()
+        finally:
+            self._handover = handover
+
+    def _warm_up(self) -> None:
         assert self._model is not None, "warm_up after close"
         self._model.warm_up()
         if self._draft is not None:
@@ -382,12 +398,33 @@ class ModelRunner:
             step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size, model.has_adapter)
         if not step.chunks:
             return step.result(ComputedStep(None))
-        computed = model.compute(step.chunks, is_abandoned, plan.masks)
+        computed = self._computed(step.chunks, is_abandoned, plan)
         if computed is None:
             return None
+        if not self.config.has_head:
+            return StepResult((None,) * len(plan.chunks))
         if computed.tapped is not None:
             self._tapped = {chunk.request.id: rows for chunk, rows in zip(step.chunks, computed.tapped, strict=True)}
         return step.result(computed)
+
+    def _computed(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, plan: StepPlan
+    ) -> ComputedStep | None:
+        """None if it was abandoned: here, or in a stage before this one. The stage behind learns of it, and then only:
+        each has taken as much from the one before as that has sent."""
+        model, handover = self._model, self._handover
+        assert model is not None, "execute after close"
+        if handover is None:
+            return model.compute(chunks, is_abandoned, plan.masks)
+        begun: Float32Array | None = None
+        computed: ComputedStep | None = None
+        if not self.config.has_embedding:
+            begun = handover.receive(sum(chunk.row_count for chunk in chunks), self.config.hidden_size)
+        if self.config.has_embedding or begun is not None:
+            computed = model.compute(chunks, is_abandoned, plan.masks, begun)
+        if not self.config.has_head:
+            handover.send(None if computed is None else computed.hidden)
+        return computed
 
 
 def _loaded_model(

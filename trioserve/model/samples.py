@@ -10,6 +10,7 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.number_formats import Float32Array
 
 __all__ = [
     "NOTHING_ALLOWED",
@@ -59,12 +60,14 @@ class ComputedStep:
     """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of each chunk that asks,
     those of its prompt_followers; None if the model's numbers for it are not finite. pooled: the same for each chunk
     that pools. tapped: for each chunk what went into the tapped layers, [rows, layers * hidden_size], an array or a
-    tensor; None without such layers."""
+    tensor; None without such layers. hidden: of a stage without the head, float32 [T, hidden_size], what the next one
+    begins with."""
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
     pooled: dict[int, Pooled | None] = field(default_factory=dict)
     tapped: list[Any] | None = None
+    hidden: Float32Array | None = None
 
 
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:

@@ -13,7 +13,7 @@ from trioserve.model.device import DeviceType
 from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.number_formats import Dtype
+from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.samples import ComputedStep, ReadSamples
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.weights import Slot
@@ -97,10 +97,15 @@ class StepModel(Protocol):
         ...
 
     def compute(
-        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        is_abandoned: IsAbandoned,
+        masks: TokenMasks | None = None,
+        begun: Float32Array | None = None,
     ) -> ComputedStep | None:
         """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned.
-        masks: of the chunks that have a mask_row. What is computed before a token is chosen does not wait for them."""
+        masks: of the chunks that have a mask_row. What is computed before a token is chosen does not wait for them.
+        begun: [T, hidden_size], of a stage without the embedding: the step's rows as the stage before gave them."""
         ...
 
     def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:

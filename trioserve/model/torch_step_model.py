@@ -26,7 +26,7 @@ from trioserve.model.kv_memory import KVMemory
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.pooling import needed_rows, pooled_vector
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
@@ -170,7 +170,9 @@ class TorchStepModel:
         # Which expert has which rows is read back from the device in the middle of a step; what a section's rows see is
         # found by the host.
         waits = self.config.has_experts or self.config.sections
-        return self._model.kernels.FUSED and not (waits or self.config.has_latents or self.tapped_layers)
+        # What comes from another stage, and goes to one, passes through the host.
+        is_whole = self.config.stage is None
+        return self._model.kernels.FUSED and is_whole and not (waits or self.config.has_latents or self.tapped_layers)
 
     @property
     def _has_static_steps(self) -> bool:
@@ -249,7 +251,11 @@ class TorchStepModel:
 
     @torch.inference_mode()
     def compute(
-        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        is_abandoned: IsAbandoned,
+        masks: TokenMasks | None = None,
+        begun: Float32Array | None = None,
     ) -> ComputedStep | None:
         model, storage, states = self._model, self._storage, self._states
         assert model is not None, "compute after close"
@@ -263,10 +269,18 @@ class TorchStepModel:
         sending.send()
         tapped: dict[int, Tensor] = {}
         hidden = model.forward(
-            step, storage, is_abandoned, states=states, tapped=tapped, tapped_layers=self.tapped_layers
+            step,
+            storage,
+            is_abandoned,
+            begun=None if begun is None else torch.from_numpy(begun).to(self._shape.device, self._shape.dtype),
+            states=states,
+            tapped=tapped,
+            tapped_layers=self.tapped_layers,
         )
         if hidden is None:
             return None
+        if not self.config.has_head:
+            return ComputedStep(None, hidden=hidden.to("cpu", torch.float32).numpy())
         samples = None
         sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
         if sampled:

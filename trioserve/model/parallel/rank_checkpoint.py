@@ -117,7 +117,7 @@ def _some_rows(tensor: StoredTensor, runs: Runs) -> StoredTensor:
     """sample is the whole's: what a rank computes is a part of it."""
     shape = (sum(count for _, count in runs), *tensor.shape[1:])
     if tensor.rows is not None and len(runs) == 1:
-        return tensor.rows.part(*runs[0])._replace(sample=tensor.sample)
+        return tensor.rows.part(*runs[0])._replace(name=tensor.name, sample=tensor.sample)
     parts = [tensor]
     within = runs
     if tensor.rows is not None:
