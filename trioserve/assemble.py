@@ -8,7 +8,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
@@ -54,8 +54,10 @@ from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_e
 from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
 from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.model.loading.weights_name import weights_name
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype
 from trioserve.model.parallel.shares import share_of
+from trioserve.model.parallel.stages import cache_shares, stage_configs
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
@@ -149,6 +151,7 @@ async def open_engine(
     enforce_eager: bool = False,
     batch_invariant: bool = False,
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
     nnodes: int = 1,
     master_addr: str = "127.0.0.1",
@@ -222,6 +225,8 @@ async def open_engine(
         enforce_eager: compute without CUDA graphs.
         batch_invariant: compute so that the bits of a response depend on its own tokens and the weights alone.
         tensor_parallel_size: processes that compute the model together, each with a part of every layer.
+        pipeline_parallel_size: stages that compute one after the other, each with some of the layers, and in as many
+            processes.
         enable_expert_parallel: each of them has whole experts of a mixture, and not a part of each.
         nnodes: machines that these are on, as many on each; on the others `serve --headless` keeps them.
         master_addr, master_port: where they come to this one; torch.distributed takes the next port, too.
@@ -551,7 +556,7 @@ class _Opening:
         self, checkpoint: Checkpoint | EncoderDirectory, draft: DraftSource | None, compute: WorkerThread
     ) -> AsyncIterator[_Computing]:
         """The model, loaded: in the compute thread, or in ranks. Leaving lets it go."""
-        if self._config.tensor_parallel_size > 1:
+        if self._config.rank_count > 1:
             async with self._in_ranks(checkpoint, compute) as computing:
                 yield computing
             return
@@ -574,12 +579,13 @@ class _Opening:
         self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread
     ) -> AsyncIterator[_Computing]:
         """compute: for what makes rows of images, which is here."""
-        config, count = self._config, self._config.tensor_parallel_size
+        config, count = self._config, self._config.rank_count
         if isinstance(checkpoint, EncoderDirectory):
-            raise StartupError(
-                f"--tensor-parallel-size is {count}, but an encoder is computed by one process: leave it out"
-            )
-        share_of(checkpoint.config, 0, count, expert_parallel=config.enable_expert_parallel)  # said before any starts
+            name = "--tensor-parallel-size" if config.tensor_parallel_size > 1 else "--pipeline-parallel-size"
+            raise StartupError(f"{name} is given, but an encoder is computed by one process: leave it out")
+        stages = stage_configs(checkpoint, config.pipeline_parallel_size)
+        for stage in stages:  # said before any starts
+            share_of(stage, 0, config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
         weights_come = trio.Event()
 
         def tell(progress: Progress) -> None:
@@ -595,9 +601,11 @@ class _Opening:
             elsewhere = await wait_for_ranks(
                 config.master_addr, config.master_port, range(here, count), config.ranks_key, on_wait=self._tell_waits
             )
-        with host_ranks(here, elsewhere=elsewhere, shows_kv=self._transfers is not None) as ranks:
+        with host_ranks(
+            here, elsewhere=elsewhere, shows_kv=self._transfers is not None, stage_count=len(stages)
+        ) as ranks:
             async with open_ranks(
-                self._rank_setups(here),
+                self._rank_setups(here, stages),
                 ranks.make_links,
                 answer_seconds_max=config.step_timeout,
                 find_missing=ranks.find_missing,
@@ -613,7 +621,14 @@ class _Opening:
                 vision = await compute.run(
                     load_vision, checkpoint, _model_settings(config), loaded.dtype, loaded.device
                 )
-                runner = RankedRunner(loaded, group.ranks, ranks.kv_memories, vision, config.block_size)
+                runner = RankedRunner(
+                    loaded,
+                    group.ranks,
+                    ranks.kv_memories,
+                    vision,
+                    config.block_size,
+                    config.tensor_parallel_size,
+                )
                 logger.info("the model is in ranks pids=%s", ",".join(map(str, group.pids)))
                 image_encoder = _image_encoder(runner, compute)
                 with ExitStack() as scopes:
@@ -624,16 +639,22 @@ class _Opening:
         if awaited:
             logger.info("waits for ranks of other machines ranks=%s", ",".join(map(str, awaited)))
 
-    def _rank_setups(self, here: int) -> list[RankSetup]:
-        """here: how many there are on each machine."""
+    def _rank_setups(self, here: int, stages: Sequence[ModelConfig]) -> list[RankSetup]:
+        """here: how many there are on each machine. stages: what of the model each of them computes."""
         config, drafts = self._config, self._drafts
-        settings = _model_settings(config)
-        settings = msgspec.structs.replace(
-            settings,
-            threads=None if config.threads is None else max(1, config.threads // here),
-            kv_cache_bytes=None if settings.kv_cache_bytes is None else settings.kv_cache_bytes // here,
-            ranks_here=here,
-        )
+        whole = _model_settings(config)
+        stage_size = config.tensor_parallel_size
+        settings = [
+            msgspec.structs.replace(
+                whole,
+                threads=None if config.threads is None else max(1, config.threads * len(stages) // here),
+                kv_cache_bytes=None
+                if whole.kv_cache_bytes is None
+                else int(whole.kv_cache_bytes * share * len(stages) / here),
+                ranks_here=here,
+            )
+            for share in cache_shares(stages)
+        ]
         draft = None
         if drafts is not None and drafts.source != "text":
             draft = DraftSetup(
@@ -643,22 +664,23 @@ class _Opening:
                 token_count=drafts.token_count,
             )
         is_far = config.nnodes > 1
-        meeting_port = config.master_port + 1 if is_far else free_port()
+        meeting_ports = [config.master_port + 1] if is_far else [free_port() for _ in stages]
         return [
             RankSetup(
                 rank=rank,
-                size=config.tensor_parallel_size,
+                size=config.rank_count,
+                stage_count=len(stages),
                 meeting_host=config.master_addr if is_far else "127.0.0.1",
-                meeting_port=meeting_port,
+                meeting_port=meeting_ports[rank // stage_size],
                 path=str(self._path),
-                settings=settings,
+                settings=settings[rank // stage_size],
                 context_tokens=config.max_model_len,
                 uses_further_layers=drafts is not None and drafts.source == "mtp",
                 expert_parallel=config.enable_expert_parallel,
                 draft=draft if rank == 0 else None,
                 log_level=logging.getLogger("trioserve").getEffectiveLevel(),
             )
-            for rank in range(config.tensor_parallel_size)
+            for rank in range(config.rank_count)
         ]
 
     async def _prepare_texts(self, checkpoint: Checkpoint | EncoderDirectory, weights_come: trio.Event) -> None:

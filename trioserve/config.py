@@ -353,6 +353,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tensor_parallel_size: Annotated[int, _about(
         "processes, called ranks, that compute the model together, each with a part of every layer: one for each GPU, "
         "or on a CPU for a part of its cores", "N", ge=1, le=RANKS_MAX)] = 1
+    pipeline_parallel_size: Annotated[int, _about(
+        "stages that the model's layers are cut into, which compute one after the other, each in as many processes as "
+        "--tensor-parallel-size says", "N", ge=1, le=RANKS_MAX)] = 1
     enable_expert_parallel: Annotated[bool, _about(
         "of a mixture of experts each rank has whole experts, and not a part of each")] = False
     nnodes: Annotated[int, _about(
@@ -469,10 +472,17 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         image_limits(self.limit_mm_per_prompt)
         lora_modules(self.lora_modules)
 
+    @property
+    def rank_count(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 
 def check_ranks(config: Config) -> None:
     """Whether a model can be computed so by several processes. Raises StartupError."""
-    size = config.tensor_parallel_size
+    size = config.rank_count
+    if config.pipeline_parallel_size > 1:
+        check_stages(config)
     if config.nnodes > 1 or config.headless:
         if size % config.nnodes or size == 1:
             raise StartupError(
@@ -494,9 +504,35 @@ def check_ranks(config: Config) -> None:
     if size == 1:
         return
     if not sys.platform.startswith("linux"):
+        name, count = "--tensor-parallel-size", config.tensor_parallel_size
+        if count == 1:
+            name, count = "--pipeline-parallel-size", config.pipeline_parallel_size
+        raise StartupError(f"{name} is {count}, and ranks are processes that only Linux ends in time: leave it out")
+
+
+def check_stages(config: Config) -> None:
+    """What stages cannot do. Raises StartupError."""
+    asked = f"--pipeline-parallel-size is {config.pipeline_parallel_size}"
+    if config.rank_count > RANKS_MAX:
         raise StartupError(
-            f"--tensor-parallel-size is {config.tensor_parallel_size}, and ranks are processes that only Linux ends in "
-            "time: leave it out"
+            f"{asked} and --tensor-parallel-size {config.tensor_parallel_size}, which are {config.rank_count} ranks: "
+            f"at most {RANKS_MAX} can be"
+        )
+    if config.nnodes > 1:
+        raise StartupError(
+            f"{asked} and --nnodes {config.nnodes}, but all stages are on one machine: divide layers among machines "
+            "instead (--tensor-parallel-size)"
+        )
+    if config.overlap_steps:
+        raise StartupError(
+            f"{asked} and --overlap-steps is given, but the first stage begins with tokens that the last one has to "
+            "choose: leave one of them out"
+        )
+    drafts = drafts_of(config)
+    if drafts is not None and drafts.source != "text":
+        raise StartupError(
+            f"{asked}, and {drafts.model or drafts.source} is to draft, which takes a model that is in one stage: "
+            "leave one of them out, or take --speculative-ngram"
         )
 
 

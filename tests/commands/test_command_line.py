@@ -78,6 +78,13 @@ def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], 
         ("serve --load-format dummy", "--load-format is 'dummy', and only auto can be honoured"),
         ("serve --tensor-parallel-size 4 --nnodes 3", "--nnodes is 3, and --tensor-parallel-size 4: give each machine"),
         ("serve --tensor-parallel-size 4 --nnodes 2", "--ranks-key is not given"),
+        ("serve --pipeline-parallel-size 2 --nnodes 2", "--pipeline-parallel-size is 2 and --nnodes 2"),
+        ("serve --pipeline-parallel-size 2 --overlap-steps", "--pipeline-parallel-size is 2 and --overlap-steps"),
+        (
+            "serve --pipeline-parallel-size 2 --speculative-model mtp",
+            "--pipeline-parallel-size is 2, and mtp is to draft",
+        ),
+        ("serve --pipeline-parallel-size 64 --tensor-parallel-size 64", "which are 4096 ranks"),
         ("serve --tensor-parallel-size 4 --nnodes 2 --node-rank 1", "--node-rank is 1, and --headless is not given"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from trioserve.contracts.errors import ModelLoadError, RankLost, StartupError
 from trioserve.contracts.request import EngineRequest
@@ -135,7 +136,7 @@ class Played:
 
 
 @asynccontextmanager
-async def opened(size: int = 2, answer_seconds_max: float | None = 10.0) -> AsyncIterator[Played]:
+async def opened(size: int = 2, answer_seconds_max: float | None = 10.0, stage_count: int = 1) -> AsyncIterator[Played]:
     ranks: list[PlayedRank] = []
 
     def make_links(on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]) -> list[RankLink]:
@@ -151,7 +152,7 @@ async def opened(size: int = 2, answer_seconds_max: float | None = 10.0) -> Asyn
     try:
         with errors_unwrapped():
             async with open_ranks(
-                [SETUP] * size,
+                [msgspec.structs.replace(SETUP, size=size, stage_count=stage_count)] * size,
                 make_links,
                 answer_seconds_max=answer_seconds_max,
                 find_missing=lambda: missing,
@@ -164,8 +165,8 @@ async def opened(size: int = 2, answer_seconds_max: float | None = 10.0) -> Asyn
 
 
 @asynccontextmanager
-async def loaded(size: int = 2, answer_seconds_max: float | None = 10.0) -> AsyncIterator[Played]:
-    async with opened(size, answer_seconds_max) as played:
+async def loaded(size: int = 2, answer_seconds_max: float | None = 10.0, stage_count: int = 1) -> AsyncIterator[Played]:
+    async with opened(size, answer_seconds_max, stage_count) as played:
         async with trio.open_nursery() as nursery:
             for rank in played.ranks:
                 nursery.start_soon(rank.load)
@@ -237,6 +238,69 @@ async def test_ranks_that_choose_different_tokens_end_the_group() -> None:
             await step
         with pytest.raises(RankLost, match="different tokens"):
             await played.group.guard()
+
+
+async def test_of_several_stages_the_last_one_has_the_response() -> None:
+    async with loaded(4, stage_count=2) as played:
+        step = played.group.run_step(plan(), never_abandoned)
+        orders = [await rank.order(Run) for rank in played.ranks]
+        for rank in (0, 1, 3):
+            token = 42 if rank == 3 else None
+            await played.ranks[rank].answer_step(orders[rank], token, is_first=False)
+        async with trio.open_nursery() as nursery:
+            told: list[StepResult | None] = []
+
+            async def wait() -> None:
+                told.append(await step)
+
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert told == []
+            await played.ranks[2].answer_step(orders[2], 42, is_first=True)
+        assert told == [StepResult((42,))]
+
+
+async def test_only_ranks_of_the_last_stage_are_compared() -> None:
+    async with loaded(4, stage_count=2) as played:
+        step = played.group.run_step(plan(), never_abandoned)
+        orders = [await rank.order(Run) for rank in played.ranks]
+        for rank, token in enumerate((None, None, 41, 42)):
+            await played.ranks[rank].answer_step(orders[rank], token, is_first=False)
+        with pytest.raises(RankLost, match="ranks 2 and 3 have chosen different tokens"):
+            await played.group.guard()
+        await step  # it had its response before
+
+
+@pytest.mark.parametrize(("answered", "named"), [((), "rank 0 .*, rank 1"), ((0,), "rank 1"), ((0, 1, 3), "rank 2")])
+async def test_of_stages_the_one_that_owes_the_step_is_named(
+    answered: tuple[int, ...], named: str, autojump_clock: object
+) -> None:
+    async with loaded(4, answer_seconds_max=10.0, stage_count=2) as played, trio.open_nursery() as nursery:
+        step = played.group.run_step(plan(), never_abandoned)
+        for rank, played_rank in enumerate(played.ranks):
+            order = await played_rank.order(Run)
+            if rank in answered:
+                await played_rank.answer_step(order, None, is_first=False)
+            nursery.start_soon(played_rank.answer_pings)
+        with pytest.raises(RankLost, match=rf"^{named} \([^)]*\) has not answered"):
+            await step
+        nursery.cancel_scope.cancel()
+
+
+async def test_sizes_suit_all_stages_and_those_without_states_do_not_count() -> None:
+    async with opened(2, stage_count=2) as played, trio.open_nursery() as nursery:
+        for rank, slots in zip(played.ranks, (0, 7), strict=True):
+            nursery.start_soon(
+                rank.load,
+                msgspec.structs.replace(
+                    LOADED, state_slot_count=slots, snapshot_slot_count=slots, arithmetic=f"a test of {slots}"
+                ),
+            )
+        await played.group.load()
+        assert played.group.loaded.state_slot_count == 7
+        assert played.group.loaded.snapshot_slot_count == 7
+        assert played.group.loaded.block_bytes == 2000
+        assert played.group.loaded.arithmetic == "a test of 0, and a test of 7"
 
 
 async def test_an_abandoned_step_is_told_to_all_of_them_once_and_may_end_in_some() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.kv_memory import KVMemory
-from trioserve.ranks.rank_pages import HeadRange, RankPages, head_ranges
+from trioserve.ranks.rank_pages import HeadRange, RankPages, StagePages, head_ranges
 
 LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=1, head_dim=8, dtype="float32")
 BLOCKS = 3
@@ -80,6 +81,23 @@ def test_what_is_written_is_in_every_rank_that_has_it(
         memory.take(byte_count)
         found = memory.take(byte_count).view(np.float32).reshape(BLOCKS, LAYOUT.block_size, 2, own.count, -1)
         assert np.array_equal(found[2], by_head[:, :, own.first : own.end], equal_nan=True)
+
+
+def test_stages_have_their_layers_one_behind_the_other(descriptors: list[int]) -> None:
+    halves = [HeadRange(0, 1), HeadRange(1, 1)]
+    layers = written(halves, descriptors)
+    one = RankPages(LAYOUT, BLOCKS, halves, descriptors[:2])
+    values = np.random.default_rng(4).standard_normal((BLOCKS, LAYOUT.block_size, 2, 2, LAYOUT.head_dim), np.float32)
+    KVMemory(descriptors[2]).take(values.nbytes)[:] = values.reshape(-1).view(np.uint8)
+    other = RankPages(msgspec.structs.replace(LAYOUT, layer_count=1), BLOCKS, [HeadRange(0, 2)], descriptors[2:])
+    pages = StagePages([one, other])
+    assert pages.layout.layer_count == 3
+    for layer, expected in enumerate([*layers, values]):
+        assert bytes(pages.read(layer, BlockIndex(1))) == expected[1].tobytes()
+    content = values[0].tobytes()
+    pages.write(2, BlockIndex(2), 0, memoryview(content))
+    assert bytes(pages.read(2, BlockIndex(2))) == content
+    assert bytes(pages.read(1, BlockIndex(2))) == layers[1][2].tobytes()
 
 
 def test_a_head_that_several_ranks_have_is_read_from_the_first() -> None:

@@ -23,7 +23,7 @@ def run_headless(config: Config) -> int:
     async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         resolve = functools.partial(resolve_model, revision=config.revision)
         path = await call_abandonable(resolve, config.model, thread_name=DOWNLOAD_THREAD)
-        here = config.tensor_parallel_size // config.nnodes
+        here = config.rank_count // config.nnodes
         ranks = range(config.node_rank * here, (config.node_rank + 1) * here)
         assert config.ranks_key is not None, "checked by Config"
         async with trio.open_nursery() as nursery:

@@ -25,7 +25,8 @@ GROUPS = {
         "speculative_quantization speculative_config"
     ),
     "ranks": _words(
-        "tensor_parallel_size enable_expert_parallel nnodes node_rank master_addr master_port ranks_key headless"
+        "tensor_parallel_size pipeline_parallel_size enable_expert_parallel nnodes node_rank master_addr master_port "
+        "ranks_key headless"
     ),
     "memory and batches": _words(
         "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
@@ -64,7 +65,7 @@ GROUPS = {
 TERMINAL_OPTIONS = frozenset(
     {*GROUPS["model"], *GROUPS["computing"], *GROUPS["memory and batches"]}
     - {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"}
-    | {"tensor_parallel_size", "enable_expert_parallel"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"}
 )
 
 PLACED_OPTIONS = frozenset(

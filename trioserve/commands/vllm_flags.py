@@ -22,7 +22,6 @@ TAKEN = frozenset(
 """Without a value, and without a meaning here."""
 
 TAKEN_AT = {
-    "--pipeline-parallel-size": ("1", ONE_DEVICE),
     "--data-parallel-size": ("1", ONE_DEVICE),
     "--load-format": ("auto", "a checkpoint's format is found out: leave it out"),
     "--tokenizer-mode": ("auto", "a tokenizer's kind is found out: leave it out"),

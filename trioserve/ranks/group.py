@@ -1,9 +1,9 @@
 """The ranks of one model, from the server's side: a StepRunner whose steps are computed by several processes together.
 
-Each gets the same orders in the same order, and answers each. Rank 0's answer to a step is the response; the others'
-say that they have chosen the same. A rank that ends, that cannot go on, that chooses something else or that answers
-nothing for too long takes all of them with it: what is left cannot compute without it. Then whoever waits is told which
-one it was, and every process is gone before anything is opened anew.
+Each gets the same orders in the same order, and answers each. The answer of the last stage's first rank to a step is
+the response; the others of that stage say that they have chosen the same. A rank that ends, that cannot go on, that
+chooses something else or that answers nothing for too long takes all of them with it: what is left cannot compute
+without it. Then whoever waits is told which one it was, and every process is gone before anything is opened anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,19 +65,29 @@ FindMissing = Callable[[], Sequence[int]]
 
 class _Order:
     """An order that is out. waiting: the ranks that have not answered. Whoever waits is told when all have, or, of a
-    step, when rank 0 has."""
+    step, when the one has whose answer is the response."""
 
-    def __init__(self, ranks: Sequence[int], begun_at: float, is_step: bool) -> None:
+    def __init__(self, ranks: Sequence[int], begun_at: float, responder: int | None) -> None:
+        """responder: of a step; None: of any other order."""
         self.waiting = set(ranks)
         self.answers: dict[int, Answer] = {}
         self.begun_at = begun_at
-        self.is_step = is_step  # which has a time that it may take
+        self.responder = responder
         self.result: outcome.Outcome[Any] | None = None
         self.task: trio.lowlevel.Task | None = None
 
     @property
-    def is_answered(self) -> bool:
-        return 0 in self.answers if self.is_step else not self.waiting
+    def is_step(self) -> bool:
+        """Which has a time that it may take."""
+        return self.responder is not None
+
+    @property
+    def ready(self) -> outcome.Value[Any] | None:
+        """None: it is not there yet."""
+        if self.responder is None:
+            return None if self.waiting else outcome.Value(self.answers)
+        answer = self.answers.get(self.responder)
+        return None if answer is None else outcome.Value(answer.result)
 
     def tell(self, result: outcome.Outcome[Any]) -> None:
         """Once; what comes later is not heard."""
@@ -109,7 +119,7 @@ class _Order:
 class RankGroup:
     """What EngineParts and assemble ask of what computes. Made by open_ranks.
 
-    loaded: what rank 0 says of itself, with the sizes that suit all ranks. ranks: what each says, in their order.
+    loaded: what the ranks say of themselves, with the sizes that suit all. ranks: what each says, in their order.
     """
 
     loaded: Loaded
@@ -119,12 +129,15 @@ class RankGroup:
         self,
         *,
         block_size: int,
+        stage_size: int,
         answer_seconds_max: float | None,
         find_missing: FindMissing,
         on_progress: OnProgress,
     ) -> None:
-        """answer_seconds_max: as EngineSettings.step_seconds_max: so long a rank may owe an answer."""
+        """stage_size: ranks of each stage. answer_seconds_max: as EngineSettings.step_seconds_max: so long a rank may
+        owe an answer."""
         self._block_size = block_size
+        self._stage_size = stage_size
         self._fixed_seconds_max = answer_seconds_max
         self._longest_seconds = 0.0
         self._find_missing = find_missing
@@ -222,7 +235,8 @@ class RankGroup:
 
     def _begin(self, make: Callable[[int], Any], *, is_step: bool = False) -> tuple[_Order, int]:
         self._serial += 1
-        order = _Order(range(len(self._links)), trio.current_time(), is_step)
+        responder = len(self._links) - self._stage_size if is_step else None
+        order = _Order(range(len(self._links)), trio.current_time(), responder)
         if self.failure is not None:
             # The first that is behind the fault has it; a step behind another one just does not happen.
             order.tell(outcome.Error(self.failure) if not self._orders else outcome.Value(None))
@@ -272,8 +286,9 @@ class RankGroup:
             self._compare(order, rank, answer)
         if self.failure is not None:
             return
-        if order.is_answered:
-            order.tell(outcome.Value(order.answers[0].result if order.is_step else order.answers))
+        ready = order.ready
+        if ready is not None:
+            order.tell(ready)
         if not order.waiting:
             del self._orders[answer.serial]
             if order.is_step:
@@ -281,9 +296,9 @@ class RankGroup:
 
     def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
         """A step that was abandoned may have ended in one rank before it heard of it."""
-        others = (other.digest for other in order.answers.values() if other.digest is not None)
-        if answer.digest is not None and any(digest != answer.digest for digest in others):
-            ranks = " and ".join(map(str, sorted(order.answers)))
+        digests = {other: said.digest for other, said in order.answers.items() if said.digest is not None}
+        if answer.digest is not None and any(digest != answer.digest for digest in digests.values()):
+            ranks = " and ".join(map(str, sorted(digests)))
             self._break(
                 RankLost(
                     f"ranks {ranks} have chosen different tokens in one step: they compute with different weights, "
@@ -375,9 +390,17 @@ class RankGroup:
         frozen = [link for link in self._links if link.rank in self._pings]
         missing = self._find_missing()
         late = [link for link in self._links if link.rank in missing]
-        named = frozen if 0 < len(frozen) < len(self._links) else late or frozen or self._links
+        named = frozen if 0 < len(frozen) < len(self._links) else late or self._stage_that_owes() or frozen
         names = ", ".join(map(str, named))
         return RankLost(f"{names} has not answered for {seconds:.1f} s, {self._seconds_max:g} s are allowed")
+
+    def _stage_that_owes(self) -> list[RankLink]:
+        """Of several, the first one that has not answered the oldest step: those behind it wait for it."""
+        oldest = next((order for order in self._orders.values() if order.is_step), None)
+        if oldest is None or self._stage_size == len(self._links):
+            return self._links
+        stage = min(oldest.waiting) // self._stage_size
+        return [link for link in self._links if link.rank // self._stage_size == stage and link.rank in oldest.waiting]
 
     # --- from the beginning to the end ---
 
@@ -398,11 +421,15 @@ class RankGroup:
         if self.failure is not None:
             raise self.failure
         self.ranks = ranks = tuple(self._loaded[link.rank] for link in self._links)
+        with_states = [rank for rank in ranks if rank.state_slot_count]  # a stage may have no such layers
         self.loaded = msgspec.structs.replace(
             ranks[0],
+            computed_by=_joined(rank.computed_by for rank in ranks),
+            arithmetic=_joined(rank.arithmetic for rank in ranks),
+            is_batch_invariant=all(rank.is_batch_invariant for rank in ranks),
             block_count=min(rank.block_count for rank in ranks),
-            state_slot_count=min(rank.state_slot_count for rank in ranks),
-            snapshot_slot_count=min(rank.snapshot_slot_count for rank in ranks),
+            state_slot_count=min((rank.state_slot_count for rank in with_states), default=0),
+            snapshot_slot_count=min((rank.snapshot_slot_count for rank in with_states), default=0),
             block_bytes=sum(rank.block_bytes for rank in ranks),
             step_weight_bytes=sum(rank.step_weight_bytes for rank in ranks),
             token_flops=sum(rank.token_flops for rank in ranks),
@@ -413,6 +440,11 @@ class RankGroup:
         self._is_closed = True
         for link in self._links:
             link.close()
+
+
+def _joined(said: Iterable[str]) -> str:
+    """What ranks say of what they compute with; one may have layers that another kind of kernels computes."""
+    return ", and ".join(dict.fromkeys(said))
 
 
 @asynccontextmanager
@@ -431,6 +463,7 @@ async def open_ranks(
     """
     group = RankGroup(
         block_size=setups[0].settings.block_size,
+        stage_size=setups[0].stage_size,
         answer_seconds_max=answer_seconds_max,
         find_missing=find_missing,
         on_progress=on_progress,

@@ -17,28 +17,37 @@ __all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
 
 
 class HostRanks:
-    """memory: the descriptor of what all ranks share; None: some are elsewhere. kv_memories: those of where each has
-    its KV cache, for whoever reads it from here; empty: nobody does. elsewhere: connections of the ranks of other
-    machines, which come behind those of this one."""
+    """memories: of each stage the descriptor of what its ranks share; empty: some are elsewhere. kv_memories: those of
+    where each has its KV cache, for whoever reads it from here; empty: nobody does. elsewhere: connections of the ranks
+    of other machines, which come behind those of this one."""
 
     def __init__(
-        self, size: int, memory: int | None, kv_memories: Sequence[int], elsewhere: Mapping[int, socket.socket]
+        self,
+        size: int,
+        stage_count: int,
+        memories: Sequence[int],
+        kv_memories: Sequence[int],
+        elsewhere: Mapping[int, socket.socket],
     ) -> None:
         self.size = size
         self.kv_memories = kv_memories
-        self._memory, self._elsewhere = memory, elsewhere
-        self._cpus = cpu_shares(size)
+        self._stage_size = size // stage_count
+        self._memories, self._elsewhere = memories, elsewhere
+        # Stages compute in turn, each on all CPUs.
+        self._cpus = cpu_shares(self._stage_size)
 
     def make_links(
         self, on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]
     ) -> list[RankLink]:
         """Starts the processes. See open_ranks."""
         links: list[RankLink] = []
+        # From each rank to the one in its place of the next stage.
+        between = [socket.socketpair() for _ in range(self.size - self._stage_size)]
         try:
             for rank in range(self.size):
                 ours, its = socket.socketpair()
                 try:
-                    process = RankProcess(its, self._place(rank))
+                    process = RankProcess(its, self._place(rank, between))
                 except BaseException:
                     ours.close()
                     raise
@@ -49,11 +58,22 @@ class HostRanks:
             for link in links:
                 link.close()
             raise
+        finally:
+            for pair in between:
+                for end in pair:
+                    end.close()
         return links
 
-    def _place(self, rank: int) -> RankPlace:
-        kv_memory = self.kv_memories[rank] if self.kv_memories else None
-        return RankPlace(local_rank=rank, memory=self._memory, kv_memory=kv_memory, cpus=self._cpus[rank])
+    def _place(self, rank: int, between: Sequence[tuple[socket.socket, socket.socket]]) -> RankPlace:
+        size = self._stage_size
+        return RankPlace(
+            local_rank=rank,
+            memory=self._memories[rank // size] if self._memories else None,
+            before=between[rank - size][1].fileno() if rank >= size else None,
+            behind=between[rank][0].fileno() if rank < len(between) else None,
+            kv_memory=self.kv_memories[rank] if self.kv_memories else None,
+            cpus=self._cpus[rank % size],
+        )
 
     def find_missing(self) -> Sequence[int]:
         """The ranks that others wait for, as far as that is to be seen."""
@@ -63,30 +83,39 @@ class HostRanks:
 class _MemoryRanks(HostRanks):
     """Ranks that meet in shared memory."""
 
-    def __init__(self, size: int, memory: int, kv_memories: Sequence[int]) -> None:
-        super().__init__(size, memory, kv_memories, {})
-        self._arrivals = Arrivals(memory, size)
+    def __init__(self, size: int, stage_count: int, memories: Sequence[int], kv_memories: Sequence[int]) -> None:
+        super().__init__(size, stage_count, memories, kv_memories, {})
+        self._arrivals = [Arrivals(memory, self._stage_size) for memory in memories]
 
     def find_missing(self) -> Sequence[int]:
-        return self._arrivals.missing()
+        return [
+            stage * self._stage_size + missing
+            for stage, arrivals in enumerate(self._arrivals)
+            for missing in arrivals.missing()
+        ]
 
     def close(self) -> None:
-        self._arrivals.close()
+        for arrivals in self._arrivals:
+            arrivals.close()
 
 
 @contextmanager
-def host_ranks(size: int, *, elsewhere: Mapping[int, socket.socket], shows_kv: bool) -> Iterator[HostRanks]:
+def host_ranks(
+    size: int, *, elsewhere: Mapping[int, socket.socket], shows_kv: bool, stage_count: int = 1
+) -> Iterator[HostRanks]:
     """For a group that is opened and left inside of this. size: of this machine's ranks. shows_kv: KV caches can be
-    read from here."""
+    read from here. stage_count: see RankSetup; all of them are here, if there are several."""
     if elsewhere:
-        yield HostRanks(size, None, (), elsewhere)
+        assert stage_count == 1, "checked by Config"
+        yield HostRanks(size, 1, (), (), elsewhere)
         return
     descriptors: list[int] = []
     try:
-        descriptors.append(make_shared_memory(size))
+        for _ in range(stage_count):
+            descriptors.append(make_shared_memory(size // stage_count))
         for rank in range(size if shows_kv else 0):
             descriptors.append(os.memfd_create(f"trioserve-kv-{rank}"))
-        ranks = _MemoryRanks(size, descriptors[0], descriptors[1:])
+        ranks = _MemoryRanks(size, stage_count, descriptors[:stage_count], descriptors[stage_count:])
         try:
             yield ranks
         finally:

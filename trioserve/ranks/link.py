@@ -33,12 +33,12 @@ class RankProcess:
 
     def __init__(self, connection: socket.socket, place: RankPlace) -> None:
         """connection: its end of it, which it alone has from then on."""
-        memories = [memory for memory in (place.memory, place.kv_memory) if memory is not None]
+        others = (place.memory, place.kv_memory, place.before, place.behind)
         told = msgspec.json.encode(place).decode()
         with connection:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trioserve.ranks.rank_process", str(connection.fileno()), told],
-                pass_fds=(connection.fileno(), *memories),
+                pass_fds=(connection.fileno(), *(other for other in others if other is not None)),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal is for the server
             )

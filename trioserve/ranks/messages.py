@@ -57,12 +57,15 @@ class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank is told of its machine, by whoever starts it there. path: of the model; None: as the server says.
     local_rank: among the ranks of this machine, which is its GPU's index. memory: the file descriptor of what all ranks
-    share; None: they meet over torch.distributed. kv_memory: of the memory in which its KV cache lies, so that the
+    of its stage share; None: they meet over torch.distributed. before, behind: those of its sockets to the stages
+    before and behind its own; None: there is none. kv_memory: of the memory in which its KV cache lies, so that the
     server reads it; None: nobody does. cpus: that it may use; empty: all that its parent may."""
 
     local_rank: int
     path: str | None = None
     memory: int | None = None
+    before: int | None = None
+    behind: int | None = None
     kv_memory: int | None = None
     cpus: tuple[int, ...] = ()
 
@@ -70,7 +73,8 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that a rank is told by its server. context_tokens, uses_further_layers: see open_checkpoint. settings: with
     the threads and the memory that this rank may have. draft: for rank 0 alone. meeting_host, meeting_port: where ranks
-    that share no memory find each other."""
+    that share no memory find each other. stage_count: of the stages that compute one after the other; the first ranks
+    are those of the first stage."""
 
     rank: int
     size: int
@@ -79,10 +83,24 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     context_tokens: int | None
     uses_further_layers: bool
     expert_parallel: bool
+    stage_count: int = 1
     meeting_host: str = "127.0.0.1"
     meeting_port: int = 0
     draft: DraftSetup | None = None
     log_level: int = logging.INFO
+
+    @property
+    def stage_size(self) -> int:
+        """How many ranks divide the layers of a stage among them."""
+        return self.size // self.stage_count
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.stage_size
+
+    @property
+    def rank_in_stage(self) -> int:
+        return self.rank % self.stage_size
 
 
 class Allocate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -192,8 +210,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The order with this serial is done. value: what came of it. result: of a step, in rank 0; None: it was
-    abandoned. digest: of a step, in all ranks, what they have to agree about.
+    """The order with this serial is done. value: what came of it. result: of a step, in the first rank of the last
+    stage; None: it was abandoned. digest: of a step, in all ranks of that stage, what they have to agree about.
     seconds: of a step, what it took, and how much of that the ranks did together, waiting for each other included."""
 
     serial: int

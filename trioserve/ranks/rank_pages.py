@@ -13,7 +13,7 @@ from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.kv_memory import KVMemory
 
-__all__ = ["HeadRange", "RankPages", "head_ranges"]
+__all__ = ["HeadRange", "RankPages", "StagePages", "head_ranges"]
 
 
 class HeadRange(msgspec.Struct, frozen=True):
@@ -86,3 +86,24 @@ class RankPages:
         by_head = whole.reshape(self.layout.block_size * self.layout.part_count, self.layout.kv_head_count, -1)
         for pages, own in zip(self._pages, self._heads, strict=True):
             pages[layer][block] = by_head[:, own.first : own.end]
+
+
+class StagePages:
+    """KVPages of stages, whose layers lie one behind the other."""
+
+    def __init__(self, stages: Sequence[RankPages]) -> None:
+        """stages: those whose layers keep anything, in their order; one at least."""
+        self._places = [(stage, layer) for stage in stages for layer in range(stage.layout.layer_count)]
+        self.layout = msgspec.structs.replace(stages[0].layout, layer_count=len(self._places))
+        self.block_count = stages[0].block_count
+
+    def view(self, layer: int, block: BlockIndex) -> None:
+        return None
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        stage, own_layer = self._places[layer]
+        return stage.read(own_layer, block)
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        stage, own_layer = self._places[layer]
+        stage.write(own_layer, block, start, content)

@@ -41,6 +41,7 @@ from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.rank_adapter import rank_adapter
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
+from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import (
     Abandon,
@@ -66,6 +67,7 @@ from trioserve.ranks.messages import (
     encode,
 )
 from trioserve.ranks.plan_wire import plan_from_wire
+from trioserve.ranks.stage_sockets import StageSockets
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:
@@ -156,6 +158,7 @@ class _Rank:
         self._collectives: Collectives | None = None
         self._runner: ModelRunner | None = None
         self._checkpoint: RankCheckpoint | None = None
+        self._stage: StageCheckpoint | None = None
         self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
 
     def load(self) -> None:
@@ -167,13 +170,21 @@ class _Rank:
             context_tokens=setup.context_tokens,
             uses_further_layers=setup.uses_further_layers,
         )
-        checkpoint = RankCheckpoint(whole, setup.rank, setup.size, expert_parallel=setup.expert_parallel)
+        of_stage: Checkpoint = whole
+        handover: StageSockets | None = None
+        if setup.stage_count > 1:
+            self._stage = of_stage = StageCheckpoint(whole, setup.stage, setup.stage_count)
+            handover = StageSockets(*map(_socket_of, (self._place.before, self._place.behind)))
+        checkpoint = RankCheckpoint(
+            of_stage, setup.rank_in_stage, setup.stage_size, expert_parallel=setup.expert_parallel
+        )
         if setup.settings.device == "cuda":
             import torch
 
             torch.cuda.set_device(self._place.local_rank)
         self._checkpoint = checkpoint
-        self._collectives = _collectives(setup, self._place)
+        if setup.stage_size > 1:
+            self._collectives = _collectives(setup, self._place)
         self._runner = runner = ModelRunner.load(
             checkpoint,
             setup.settings,
@@ -181,6 +192,7 @@ class _Rank:
             progress=lambda done, total: say(Progress("", done, total)),
             on_compile=lambda sentence, seconds: say(Progress(sentence, seconds, None)),
             collectives=self._collectives,
+            handover=handover,
         )
         say(
             Loaded(
@@ -235,7 +247,10 @@ class _Rank:
         begun_at, together = time.perf_counter(), self._together()
         result = finish()
         seconds = time.perf_counter() - begun_at, self._together() - together
-        response = result if self._setup.rank == 0 else None
+        setup = self._setup
+        if setup.stage < setup.stage_count - 1:
+            result = None  # the last stage has it
+        response = result if setup.rank_in_stage == 0 else None
         self._connection.say(Answer(step.serial, None, response, _digest(result), seconds))
 
     def _together(self) -> float:
@@ -243,7 +258,8 @@ class _Rank:
 
     def _done(self, order: Order, runner: ModelRunner) -> bool | str | None:
         if isinstance(order, Allocate):
-            runner.state_slot_count, runner.snapshot_slot_count = order.state_slot_count, order.snapshot_slot_count
+            if runner.config.state_bytes:
+                runner.state_slot_count, runner.snapshot_slot_count = order.state_slot_count, order.snapshot_slot_count
             descriptor = self._place.kv_memory
             runner.allocate_kv(order.block_count, None if descriptor is None else KVMemory(descriptor))
             return None
@@ -273,7 +289,7 @@ class _Rank:
         }
         whole = AdapterWeights(order.digest, order.dtype, matrices)
         assert self._checkpoint is not None, "adapters come to a model"
-        return rank_adapter(whole, self._checkpoint)
+        return rank_adapter(whole if self._stage is None else stage_adapter(whole, self._stage), self._checkpoint)
 
 
 def main(file_descriptor: int, place: RankPlace) -> int:
@@ -359,18 +375,26 @@ def _collectives(setup: RankSetup, place: RankPlace) -> Collectives:
     device = pick_device(setup.settings)
     if place.memory is not None and device == "cpu":
         with contextlib.suppress(NoNativeKernels):
-            return SharedMemoryCollectives(load_library(), place.memory, setup.rank, setup.size)
+            return SharedMemoryCollectives(load_library(), place.memory, setup.rank_in_stage, setup.stage_size)
     torch_now("a group of ranks that share no memory")
     from trioserve.model.parallel.torch_collectives import TorchCollectives
 
     return TorchCollectives(
         master_addr=setup.meeting_host,
         master_port=setup.meeting_port,
-        rank=setup.rank,
-        size=setup.size,
+        rank=setup.rank_in_stage,
+        size=setup.stage_size,
         timeout_seconds=MEETING_SECONDS_MAX,
         device=device,
     )
+
+
+def _socket_of(descriptor: int | None) -> socket.socket | None:
+    if descriptor is None:
+        return None
+    found = socket.socket(fileno=descriptor)
+    found.set_inheritable(False)
+    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from trioserve.contracts.kv_transfer import KVPages
 from trioserve.model.number_formats import Dtype
 from trioserve.model.runner import with_images
 from trioserve.ranks.messages import Loaded
-from trioserve.ranks.rank_pages import HeadRange, RankPages
+from trioserve.ranks.rank_pages import HeadRange, RankPages, StagePages
 
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
@@ -30,12 +30,13 @@ class RankedRunner:
         kv_memories: Sequence[int],
         vision: VisionTower | None,
         block_size: int,
+        stage_size: int,
     ) -> None:
         """loaded: what suits all ranks; ranks: what each says. kv_memories: see HostRanks. vision: makes rows of images
-        in this process."""
+        in this process. stage_size: ranks that divide the same layers."""
         self.vision = vision
         self._in_ranks = f", in {len(ranks)} ranks"
-        self._layout, self._ranks, self._kv_memories = loaded.layout, ranks, kv_memories
+        self._ranks, self._kv_memories, self._stage_size = ranks, kv_memories, stage_size
         self.device = loaded.device
         self.dtype: Dtype = loaded.dtype
         self.kv_dtype = loaded.kv_dtype
@@ -53,12 +54,21 @@ class RankedRunner:
 
     def kv_pages(self, model_name: str) -> KVPages:
         """See ModelRunner.kv_pages. Raises StartupError where the KV cache cannot be read from here."""
-        if not self._kv_memories or self.device != "cpu" or self._layout is None:
+        if not self._kv_memories or self.device != "cpu":
             raise StartupError(
                 "the model's ranks are on GPUs or on other machines, whose KV cache no connector reads: leave out "
                 "--kv-transfer-config"
             )
-        like = self._layout.model and self._layout.model + self._in_ranks
-        layout = msgspec.structs.replace(self._layout, model=model_name + like)
-        heads = [HeadRange(*rank.kv_heads) for rank in self._ranks]
-        return RankPages(layout, self.block_count, heads, self._kv_memories)
+        stages = []
+        for first in range(0, len(self._ranks), self._stage_size):
+            ranks = self._ranks[first : first + self._stage_size]
+            layout = ranks[0].layout
+            if layout is None:
+                continue  # none of its layers keeps anything of a token
+            like = layout.model and layout.model + self._in_ranks
+            heads = [HeadRange(*rank.kv_heads) for rank in ranks]
+            memories = self._kv_memories[first : first + self._stage_size]
+            layout = msgspec.structs.replace(layout, model=model_name + like)
+            stages.append(RankPages(layout, self.block_count, heads, memories))
+        assert stages, "a model without KV has no connector"
+        return stages[0] if len(stages) == 1 else StagePages(stages)

@@ -22,7 +22,7 @@ from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig, StagePart
 from trioserve.model.parallel.cuts import Run, Runs
 
-__all__ = ["StageCheckpoint", "stage_adapter", "stage_config", "stage_runs"]
+__all__ = ["StageCheckpoint", "cache_shares", "stage_adapter", "stage_config", "stage_configs", "stage_runs"]
 
 EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # beginnings of names
 
@@ -65,6 +65,23 @@ def stage_adapter(whole: AdapterWeights, checkpoint: StageCheckpoint) -> Adapter
     """What of a LoRA adapter belongs to the stage's layers."""
     named = ((checkpoint.own_name(name), matrix) for name, matrix in whole.matrices.items())
     return AdapterWeights(whole.digest, whole.dtype, {name: matrix for name, matrix in named if name is not None})
+
+
+def stage_configs(checkpoint: Checkpoint, stage_count: int) -> tuple[ModelConfig, ...]:
+    """Of each stage; of one, the whole model's. Raises StartupError if it cannot be cut so."""
+    if stage_count == 1:
+        return (checkpoint.config,)
+    return tuple(stage_config(checkpoint.config, run) for run in stage_runs(checkpoint, stage_count))
+
+
+def cache_shares(stages: Sequence[ModelConfig]) -> tuple[float, ...]:
+    """How much of the memory for KV and states each of them should have, so that all can keep as much."""
+    kinds = [
+        [sum(entry.size for entry in stage.kv_entries if entry is not None) for stage in stages],
+        [stage.state_bytes for stage in stages],
+    ]
+    kept = [sizes for sizes in kinds if any(sizes)]
+    return tuple(sum(sizes[stage] / sum(sizes) for sizes in kept) / len(kept) for stage in range(len(stages)))
 
 
 def stage_config(config: ModelConfig, run: Run) -> ModelConfig:
