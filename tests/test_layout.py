@@ -86,7 +86,7 @@ ROOMS = {
         packages=words("trio outcome numpy torch trioserve_kernels"),
         only_in={
             "trio": words("door.py group.py headless.py link.py"),
-            "numpy": words("rank_pages.py rank_process.py"),
+            "numpy": words("rank_pages.py rank_process.py stage_sockets.py"),
             "torch": words("rank_process.py"),
             "trioserve_kernels": words("rank_process.py"),
         },

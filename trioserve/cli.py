@@ -246,13 +246,13 @@ def _add_ray(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--num-cpus",
         type=float,
         metavar="X",
-        help="CPUs of one engine, by which Ray places it, and its --threads (default: --tensor-parallel-size)",
+        help="CPUs of one engine, by which Ray places it, and its --threads (default: one for each rank)",
     )
     up.add_argument(
         "--num-gpus",
         type=float,
         metavar="X",
-        help="GPUs of one engine, all on one node (default: with --device cuda --tensor-parallel-size, otherwise none)",
+        help="GPUs of one engine, all on one node (default: with --device cuda one for each rank, otherwise none)",
     )
     up.add_argument(
         "--placement",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def children() -> list[int]:
     """Of this process; a dead one counts until it was waited for."""
     found: list[int] = []
     for thread in Path("/proc/self/task").iterdir():
-        found += map(int, (thread / "children").read_text(encoding="ascii").split())
+        with suppress(FileNotFoundError):  # the thread has just ended
+            found += map(int, (thread / "children").read_text(encoding="ascii").split())
     return [pid for pid in found if Path(f"/proc/{pid}").exists() and "rank_process" in _command(pid)]
 
 

@@ -35,7 +35,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
     # What counts for an engine. The rest may be in the environment for a router that is started there, too.
     given = config_from(arguments, kind=Config)
     config = Config(**{name: getattr(given, name) for name in PLACED_OPTIONS})
-    ranks = float(config.tensor_parallel_size)
+    ranks = float(config.rank_count)
     cpus = ranks if arguments.num_cpus is None else arguments.num_cpus
     gpus = arguments.num_gpus
     if gpus is None:
