@@ -647,7 +647,7 @@ class _Opening:
         settings = [
             msgspec.structs.replace(
                 whole,
-                threads=None if config.threads is None else max(1, config.threads * len(stages) // here),
+                threads=None if config.threads is None else max(1, config.threads // min(here, stage_size)),
                 kv_cache_bytes=None
                 if whole.kv_cache_bytes is None
                 else int(whole.kv_cache_bytes * share * len(stages) / here),
@@ -664,13 +664,14 @@ class _Opening:
                 token_count=drafts.token_count,
             )
         is_far = config.nnodes > 1
-        meeting_ports = [config.master_port + 1] if is_far else [free_port() for _ in stages]
+        is_split = is_far and len(stages) == 1  # what adds up is on several machines
+        meeting_ports = [config.master_port + 1 + stage if is_far else free_port() for stage in range(len(stages))]
         return [
             RankSetup(
                 rank=rank,
                 size=config.rank_count,
                 stage_count=len(stages),
-                meeting_host=config.master_addr if is_far else "127.0.0.1",
+                meeting_host=config.master_addr if is_split else "127.0.0.1",
                 meeting_port=meeting_ports[rank // stage_size],
                 path=str(self._path),
                 settings=settings[rank // stage_size],

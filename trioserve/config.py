@@ -518,10 +518,10 @@ def check_stages(config: Config) -> None:
             f"{asked} and --tensor-parallel-size {config.tensor_parallel_size}, which are {config.rank_count} ranks: "
             f"at most {RANKS_MAX} can be"
         )
-    if config.nnodes > 1:
+    if config.pipeline_parallel_size % config.nnodes:
         raise StartupError(
-            f"{asked} and --nnodes {config.nnodes}, but all stages are on one machine: divide layers among machines "
-            "instead (--tensor-parallel-size)"
+            f"{asked} and --nnodes {config.nnodes}, but each machine has the same number of stages: take such as "
+            f"{config.nnodes} in all"
         )
     if config.overlap_steps:
         raise StartupError(

@@ -36,14 +36,20 @@ def two_free_ports() -> int:
 
 
 @asynccontextmanager
-async def opened(path: Path, cpu_kernels: str) -> AsyncIterator[Any]:
+async def opened(path: Path, cpu_kernels: str, shape: tuple[int, int] = (1, 2)) -> AsyncIterator[Any]:
+    """shape: stages, and ranks of each; the second half of all is on the other machine."""
+    count = shape[0] * shape[1]
+    far = range(count // 2, count)
     port = two_free_ports()
     with trio.fail_after(SECONDS_MAX):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(keep_ranks, [1], path=path, host="127.0.0.1", port=port, key=KEY))
+            nursery.start_soon(
+                partial(keep_ranks, far, path=path, host="127.0.0.1", port=port, key=KEY, stage_size=shape[1])
+            )
             async with trioserve.open_engine(
                 str(path),
-                tensor_parallel_size=2,
+                pipeline_parallel_size=shape[0],
+                tensor_parallel_size=shape[1],
                 nnodes=2,
                 master_port=port,
                 ranks_key=KEY,
@@ -79,10 +85,35 @@ async def test_they_say_what_one_process_says(cpu_kernels: str, tiny_model: Call
         assert await said(engine) == expected
 
 
-async def test_one_that_was_killed_comes_again_and_the_stream_goes_on(
-    tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
+@pytest.mark.parametrize(("cpu_kernels", "shape"), [("native", (2, 1)), ("torch", (2, 1)), ("native", (2, 2))])
+async def test_stages_on_several_machines_do_so_too(
+    cpu_kernels: str, shape: tuple[int, int], tiny_model: Callable[[str], Path]
 ) -> None:
-    async with opened(tiny_model("llama"), "native") as engine:
+    path = tiny_model("llama")
+    async with trioserve.open_engine(
+        str(path),
+        dtype="float32",
+        kv_cache_memory=0.01,
+        threads=1,
+        cpu_kernels=cpu_kernels,  # type: ignore[arg-type]
+    ) as engine:
+        expected = await said(engine)
+    async with opened(path, cpu_kernels, shape) as engine:
+        assert await said(engine) == expected
+        free = engine.stats().blocks_used
+        with trio.CancelScope() as scope:
+            async with engine.generate("The sea", SAMPLING) as stream:
+                async for _delta in stream:
+                    scope.cancel()
+        assert await said(engine) == expected
+        assert engine.stats().blocks_used == free == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+async def test_one_that_was_killed_comes_again_and_the_stream_goes_on(
+    shape: tuple[int, int], tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
+) -> None:
+    async with opened(tiny_model("llama"), "native", shape) as engine:
         expected = await said(engine)
         before = rank_pids()
         assert len(before) == 2

@@ -14,6 +14,7 @@ import trio
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks.frames import framed
 from trioserve.ranks.handshake import Challenge, Hello, Verdict, answered, challenge, is_server, verdict
+from trioserve.ranks.keepalive import keep_alive
 
 __all__ = ["connect_rank", "wait_for_ranks"]
 
@@ -24,8 +25,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 HANDSHAKE_SECONDS_MAX = 10.0
 HANDSHAKES_MAX = 64  # at a time; whoever comes then waits in the kernel's queue
 HANDSHAKE_BYTES_MAX = 4096
-# A machine that is gone without a word is noticed within so many seconds, also while nothing is said.
-KEEPALIVE_SECONDS, KEEPALIVE_INTERVAL, KEEPALIVE_TRIES, UNACKNOWLEDGED_SECONDS_MAX = 5, 2, 3, 12
 
 
 async def wait_for_ranks(
@@ -117,16 +116,7 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
 def _taken_out(stream: trio.SocketStream) -> socket.socket:
     """The connection, without Trio, with what shows that the other side is gone."""
     connection = socket.socket(fileno=stream.socket.detach())
-    connection.setblocking(True)  # of the connection itself, whichever process has it
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS),
-        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL),
-        (socket.TCP_KEEPCNT, KEEPALIVE_TRIES),
-        (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_SECONDS_MAX * 1000),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    keep_alive(connection)  # and blocking, whichever process has it
     return connection
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -47,6 +48,7 @@ from trioserve.ranks.messages import (
     encode,
 )
 from trioserve.ranks.plan_wire import plan_to_wire
+from trioserve.ranks.stage_meeting import KEY_BYTES
 from trioserve.trio_tools.daemon_thread import call_abandonable
 
 __all__ = ["RankGroup", "open_ranks"]
@@ -198,8 +200,15 @@ class RankGroup:
             "state_slot_count": loaded.state_slot_count,
             "snapshot_slot_count": loaded.snapshot_slot_count,
         }
-        await self._ask(lambda serial: Allocate(serial=serial, **sizes), may_leave=True)
+        behind, key = self._next_stages(), secrets.token_bytes(KEY_BYTES)
+        await self._ask(lambda serial: Allocate(serial=serial, behind=behind, stage_key=key, **sizes), may_leave=True)
         await self._ask(WarmUp, may_leave=True)
+
+    def _next_stages(self) -> tuple[tuple[str, int] | None, ...]:
+        """By rank, where the one in its place of the next stage waits for it."""
+        ports = [rank.stage_port for rank in self.ranks[self._stage_size :]]
+        links = self._links[self._stage_size :]
+        return tuple(None if port is None else (link.host, port) for link, port in zip(links, ports, strict=True))
 
     async def claim_memory(self) -> bool:
         """See ModelRunner.claim_memory."""

@@ -17,24 +17,24 @@ __all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
 
 
 class HostRanks:
-    """memories: of each stage the descriptor of what its ranks share; empty: some are elsewhere. kv_memories: those of
-    where each has its KV cache, for whoever reads it from here; empty: nobody does. elsewhere: connections of the ranks
-    of other machines, which come behind those of this one."""
+    """memories: of each stage the descriptor of what its ranks share; empty: some of them are elsewhere. kv_memories:
+    those of where each has its KV cache, for whoever reads it from here; empty: nobody does. elsewhere: connections of
+    the ranks of other machines, which come behind those of this one."""
 
     def __init__(
         self,
         size: int,
-        stage_count: int,
+        stage_size: int,
         memories: Sequence[int],
         kv_memories: Sequence[int],
         elsewhere: Mapping[int, socket.socket],
     ) -> None:
         self.size = size
         self.kv_memories = kv_memories
-        self._stage_size = size // stage_count
+        self._stage_size = stage_size
         self._memories, self._elsewhere = memories, elsewhere
-        # Stages compute in turn, each on all CPUs.
-        self._cpus = cpu_shares(self._stage_size)
+        self._cpus = cpu_shares(min(size, stage_size))  # stages compute in turn, each on all CPUs
+        self._arrivals = [Arrivals(memory, stage_size) for memory in memories]
 
     def make_links(
         self, on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]
@@ -42,7 +42,7 @@ class HostRanks:
         """Starts the processes. See open_ranks."""
         links: list[RankLink] = []
         # From each rank to the one in its place of the next stage.
-        between = [socket.socketpair() for _ in range(self.size - self._stage_size)]
+        between = [socket.socketpair() for _ in range(max(0, self.size - self._stage_size))]
         try:
             for rank in range(self.size):
                 ours, its = socket.socketpair()
@@ -76,18 +76,7 @@ class HostRanks:
         )
 
     def find_missing(self) -> Sequence[int]:
-        """The ranks that others wait for, as far as that is to be seen."""
-        return ()
-
-
-class _MemoryRanks(HostRanks):
-    """Ranks that meet in shared memory."""
-
-    def __init__(self, size: int, stage_count: int, memories: Sequence[int], kv_memories: Sequence[int]) -> None:
-        super().__init__(size, stage_count, memories, kv_memories, {})
-        self._arrivals = [Arrivals(memory, self._stage_size) for memory in memories]
-
-    def find_missing(self) -> Sequence[int]:
+        """The ranks that others wait for, as far as that is to be seen: where they meet in shared memory."""
         return [
             stage * self._stage_size + missing
             for stage, arrivals in enumerate(self._arrivals)
@@ -104,18 +93,16 @@ def host_ranks(
     size: int, *, elsewhere: Mapping[int, socket.socket], shows_kv: bool, stage_count: int = 1
 ) -> Iterator[HostRanks]:
     """For a group that is opened and left inside of this. size: of this machine's ranks. shows_kv: KV caches can be
-    read from here. stage_count: see RankSetup; all of them are here, if there are several."""
-    if elsewhere:
-        assert stage_count == 1, "checked by Config"
-        yield HostRanks(size, 1, (), (), elsewhere)
-        return
+    read from here, if all ranks are here. stage_count: see RankSetup."""
+    stage_size = (size + len(elsewhere)) // stage_count
+    stages_here = size // stage_size  # as wholes: of one that is on several machines none
     descriptors: list[int] = []
     try:
-        for _ in range(stage_count):
-            descriptors.append(make_shared_memory(size // stage_count))
-        for rank in range(size if shows_kv else 0):
+        for _ in range(stages_here):
+            descriptors.append(make_shared_memory(stage_size))
+        for rank in range(size if shows_kv and not elsewhere else 0):
             descriptors.append(os.memfd_create(f"trioserve-kv-{rank}"))
-        ranks = _MemoryRanks(size, stage_count, descriptors[:stage_count], descriptors[stage_count:])
+        ranks = HostRanks(size, stage_size, descriptors[:stages_here], descriptors[stages_here:], elsewhere)
         try:
             yield ranks
         finally:

@@ -99,6 +99,11 @@ class RankLink:
         place = f"process {self.process.pid}" if self.process is not None else "on another machine"
         return f"rank {self.rank} ({place})"
 
+    @property
+    def host(self) -> str:
+        """The address of a rank on another machine."""
+        return str(self._connection.getpeername()[0])
+
     def send(self, message: bytes) -> None:
         """Never waits. What the kernel does not take at once follows; a rank that reads nothing is noticed by its
         answers, which do not come."""

@@ -58,8 +58,9 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank is told of its machine, by whoever starts it there. path: of the model; None: as the server says.
     local_rank: among the ranks of this machine, which is its GPU's index. memory: the file descriptor of what all ranks
     of its stage share; None: they meet over torch.distributed. before, behind: those of its sockets to the stages
-    before and behind its own; None: there is none. kv_memory: of the memory in which its KV cache lies, so that the
-    server reads it; None: nobody does. cpus: that it may use; empty: all that its parent may."""
+    before and behind its own; None: there is none, or it is on another machine. kv_memory: of the memory in which its
+    KV cache lies, so that the server reads it; None: nobody does. cpus: that it may use; empty: all that its parent
+    may."""
 
     local_rank: int
     path: str | None = None
@@ -104,12 +105,15 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make the KV cache: the least that any rank has room for."""
+    """Make the KV cache: the least that any rank has room for. behind: by rank, the address of the one in its place of
+    the next stage, if that is on another machine; both meet by stage_key, see stage_meeting."""
 
     serial: int
     block_count: int
     state_slot_count: int
     snapshot_slot_count: int
+    behind: tuple[tuple[str, int] | None, ...] = ()
+    stage_key: bytes = b""
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):
@@ -189,7 +193,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The weights are there. What there is of a ModelRunner that others ask for; block_count, state_slot_count and
     snapshot_slot_count: as many as this rank has room for. block_bytes: of a block, in this rank. layout: of its part
     of the KV cache, without the model's name; None: it keeps none. kv_heads: of all heads of keys and values the first
-    that is here, and how many are."""
+    that is here, and how many are. stage_port: where it waits for the rank of the stage before, if that is on another
+    machine."""
 
     device: Literal["cpu", "cuda"]
     dtype: Dtype
@@ -207,6 +212,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attended_token_flops: int
     layout: KVLayout | None = None
     kv_heads: tuple[int, int] = (0, 0)
+    stage_port: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

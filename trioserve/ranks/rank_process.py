@@ -67,6 +67,7 @@ from trioserve.ranks.messages import (
     encode,
 )
 from trioserve.ranks.plan_wire import plan_from_wire
+from trioserve.ranks.stage_meeting import StageListener, connect_stage
 from trioserve.ranks.stage_sockets import StageSockets
 from trioserve_kernels.native import NoNativeKernels, load_library
 
@@ -159,6 +160,8 @@ class _Rank:
         self._runner: ModelRunner | None = None
         self._checkpoint: RankCheckpoint | None = None
         self._stage: StageCheckpoint | None = None
+        self._handover: StageSockets | None = None
+        self._listener: StageListener | None = None  # until the rank of the stage before has come
         self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
 
     def load(self) -> None:
@@ -171,10 +174,11 @@ class _Rank:
             uses_further_layers=setup.uses_further_layers,
         )
         of_stage: Checkpoint = whole
-        handover: StageSockets | None = None
         if setup.stage_count > 1:
             self._stage = of_stage = StageCheckpoint(whole, setup.stage, setup.stage_count)
-            handover = StageSockets(*map(_socket_of, (self._place.before, self._place.behind)))
+            self._handover = StageSockets(*map(_socket_of, (self._place.before, self._place.behind)))
+            if setup.stage > 0 and self._place.before is None:
+                self._listener = StageListener()
         checkpoint = RankCheckpoint(
             of_stage, setup.rank_in_stage, setup.stage_size, expert_parallel=setup.expert_parallel
         )
@@ -192,7 +196,7 @@ class _Rank:
             progress=lambda done, total: say(Progress("", done, total)),
             on_compile=lambda sentence, seconds: say(Progress(sentence, seconds, None)),
             collectives=self._collectives,
-            handover=handover,
+            handover=self._handover,
         )
         say(
             Loaded(
@@ -212,6 +216,7 @@ class _Rank:
                 attended_token_flops=runner.attended_token_flops,
                 layout=runner.kv_layout("") if runner.config.has_attention else None,
                 kv_heads=checkpoint.kv_heads if runner.config.has_attention else (0, 0),
+                stage_port=None if self._listener is None else self._listener.port,
             )
         )
 
@@ -258,6 +263,7 @@ class _Rank:
 
     def _done(self, order: Order, runner: ModelRunner) -> bool | str | None:
         if isinstance(order, Allocate):
+            self._meet_stages(order)
             if runner.config.state_bytes:
                 runner.state_slot_count, runner.snapshot_slot_count = order.state_slot_count, order.snapshot_slot_count
             descriptor = self._place.kv_memory
@@ -277,6 +283,19 @@ class _Rank:
         assert isinstance(order, RemoveAdapter), f"no order: {order}"
         runner.remove_adapter(order.id)
         return None
+
+    def _meet_stages(self, order: Allocate) -> None:
+        """Those on other machines. Raises StartupError."""
+        handover, listener, rank = self._handover, self._listener, self._setup.rank
+        if handover is None:
+            return
+        # First towards the next one: whoever comes to a listener need not be awaited there.
+        address = order.behind[rank] if rank < len(order.behind) else None
+        if address is not None:
+            handover.take_behind(connect_stage(*address, order.stage_key))
+        if listener is not None:
+            self._listener = None
+            handover.take_before(listener.wait(order.stage_key))
 
     def _adapter(self, order: AddAdapter) -> AdapterWeights:
         def values(content: bytes, shape: tuple[int, int]) -> Any:

@@ -25,10 +25,18 @@ class StageSockets:
     """A Handover. Its sockets, connected and blocking, are its own from then on."""
 
     def __init__(self, before: socket.socket | None, behind: socket.socket | None) -> None:
-        """before: to the stage before; None: there is none. behind: to the stage behind."""
-        self._before, self._behind = before, behind
+        """before: to the stage before; None: there is none, or it is taken later. behind: to the stage behind."""
+        self._before = before
+        self._behind: socket.socket | None = None
         if behind is not None:
-            behind.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            self.take_behind(behind)
+
+    def take_before(self, before: socket.socket) -> None:
+        self._before = before
+
+    def take_behind(self, behind: socket.socket) -> None:
+        behind.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self._behind = behind
 
     def receive(self, row_count: int, hidden_size: int) -> Float32Array | None:
         """See Handover. Raises ConnectionError, later than whoever sees the other one's end by itself."""

@@ -1,0 +1,46 @@
+"""Ranks of two stages on different machines find each other, and nobody else gets in between."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.ranks import stage_meeting
+from trioserve.ranks.stage_meeting import KEY_BYTES, StageListener, connect_stage
+
+
+@pytest.mark.parametrize("stranger", [b"", b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(KEY_BYTES)])
+def test_who_knows_the_key_is_taken_and_a_stranger_before_it_is_not(stranger: bytes) -> None:
+    listener, key = StageListener(), secrets.token_bytes(KEY_BYTES)
+    port = listener.port
+    with socket.create_connection(("127.0.0.1", port)) as other:
+        other.sendall(stranger)
+        other.shutdown(socket.SHUT_WR)
+        found: list[socket.socket] = []
+        waiting = threading.Thread(target=lambda: found.append(listener.wait(key)))
+        waiting.start()
+        with connect_stage("127.0.0.1", port, key) as own:
+            waiting.join()
+            assert other.recv(1) == b""
+            own.sendall(b"hidden")
+            assert found[0].recv(6) == b"hidden"
+            found[0].close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_stage_that_does_not_come_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_meeting, "MEETING_SECONDS_MAX", 0.01)
+    with pytest.raises(StartupError, match=r"the rank of the stage before has not come within 0\.01 s to port"):
+        StageListener().wait(b"key")
+
+
+def test_a_stage_that_cannot_be_reached_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(StartupError, match=f"the next stage cannot be reached at 127.0.0.1:{port}"):
+        connect_stage("127.0.0.1", port, b"key")
