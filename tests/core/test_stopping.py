@@ -7,7 +7,7 @@ import pytest
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.stopping import finish_reason_of
 
 

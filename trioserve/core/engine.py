@@ -42,8 +42,9 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, Step
 from trioserve.core.block_holds import Hold
 from trioserve.core.guided_steps import GuidedSteps, take_token
 from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.request_state import RequestStatus
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.settings import CoreSettings
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended

@@ -19,7 +19,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.guide import GuidedRows, MaskMaker
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.contracts.token_masks import TokenMasks
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.stopping import finish_reason_of
 
 __all__ = ["GuidedSteps", "take_token"]

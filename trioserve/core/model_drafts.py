@@ -18,8 +18,8 @@ import msgspec
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.draft_judge import DraftJudge
 from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.model_draft import ACCEPTANCE_FIRST, ModelDraft
-from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 
 __all__ = ["ModelDrafts"]

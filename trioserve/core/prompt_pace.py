@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trioserve.contracts.step import StepPlan
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 
 __all__ = ["PromptPace"]
 

@@ -15,7 +15,8 @@ import msgspec
 
 from trioserve.contracts.ids import RequestId
 from trioserve.core.connector_guard import ConnectorGuard
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.core.waiting_queue import WaitingQueue
 

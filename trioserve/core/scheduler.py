@@ -31,12 +31,13 @@ from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.model_draft import ModelDraft
 from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import CHUNK_TOKENS_MIN, PromptPace
 from trioserve.core.remote_loads import RemoteLoads
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots
 from trioserve.core.waiting_queue import WaitingQueue

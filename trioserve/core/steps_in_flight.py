@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 
 __all__ = ["STEPS_IN_FLIGHT_MAX", "StepsInFlight", "lacking_ids", "without_ended"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trioserve.contracts.events import FinishReason
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 
 __all__ = ["finish_reason_of"]
 

@@ -36,8 +36,8 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.connector_guard import ConnectorGuard
 from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.remote_loads import RemoteLoads
-from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 from trioserve.core.transfer_faults import TransferFaults
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from trioserve.contracts.ids import RequestId
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 
 __all__ = ["WaitingQueue"]
 

@@ -28,7 +28,8 @@ from trioserve.contracts.page import (
 )
 from trioserve.contracts.version import VERSION
 from trioserve.core.engine import EngineCore
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import RequestStatus
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.requests_by_id import RequestsById

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from trioserve.contracts.events import Phase
 from trioserve.contracts.live import LiveRequestView
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import RequestStatus
 from trioserve.engine.open_request import OpenRequest
 
 __all__ = ["view_of"]

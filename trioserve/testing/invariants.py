@@ -10,7 +10,8 @@ from trioserve.contracts.ids import NO_BLOCK, BlockIndex
 from trioserve.contracts.kv_transfer import HoldKind
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import RequestStatus
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["check_core", "check_idle"]

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from trioserve.contracts.ids import NO_BLOCK
 from trioserve.core.engine import EngineCore
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import PrefixChain
-from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.request_state import RequestStatus
 
 __all__ = ["check_nobody_could_start"]
 

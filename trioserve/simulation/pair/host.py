@@ -14,7 +14,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
-from trioserve.core.request_state import LiveRequest
+from trioserve.core.live_request import LiveRequest
 from trioserve.core.settings import CoreSettings
 from trioserve.simulation.core.progress_rule import check_nobody_could_start
 from trioserve.simulation.pair.history import HostName, PairWorld
