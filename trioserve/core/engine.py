@@ -47,7 +47,8 @@ from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.settings import CoreSettings
-from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
+from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight
+from trioserve.core.surplus_chunks import lacking_ids, without_ended
 from trioserve.core.transfers import Transfers, Unserved
 
 __all__ = ["EngineCore"]
@@ -83,7 +84,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
         )
-        self.flights = StepsInFlight()
+        self.flights = StepsInFlight[StepPlan, LiveRequest]()
         self._guided = GuidedSteps(mask_maker)
         self._live: dict[RequestId, LiveRequest] = {}
         self._finished_ids: OrderedDict[RequestId, None] = OrderedDict()

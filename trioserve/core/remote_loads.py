@@ -39,7 +39,7 @@ class RemoteLoads:
         self._connector = connector
         # All are equally patient, so that the first one to begin is the first one to be overdue.
         self._pending: OrderedDict[RequestId, PendingLoad] = OrderedDict()
-        self.ready = WaitingQueue()
+        self.ready = WaitingQueue[LiveRequest]()
 
     @property
     def pending_count(self) -> int:

@@ -57,7 +57,7 @@ class Scheduler:
         self._loads = loads
         self.states = StateSlots.made(settings, cache)
         self.pace = PromptPace(settings.wide_prompt_stretch)
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue[LiveRequest]()
         self.running: dict[RequestId, LiveRequest] = {}
         self.preemptions_total = 0
         self.blocks_given_back_total = 0

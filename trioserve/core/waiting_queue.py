@@ -5,35 +5,38 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
 from trioserve.contracts.ids import RequestId
-from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import RequestLife
 
 __all__ = ["WaitingQueue"]
 
+Life = TypeVar("Life", bound=RequestLife[Any])
 
-class WaitingQueue:
+
+class WaitingQueue(Generic[Life]):
     def __init__(self) -> None:
         # One queue for each priority in use. An OrderedDict, because a dict that loses its first entries is slow to
         # find the next one.
-        self._queues: dict[int, OrderedDict[RequestId, LiveRequest]] = {}
+        self._queues: dict[int, OrderedDict[RequestId, Life]] = {}
         self._priorities: list[int] = []
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[LiveRequest]:
+    def __iter__(self) -> Iterator[Life]:
         """In order; the queue must not change meanwhile."""
         for priority in self._priorities:
             yield from self._queues[priority].values()
 
-    def add(self, live: LiveRequest) -> None:
+    def add(self, live: Life) -> None:
         """Join at the end of the queue."""
         self._queue(live.request.priority)[live.request.id] = live
         self._count += 1
 
-    def put_back(self, live: LiveRequest) -> None:
+    def put_back(self, live: Life) -> None:
         """Take the place again that an earlier arrival has: before everyone who came later."""
         queue = self._queue(live.request.priority)
         earlier = []
@@ -47,7 +50,7 @@ class WaitingQueue:
             queue.move_to_end(other.request.id, last=False)
         self._count += 1
 
-    def remove(self, live: LiveRequest) -> None:
+    def remove(self, live: Life) -> None:
         priority = live.request.priority
         queue = self._queues[priority]
         del queue[live.request.id]
@@ -56,7 +59,7 @@ class WaitingQueue:
             del self._queues[priority]
             self._priorities.remove(priority)
 
-    def _queue(self, priority: int) -> OrderedDict[RequestId, LiveRequest]:
+    def _queue(self, priority: int) -> OrderedDict[RequestId, Life]:
         queue = self._queues.get(priority)
         if queue is None:
             queue = self._queues[priority] = OrderedDict()

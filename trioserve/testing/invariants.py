@@ -293,7 +293,7 @@ def _check_order(
     assert load_deadline is None or (deadline is not None and deadline <= load_deadline)
 
 
-def _check_line(line: WaitingQueue, expected: list[LiveRequest]) -> None:
+def _check_line(line: WaitingQueue[LiveRequest], expected: list[LiveRequest]) -> None:
     lives = list(line)
     orders = [live.order for live in lives]
     assert orders == sorted(orders), f"a line is out of order: {[live.request.id for live in lives]}"
