@@ -16,13 +16,11 @@ waiting for a connector does. Whoever drives the core calls expire() when next_d
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.events import (
-    AbortOutcome,
     AbortResult,
     EngineEvent,
     FinishReason,
@@ -45,6 +43,7 @@ from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_table import RequestTable
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.settings import CoreSettings
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight
@@ -55,7 +54,6 @@ __all__ = ["EngineCore"]
 
 TOKEN_IDS_MAX = 2**32  # what the name of a block has room for; a model's own vocabulary is checked before
 NAMES_MAX_FACTOR = 4  # of blocks that were evicted, for each block in the pool and in a full context; about 1 KB each
-FINISHED_IDS_MAX = 10_000  # so long an abort that comes late is told "already finished" and not "unknown"
 
 
 class EngineCore:
@@ -86,9 +84,7 @@ class EngineCore:
         )
         self.flights = StepsInFlight[StepPlan, LiveRequest]()
         self._guided = GuidedSteps(mask_maker)
-        self._live: dict[RequestId, LiveRequest] = {}
-        self._finished_ids: OrderedDict[RequestId, None] = OrderedDict()
-        self._arrivals_total = 0
+        self._live = RequestTable[LiveRequest](self.flights, self._finish, self._abort_after_finish)
         self._steps_total = 0
         self._drafts_total = 0
         self._draft_tokens_total = 0
@@ -125,9 +121,8 @@ class EngineCore:
             raise InvalidRequest(
                 f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
-        live = LiveRequest(request, self._arrivals_total)
-        self._arrivals_total += 1
-        self._live[request.id] = live
+        live = LiveRequest(request, self._live.arrivals_total)
+        self._live.add(live)
         self.scheduler.waiting.add(live)
 
     def abort(
@@ -135,23 +130,7 @@ class EngineCore:
     ) -> dict[RequestId, AbortResult]:
         """End requests, whatever they are doing. O(1) plus the blocks of each. Never raises for an id that is unknown
         or has finished; no token of an aborted request is delivered after this returns."""
-        results = {}
-        for request_id in dict.fromkeys(request_ids):
-            live = self._live.get(request_id)
-            if live is None:
-                known = request_id in self._finished_ids
-                if self.transfers is not None:
-                    self._abort_after_finish(request_id, reason)
-                results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
-            elif live.steps_in_flight:
-                # Marked only: the running step still reads these blocks. update_from_output lets them go.
-                if live.abort_reason is None:
-                    live.abort_reason = reason
-                    self.flights.leave(live)
-                results[request_id] = AbortResult(AbortOutcome.ABORTED)
-            else:
-                results[request_id] = AbortResult(AbortOutcome.ABORTED, self._finish(live, reason, now))
-        return results
+        return self._live.abort(request_ids, reason, now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """What to compute next; None when there is nothing to do, or whoever lives waits for the connector. The plan
@@ -205,13 +184,7 @@ class EngineCore:
         nobody can say how far it came."""
         assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
         lives = self._land(plan, now, is_whole=False)
-        events: list[EngineEvent] = []
-        for live in lives:
-            live.steps_in_flight -= 1
-            assert live.abort_reason is not None
-            if live.steps_in_flight == 0:
-                events.append(self._finish(live, live.abort_reason, now))
-        return events
+        return [*self._live.drop(lives, now)]
 
     def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
         """Take the response to `plan`, the oldest in flight: first the aborts that came while it ran, then the tokens
@@ -471,8 +444,6 @@ class EngineCore:
             events.append(PromptLogprobs(live.request.id, tuple(new)))
 
     def _begin(self, plan: StepPlan, lives: list[LiveRequest], now: float) -> None:
-        for live in lives:
-            live.steps_in_flight += 1
         self.flights.begin(plan, lives)
         self.scheduler.pace.begin(now, plan, lives)
         self._steps_total += 1
@@ -495,7 +466,8 @@ class EngineCore:
 
     def _abort_after_finish(self, request_id: RequestId, reason: FinishReason) -> None:
         """The connector is told, now or when it gets to hold the blocks."""
-        assert self.transfers is not None
+        if self.transfers is None:
+            return
         if request_id in self.flights.ended:
             self.flights.ended[request_id][0].abort_reason = reason
         else:
@@ -531,10 +503,7 @@ class EngineCore:
             self.scheduler.leave_batch(live)
             self.flights.end_early(live, reason)
         request_id = live.request.id
-        del self._live[request_id]
-        self._finished_ids[request_id] = None
-        if len(self._finished_ids) > FINISHED_IDS_MAX:
-            self._finished_ids.popitem(last=False)
+        self._live.forget(request_id)
         return RequestFinished(
             request_id=request_id,
             reason=reason,

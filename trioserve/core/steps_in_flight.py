@@ -71,7 +71,9 @@ class StepsInFlight(Generic[Plan, Life]):
         return next(reversed(self._flights.values())).plan
 
     def begin(self, plan: Plan, lives: list[Life]) -> None:
-        """lives: its requests, in the plan's order, which count it already."""
+        """lives: its requests, in the plan's order, which count it from now on."""
+        for live in lives:
+            live.steps_in_flight += 1
         self._flights[plan.step_index] = _Flight(plan, lives)
 
     def end(self, plan: Plan) -> list[Life]:

@@ -1,0 +1,97 @@
+"""Who lives in a core, who has ended lately, and what an abort does to each: the same whatever requests ask for.
+
+An abort is legal at any moment. While no step in flight reads what a request owns, it ends at once; otherwise it is
+marked, and ends when the last of these steps has come back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from trioserve.contracts.events import AbortOutcome, AbortResult, FinishReason, RequestFinished
+from trioserve.contracts.ids import RequestId
+from trioserve.core.request_state import RequestLife
+from trioserve.core.steps_in_flight import StepsInFlight
+
+__all__ = ["RequestTable"]
+
+FINISHED_IDS_MAX = 10_000  # so long an abort that comes late is told "already finished" and not "unknown"
+
+Life = TypeVar("Life", bound=RequestLife[Any])
+
+
+class RequestTable(Generic[Life]):
+    """finish: the core's one way out of a request that no step reads; it gives back what that has, and calls forget.
+    on_late_abort: told of an abort of a request that does not live."""
+
+    def __init__(
+        self,
+        flights: StepsInFlight[Any, Life],
+        finish: Callable[[Life, FinishReason, float], RequestFinished],
+        on_late_abort: Callable[[RequestId, FinishReason], None] = lambda request_id, reason: None,
+    ) -> None:
+        self._flights = flights
+        self._finish = finish
+        self._on_late_abort = on_late_abort
+        self._live: dict[RequestId, Life] = {}
+        self._finished_ids: OrderedDict[RequestId, None] = OrderedDict()
+        self.arrivals_total = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._live
+
+    def __getitem__(self, request_id: RequestId) -> Life:
+        return self._live[request_id]
+
+    def get(self, request_id: RequestId) -> Life | None:
+        return self._live.get(request_id)
+
+    def values(self) -> Iterable[Life]:
+        """In order of arrival."""
+        return self._live.values()
+
+    def add(self, live: Life) -> None:
+        """The next arrival; its arrival_index is arrivals_total."""
+        assert live.arrival_index == self.arrivals_total
+        self.arrivals_total += 1
+        self._live[live.request.id] = live
+
+    def abort(self, request_ids: Iterable[RequestId], reason: FinishReason, now: float) -> dict[RequestId, AbortResult]:
+        results = {}
+        for request_id in dict.fromkeys(request_ids):
+            live = self._live.get(request_id)
+            if live is None:
+                known = request_id in self._finished_ids
+                self._on_late_abort(request_id, reason)
+                results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
+            elif live.steps_in_flight:
+                # Marked only: the running step still reads what it owns. Its update lets it go.
+                if live.abort_reason is None:
+                    live.abort_reason = reason
+                    self._flights.leave(live)
+                results[request_id] = AbortResult(AbortOutcome.ABORTED)
+            else:
+                results[request_id] = AbortResult(AbortOutcome.ABORTED, self._finish(live, reason, now))
+        return results
+
+    def drop(self, lives: Sequence[Life], now: float) -> list[RequestFinished]:
+        """An abandoned step has ended without a result. Ends those of its requests that no other step reads."""
+        events = []
+        for live in lives:
+            live.steps_in_flight -= 1
+            assert live.abort_reason is not None
+            if live.steps_in_flight == 0:
+                events.append(self._finish(live, live.abort_reason, now))
+        return events
+
+    def forget(self, request_id: RequestId) -> None:
+        """It has finished, and its id is remembered for a while."""
+        del self._live[request_id]
+        self._finished_ids[request_id] = None
+        if len(self._finished_ids) > FINISHED_IDS_MAX:
+            self._finished_ids.popitem(last=False)
