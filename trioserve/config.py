@@ -364,7 +364,8 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     node_rank: Annotated[int, _about(
         "which of them this is; the server is 0, and has the first ranks", "N", ge=0, le=RANKS_MAX - 1)] = 0
     master_addr: Annotated[str, _about(
-        "address of the server's machine, by which ranks of other machines find it", "ADDRESS")] = "127.0.0.1"
+        "address or name of the server's machine, by which ranks of other machines find it; with a name the server "
+        "listens for them at all of its addresses", "ADDRESS")] = "127.0.0.1"
     master_port: Annotated[int, _about(
         "TCP port there that ranks come to; torch.distributed takes the next one, too", "PORT", ge=1, le=65534)] = 29500
     ranks_key: Annotated[str | None, _about(

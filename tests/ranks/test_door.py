@@ -26,11 +26,11 @@ def closing(connections: dict[int, socket.socket]) -> Iterator[None]:
             connection.close()
 
 
-async def connected(port: int, rank: int, key: str = KEY) -> socket.socket:
+async def connected(port: int, rank: int, key: str = KEY, host: str = "127.0.0.1") -> socket.socket:
     """As soon as somebody listens there."""
     while True:
         try:
-            return await connect_rank("127.0.0.1", port, rank, key)
+            return await connect_rank(host, port, rank, key)
         except OSError:
             await trio.lowlevel.checkpoint()
 
@@ -60,6 +60,43 @@ async def test_all_ranks_are_waited_for_and_each_has_a_connection_of_its_own() -
                 assert max(silent_ms / 1000, idle + interval * tries) <= 12  # as the documents say
                 connection.sendall(b"an order")
                 assert theirs[rank].recv(100) == b"an order"
+
+
+async def test_a_name_that_nobody_knows_yet_is_listened_for_everywhere() -> None:
+    port, theirs = free_port(), dict[int, socket.socket]()
+
+    async def come() -> None:
+        theirs[1] = await connected(port, 1, host="127.0.0.2")
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come)
+            ours = await wait_for_ranks("engine-0.invalid", port, (1,), KEY, on_wait=lambda awaited: None)
+        with closing(ours):
+            assert list(ours) == [1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_at_an_address_nobody_comes_by_another_one(host: str) -> None:
+    port, theirs = free_port(), dict[int, socket.socket]()
+
+    async def come() -> None:
+        with pytest.raises(OSError, match=r"127\.0\.0\.2"):
+            await connect_rank("127.0.0.2", port, 1, KEY)
+        theirs[1] = await connected(port, 1)
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            ours = await wait_for_ranks(
+                host, port, (1,), KEY, on_wait=lambda awaited: nursery.start_soon(come) if awaited else None
+            )
+        with closing(ours):
+            assert list(ours) == [1]
+
+
+async def test_an_address_of_another_machine_is_refused_at_once() -> None:
+    with pytest.raises(StartupError, match=r"--master-addr 192\.0\.2\.1.* has to be this machine's"):
+        await wait_for_ranks("192.0.2.1", free_port(), (1,), KEY, on_wait=lambda awaited: None)
 
 
 async def check_refused(match: str, *, rank: int = 1, key: str = KEY) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import struct
@@ -28,10 +29,11 @@ HANDSHAKE_BYTES_MAX = 4096
 
 
 async def wait_for_ranks(
-    host: str | None, port: int, ranks: Collection[int], key: str, *, on_wait: Callable[[list[int]], None]
+    host: str, port: int, ranks: Collection[int], key: str, *, on_wait: Callable[[list[int]], None]
 ) -> dict[int, socket.socket]:
-    """Connections of all of these ranks, the caller's to close. on_wait: is told who is still awaited, at first and
-    whenever that changes. Raises StartupError if nobody can listen there."""
+    """Connections of all of these ranks, the caller's to close. host: by what they find this machine; it listens there
+    if that is an address of its own, and everywhere if it is a name. on_wait: is told who is still awaited, at first
+    and whenever that changes. Raises StartupError if nobody can listen there."""
     found: dict[int, socket.socket] = {}
     places = trio.CapacityLimiter(HANDSHAKES_MAX)
     is_complete = trio.Event()
@@ -54,10 +56,11 @@ async def wait_for_ranks(
                 is_complete.set()
 
     try:
-        listeners = await trio.open_tcp_listeners(port, host=host)
+        listeners = await trio.open_tcp_listeners(port, host=host if _is_address(host) else None)
     except OSError as error:
         raise StartupError(
-            f"nobody can listen for ranks at --master-addr {host}, --master-port {port}: {error.strerror or error}"
+            f"nobody can listen for ranks at --master-addr {host}, --master-port {port}: {error.strerror or error}; an "
+            "address has to be this machine's, and with a name it listens at all that this machine has"
         ) from error
     try:
         async with trio.open_nursery() as nursery:
@@ -70,6 +73,16 @@ async def wait_for_ranks(
             connection.close()
         raise
     return found
+
+
+def _is_address(host: str) -> bool:
+    """Or a name, which says nothing of where to listen: in a new pod it is not known yet, Debian's /etc/hosts makes it
+    127.0.1.1, and it may be that of something which passes connections on."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Collection[int], key: str) -> int | None:
