@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"
 VALUES = [None, *sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())]
 COMPONENTS = {"router": (RouteConfig, router_app.ROUTES), "engine": (Config, routes.ROUTES)}
-OF_OTHERS = {"ScaledObject", "PodMonitor"}  # whose schemas Kubernetes does not bring
+OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # whose schemas Kubernetes does not bring
+GROUP = "LeaderWorkerSet", "trioserve-engine-group"
 SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
 SECRET = "a-key-of-the-secret"
 
@@ -47,8 +48,17 @@ def component(request: Any) -> str:
     return request.param
 
 
+def template_of(installed: dict, component: str) -> dict[str, Any]:
+    """Of its pods. worker: a pod of an engine on several nodes that does not serve."""
+    if component == "router" or GROUP not in installed:
+        return installed["Deployment", f"trioserve-{component}"]["spec"]["template"]
+    return installed[GROUP]["spec"]["leaderWorkerTemplate"][
+        "workerTemplate" if component == "worker" else "leaderTemplate"
+    ]
+
+
 def pod_of(installed: dict, component: str) -> dict[str, Any]:
-    return installed["Deployment", f"trioserve-{component}"]["spec"]["template"]["spec"]
+    return template_of(installed, component)["spec"]
 
 
 def container_of(installed: dict, component: str) -> dict[str, Any]:
@@ -64,16 +74,28 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def config_of(installed: dict, component: str) -> Any:
+def config_of(installed: dict, component: str, worker_index: int = 0) -> Any:
     container = container_of(installed, component)
-    parsed = cli._parser()[0].parse_args(container["args"])
-    return config_from(parsed, environment_of(container), kind=COMPONENTS[component][0])
+    added = {}
+    if GROUP in installed:  # what LeaderWorkerSet adds to each container: AddLWSVariables in its pkg/utils/pod
+        added = {"LWS_LEADER_ADDRESS": f"{GROUP[1]}-0.{GROUP[1]}.ml", "LWS_WORKER_INDEX": str(worker_index)}
+    environment = added | environment_of(container)
+    words = [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in container["args"]]
+    kind = RouteConfig if component == "router" else Config
+    return config_from(cli._parser()[0].parse_args(words), environment, kind=kind)
 
 
-def selected(installed: dict, selector: dict[str, str]) -> set[str]:
-    """The components whose pods it means."""
-    labels = {name: installed["Deployment", f"trioserve-{name}"]["spec"]["template"]["metadata"] for name in COMPONENTS}
-    return {name for name, metadata in labels.items() if selector.items() <= metadata["labels"].items()}
+def selected(installed: dict, labels: dict[str, str] | None = None, **selector: Any) -> set[str]:
+    """The components whose pods these labels mean, or a selector of labels and expressions."""
+    wanted = selector.get("matchLabels", {}) if labels is None else labels
+    found = set()
+    for name in [*COMPONENTS, *(["worker"] if GROUP in installed else [])]:
+        there = template_of(installed, name)["metadata"]["labels"]
+        expressions = selector.get("matchExpressions", ())
+        assert all(one["operator"] == "In" for one in expressions)
+        if wanted.items() <= there.items() and all(there.get(one["key"]) in one["values"] for one in expressions):
+            found.add(name)
+    return found
 
 
 # --- what the tools say ---
@@ -85,14 +107,28 @@ def test_helm_finds_nothing_wrong(helm, values):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def supported_version(which: str) -> str:
+    import kubernetes_validate
+
+    oldest = re.search(r">=([\d.]+)", yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"])[1]
+    return oldest if which == "oldest" else kubernetes_validate.latest_version()
+
+
 @pytest.mark.parametrize("version", ["oldest", "newest"])
 def test_kubernetes_takes_all_of_it(installed, version):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    oldest = re.search(r">=([\d.]+)", yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"])[1]
-    wanted = oldest if version == "oldest" else kubernetes_validate.latest_version()
     for (kind, _), manifest in installed.items():
         if kind not in OF_OTHERS:
-            kubernetes_validate.validate(manifest, wanted, strict=True)
+            kubernetes_validate.validate(manifest, supported_version(version), strict=True)
+
+
+@pytest.mark.parametrize("version", ["oldest", "newest"])
+@pytest.mark.parametrize("component", ["engine", "worker"])
+def test_kubernetes_takes_the_pods_of_an_engine_on_several_nodes(manifests, component, version):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    template = template_of(manifests("nodes"), component)
+    pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": component, **template["metadata"]}}
+    kubernetes_validate.validate(pod, supported_version(version), strict=True)
 
 
 def test_the_notes_say_how_to_reach_it_and_what_is_open(helm):
@@ -142,17 +178,26 @@ def test_a_pod_is_given_the_time_to_stop(installed, component):
     assert pod["terminationGracePeriodSeconds"] >= needed
 
 
+def has_ranks(installed: dict, component: str) -> bool:
+    return component != "router" and config_of(installed, component).rank_count > 1
+
+
 def test_all_that_it_writes_is_mounted_and_nothing_else_can_be_written(installed, component):
     pod, container = pod_of(installed, component), container_of(installed, component)
     volume = re.search(r"^VOLUME (\S+)$", (ROOT / "deploy" / "Containerfile").read_text(), re.MULTILINE)[1]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-    assert mounts == {volume: "cache", "/tmp": "tmp"}
+    shared = {"/dev/shm": "shared-memory"} if has_ranks(installed, component) else {}
+    assert mounts == {volume: "cache", "/tmp": "tmp", **shared}
     assert set(mounts.values()) <= {one["name"] for one in pod["volumes"]}
     assert container["securityContext"]["readOnlyRootFilesystem"]
     assert PurePosixPath(volume).is_absolute()
 
 
 def test_it_may_do_as_little_as_pods_can(installed, component):
+    check_confined(installed, component)
+
+
+def check_confined(installed: dict, component: str) -> None:
     """What the Pod Security Standard "restricted" asks for."""
     pod, container = pod_of(installed, component), container_of(installed, component)
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -248,7 +293,7 @@ def test_network_policies_let_routers_to_engines_and_others_as_far_as_values_say
             name
             for peer in rule.get("from", ())
             if "podSelector" in peer
-            for name in selected(installed, peer["podSelector"]["matchLabels"])
+            for name in selected(installed, **peer["podSelector"])
         }
 
     installed = manifests()
@@ -276,19 +321,34 @@ def test_who_is_scaled_has_no_number_of_its_own(manifests):
     assert replicas(None) == {"router": True, "engine": True}
     assert replicas("scaled") == {"router": False, "engine": False}
     assert replicas("bare") == {"router": True, "engine": False}
-    target = manifests("bare")["HorizontalPodAutoscaler", "trioserve-engine"]["spec"]["scaleTargetRef"]["name"]
-    assert ("Deployment", target) in manifests("bare")
+    assert "replicas" not in manifests("nodes")[GROUP]["spec"]
+    assert manifests("stages")[GROUP]["spec"]["replicas"] == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "scaler"),
+    [
+        ("bare", "hpa", "HorizontalPodAutoscaler"),
+        ("scaled", "keda", "ScaledObject"),
+        ("nodes", "hpa", "HorizontalPodAutoscaler"),
+        ("nodes", "keda", "ScaledObject"),
+    ],
+)
+def test_what_is_scaled_is_there(manifests, values, kind, scaler):
+    installed = manifests(values, "--set", f"engine.autoscaling.kind={kind}")
+    target = installed[scaler, "trioserve-engine"]["spec"]["scaleTargetRef"]
+    assert installed[target["kind"], target["name"]]["apiVersion"] == target["apiVersion"]
 
 
 def test_nodes_are_emptied_pod_by_pod(installed, component):
     budget = installed["PodDisruptionBudget", f"trioserve-{component}"]["spec"]
     assert budget["maxUnavailable"] == 1
-    assert selected(installed, budget["selector"]["matchLabels"]) == {component}
+    workers = {"worker"} if component == "engine" and GROUP in installed else set()
+    assert selected(installed, **budget["selector"]) == {component, *workers}
 
 
 def triggers(manifests: Callable[..., Any]) -> Iterator[dict[str, str]]:
     scaled = manifests("scaled")["ScaledObject", "trioserve-engine"]["spec"]
-    assert scaled["scaleTargetRef"] == {"name": "trioserve-engine"}
     yield from (trigger["metadata"] for trigger in scaled["triggers"])
 
 
@@ -299,6 +359,7 @@ def test_keda_asks_for_metrics_that_exist(manifests, tmp_path):
     assert named <= {metric.full_name for metric in CATALOGUE}
     pods = re.search(r'pod=~"([^"]+)"', trigger["query"])[1]
     assert all(re.fullmatch(pods, f"trioserve-{name}-5d4f-x7k2p") for name in COMPONENTS)
+    assert re.fullmatch(pods, f"{GROUP[1]}-0")
     if shutil.which("promtool") is None:
         return
     rule = {"groups": [{"name": "keda", "rules": [{"record": "wanted", "expr": trigger["query"]}]}]}
@@ -321,3 +382,132 @@ def test_one_cache_is_claimed_and_stays(manifests):
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     volumes = {one["name"]: one for one in pod_of(manifests("gpu"), "engine")["volumes"]}
     assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "trioserve-cache"
+
+
+# --- one model in several processes ---
+
+
+def test_ranks_of_one_pod_are_a_deployment(manifests):
+    config = config_of(manifests("ranks"), "engine")
+    assert (config.tensor_parallel_size, config.nnodes, config.ranks_key) == (2, 1, None)
+    assert config_of(manifests(), "engine").tensor_parallel_size == 1
+    volumes = {one["name"]: one for one in pod_of(manifests("ranks"), "engine")["volumes"]}
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+
+
+def test_a_group_has_the_fields_that_leader_worker_set_knows(manifests):
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    group = manifests("nodes")[GROUP]
+    assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    jsonschema.validate(group["spec"], LEADER_WORKER_SET)
+    jsonschema.validate(manifests("stages")[GROUP]["spec"], LEADER_WORKER_SET)
+    wrong = {**group["spec"], "startupPolicy": "LeaderStarted"}
+    with pytest.raises(jsonschema.ValidationError, match="LeaderStarted"):
+        jsonschema.validate(wrong, LEADER_WORKER_SET)
+
+
+def _fields(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+SHARE = {"type": ["integer", "string"]}
+LEADER_WORKER_SET = _fields(
+    replicas={"type": "integer", "minimum": 0},
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    networkConfig=_fields(subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+    rolloutStrategy=_fields(
+        type={"enum": ["RollingUpdate"]},
+        rollingUpdateConfiguration=_fields(maxSurge=SHARE, maxUnavailable=SHARE),
+    ),
+    leaderWorkerTemplate=_fields(
+        size={"type": "integer"},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+        leaderTemplate={"type": "object"},
+        workerTemplate={"type": "object"},
+    ),
+)
+"""Of its spec what the chart uses, as versions 0.5 to 0.10 have it; the whole schema has 1.3 MB."""
+
+
+@pytest.fixture(params=["nodes", "stages"])
+def grouped(request: Any, manifests: Callable[..., Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Whose engines are on several nodes."""
+    return manifests(request.param)
+
+
+def test_the_pods_of_an_engine_are_one_group(grouped):
+    spec = grouped[GROUP]["spec"]
+    size = spec["leaderWorkerTemplate"]["size"]
+    configs = [config_of(grouped, "worker" if index else "engine", index) for index in range(size)]
+    assert [config.node_rank for config in configs] == list(range(size))
+    assert [config.headless for config in configs] == [False, *[True] * (size - 1)]
+    shared = "nnodes tensor_parallel_size pipeline_parallel_size master_addr master_port ranks_key model revision"
+    for name in shared.split():
+        assert len({getattr(config, name) for config in configs}) == 1, name
+    assert (configs[0].nnodes, configs[0].ranks_key) == (size, SECRET)
+    # The server is ready when its workers have come, so they cannot wait for that.
+    assert spec["startupPolicy"] == "LeaderCreated"
+
+
+def test_workers_find_the_server_by_a_name_that_it_has_before_it_is_ready(grouped):
+    # The first two parts are its hostname and subdomain, and with the rest kubelet writes them into its /etc/hosts.
+    assert config_of(grouped, "worker", 1).master_addr == f"{GROUP[1]}-0.{GROUP[1]}.ml.svc.cluster.local"
+    # The Service that LeaderWorkerSet makes shows pods that are not ready. Where one has its name it makes none.
+    assert grouped[GROUP]["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
+    assert ("Service", GROUP[1]) not in grouped
+
+
+def test_workers_serve_nobody(grouped):
+    container = container_of(grouped, "worker")
+    assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"} & set(container)
+    assert not [name for name in environment_of(container) if "API_KEY" in name]
+    for (kind, _), manifest in grouped.items():
+        if kind == "Service":
+            assert "worker" not in selected(grouped, manifest["spec"]["selector"])
+    assert selected(grouped, grouped["Service", "trioserve-engine"]["spec"]["selector"]) == {"engine"}
+
+
+def test_workers_are_confined_and_read_the_model_as_the_server_does(grouped):
+    check_confined(grouped, "worker")
+    for name in ("volumes", "nodeSelector", "tolerations", "runtimeClassName", "securityContext", "enableServiceLinks"):
+        assert pod_of(grouped, "worker").get(name) == pod_of(grouped, "engine").get(name)
+    for name in ("image", "resources", "volumeMounts"):
+        assert container_of(grouped, "worker")[name] == container_of(grouped, "engine")[name]
+    tokens = [environment_of(container_of(grouped, name)).get("HF_TOKEN") for name in ("engine", "worker")]
+    assert tokens[0] == tokens[1]
+
+
+def test_ranks_reach_each_other_at_all_ports_and_nobody_else_does(grouped):
+    from_, to = {name: {} for name in ("engine", "worker")}, {name: set() for name in ("engine", "worker")}
+    for (kind, _), policy in grouped.items():
+        if kind != "NetworkPolicy":
+            continue
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        for name in selected(grouped, **policy["spec"]["podSelector"]) - {"router"}:
+            for rule in policy["spec"]["ingress"]:
+                ports = tuple(port["port"] for port in rule.get("ports", ()))
+                peers = [selected(grouped, **one["podSelector"]) for one in rule["from"] if "podSelector" in one]
+                from_[name].setdefault(ports, set()).update(*peers)
+            for rule in policy["spec"]["egress"]:
+                if "ports" not in rule:
+                    to[name] |= set().union(*(selected(grouped, **one["podSelector"]) for one in rule["to"]))
+    both = {"engine", "worker"}
+    assert from_ == {"engine": {(8000,): {"router"}, (): both}, "worker": {(): both}}
+    assert to == {"engine": both, "worker": both}
+
+
+def test_the_longest_name_of_a_release_leaves_room_for_pods(helm):
+    ran = helm("template", "r" * 53, CHART, values="nodes")
+    [group] = [one for one in yaml.safe_load_all(ran.stdout) if one and one["kind"] == "LeaderWorkerSet"]
+    leader = f"{group['metadata']['name']}-9999"
+    # A StatefulSet has its workers, and a label of theirs is its name, a hyphen and ten characters.
+    assert len(leader) <= 63 - 11
+
+
+def test_the_notes_say_how_to_wait_for_groups(helm):
+    ran = helm("install", "--dry-run=client", "trioserve", CHART, values="nodes")
+    assert f"--for=condition=Available --timeout=1800s leaderworkerset/{GROUP[1]}\n" in ran.stdout
+    assert "no network policies" not in ran.stdout
+    words = "install", "--dry-run=client", "trioserve", CHART, "--set", "networkPolicy.enabled=false"
+    assert "There are no network policies" in helm(*words, values="nodes").stdout
+    assert "There are no network policies" not in helm(*words).stdout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trioserve.config import Config
+from trioserve.config import RANKS_MAX, Config
 from trioserve.router.policies import POLICIES
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "trioserve"
@@ -38,6 +38,31 @@ OF_HELM = {"global"}
         ("engine.cache.sizeLimit=20gigs", "'/engine/cache/sizeLimit': '20gigs' does not match pattern"),
         ("engine.extraArgs={--port=9000}", "engine.extraArgs: --port is the chart's own"),
         ("router.extraArgs={--api-key=x}", "router.extraArgs: --api-key belongs into a Secret"),
+        ("engine.extraArgs={--nnodes=2}", "engine.extraArgs: --nnodes is the chart's own"),
+        ("engine.extraArgs={--ranks-key=x}", "engine.extraArgs: --ranks-key belongs into a Secret"),
+        ("engine.nodes=0", "'/engine/nodes': minimum: got 0, want 1"),
+        (
+            "engine.nodes=2",
+            "engine.tensorParallelSize is 1, and engine.nodes 2: give each node the same number of ranks",
+        ),
+        ("engine.nodes=2,engine.tensorParallelSize=3", "such as 2 in all"),
+        (
+            "engine.nodes=2,engine.tensorParallelSize=2,engine.pipelineParallelSize=3",
+            "engine.pipelineParallelSize is 3, and engine.nodes 2: give each node the same number of stages",
+        ),
+        (
+            "engine.nodes=2,engine.tensorParallelSize=4",
+            'engine.nodes is 2: name a Secret with "ranks-key" in engine.ranksKeySecret',
+        ),
+        (
+            "engine.tensorParallelSize=4,engine.resources.limits.nvidia\\.com/gpu=2",
+            "engine.resources.limits: nvidia.com/gpu is 2, but a pod has 4 ranks, and each wants one",
+        ),
+        (
+            "engine.nodes=2,engine.tensorParallelSize=2,engine.ranksKeySecret=ranks,engine.cache.claim.create=true,"
+            "engine.cache.claim.accessModes={ReadWriteOnce}",
+            "engine.cache.claim.accessModes: the pods of an engine on 2 nodes need ReadWriteMany",
+        ),
         (
             "router.autoscaling.enabled=true,router.autoscaling.minReplicas=9",
             "router.autoscaling: minReplicas is 9, more than maxReplicas (6)",
@@ -91,6 +116,10 @@ def test_its_defaults_are_the_programs():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values["drainSeconds"] == Config().drain_timeout
     assert values["engine"]["model"] == Config().model
+    assert values["engine"]["tensorParallelSize"] == Config().tensor_parallel_size
+    assert values["engine"]["pipelineParallelSize"] == Config().pipeline_parallel_size
+    assert values["engine"]["nodes"] == Config().nnodes
+    assert SCHEMA["definitions"]["ranks"]["maximum"] == RANKS_MAX
     assert values["router"]["policy"] == Config().policy
     assert values["router"]["policy"] in POLICIES
     assert values["engine"]["autoscaling"]["requestsPerEngine"] <= Config().max_num_seqs
@@ -99,10 +128,12 @@ def test_its_defaults_are_the_programs():
 @pytest.mark.slow
 def test_the_documents_give_values_that_it_takes(helm, tmp_path):
     page = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
-    [block] = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "values.yaml").write_text(block)
-    ran = helm("template", "llm", CHART, "--values", tmp_path / "values.yaml")
-    assert ran.returncode == 0, ran.stderr
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "values.yaml").write_text(block)
+        ran = helm("template", "llm", CHART, "--values", tmp_path / "values.yaml")
+        assert ran.returncode == 0, ran.stderr
     named = re.findall(r"--set (\S+)", page)
     assert len(named) == 2
     ran = helm("template", "llm", CHART, *(word for pair in named for word in ("--set", pair)))

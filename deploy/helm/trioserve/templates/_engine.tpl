@@ -1,0 +1,114 @@
+{{/* Refuses what the server would refuse at its start, or what would wait for ever. */}}
+{{- define "trioserve.checkRanks" -}}
+{{- $engine := .Values.engine -}}
+{{- $nodes := int $engine.nodes -}}
+{{- $stages := int $engine.pipelineParallelSize -}}
+{{- $ranks := mul $engine.tensorParallelSize $stages -}}
+{{- if mod $ranks $nodes -}}
+{{- fail (printf "engine.tensorParallelSize is %v, and engine.nodes %d: give each node the same number of ranks, such as %d in all" $engine.tensorParallelSize $nodes $nodes) -}}
+{{- else if and (gt $stages 1) (mod $stages $nodes) -}}
+{{- fail (printf "engine.pipelineParallelSize is %d, and engine.nodes %d: give each node the same number of stages, such as %d in all" $stages $nodes $nodes) -}}
+{{- end -}}
+{{- range $name, $count := $engine.resources.limits -}}
+{{- if and (gt $ranks 1) (hasSuffix "/gpu" $name) (lt (int64 $count) (div $ranks $nodes)) -}}
+{{- fail (printf "engine.resources.limits: %s is %v, but a pod has %d ranks, and each wants one" $name $count (div $ranks $nodes)) -}}
+{{- end -}}
+{{- end -}}
+{{- if gt $nodes 1 -}}
+{{- if not $engine.ranksKeySecret -}}
+{{- fail (printf "engine.nodes is %d: name a Secret with \"ranks-key\" in engine.ranksKeySecret" $nodes) -}}
+{{- end -}}
+{{- if and $engine.cache.claim.create (not (has "ReadWriteMany" $engine.cache.claim.accessModes)) -}}
+{{- fail (printf "engine.cache.claim.accessModes: the pods of an engine on %d nodes need ReadWriteMany" $nodes) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A pod of an engine. It gets a list: the root, and "engine" for the one that serves, or "worker". */}}
+{{- define "trioserve.enginePod" -}}
+{{- $root := index . 0 -}}
+{{- $engine := $root.Values.engine -}}
+{{- $serves := eq (index . 1) "engine" -}}
+{{- $isSpread := gt (int $engine.nodes) 1 -}}
+{{- $hasRanks := gt (mul $engine.tensorParallelSize $engine.pipelineParallelSize) 1 -}}
+metadata:
+  labels: {{- include "trioserve.selector" . | nindent 4 }}
+  {{- with $engine.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "trioserve.pod" . | nindent 2 }}
+  containers:
+    - {{ include "trioserve.container" . | nindent 6 | trim }}
+      args:
+        - serve
+        - {{ printf "--model=%s" $engine.model | quote }}
+        {{- if $hasRanks }}
+        - --tensor-parallel-size={{ int $engine.tensorParallelSize }}
+        - --pipeline-parallel-size={{ int $engine.pipelineParallelSize }}
+        {{- end }}
+        {{- if $isSpread }}
+        - --nnodes={{ int $engine.nodes }}
+        - --node-rank={{ ternary "0" "$(LWS_WORKER_INDEX)" $serves }}
+        # As /etc/hosts of the leader has it, which so needs no DNS to find itself.
+        - --master-addr=$(LWS_LEADER_ADDRESS).svc.{{ $root.Values.clusterDomain }}
+        {{- end }}
+        {{- if $serves }}
+        {{- with $engine.servedModelName }}
+        - {{ printf "--served-model-name=%s" . | quote }}
+        {{- end }}
+        {{- if eq $root.Values.router.policy "kv_aware" }}
+        - --kv-events
+        {{- end }}
+        - --drain-timeout={{ $root.Values.drainSeconds }}
+        {{- else }}
+        - --headless
+        {{- end }}
+        {{- with include "trioserve.extraArgs" . | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+      env:
+        {{- if $serves }}
+        # Otherwise it would count the machine's cores. It tells the ranks, those of workers, too.
+        - name: TRIOSERVE_THREADS
+          valueFrom:
+            resourceFieldRef: { containerName: engine, resource: requests.cpu, divisor: "1" }
+        {{- with $root.Values.apiKeys.existingSecret }}
+        # The routers' key is the admin's: they say for whom they ask.
+        {{- include "trioserve.secretVariable" (list . "engine-api-key" "TRIOSERVE_API_KEY" false) | nindent 8 }}
+        {{- include "trioserve.secretVariable" (list . "engine-api-key" "TRIOSERVE_ADMIN_API_KEY" false) | nindent 8 }}
+        {{- end }}
+        {{- end }}
+        {{- if $isSpread }}
+        {{- include "trioserve.secretVariable" (list $engine.ranksKeySecret "ranks-key" "TRIOSERVE_RANKS_KEY" false) | nindent 8 }}
+        {{- end }}
+        {{- with include "trioserve.variables" . | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+      volumeMounts:
+        - { name: cache, mountPath: /var/cache/trioserve }
+        - { name: tmp, mountPath: /tmp }
+        {{- if $hasRanks }}
+        - { name: shared-memory, mountPath: /dev/shm }
+        {{- end }}
+        {{- with $engine.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: cache
+      {{- if or $engine.cache.existingClaim $engine.cache.claim.create }}
+      persistentVolumeClaim:
+        claimName: {{ $engine.cache.existingClaim | default (printf "%s-cache" (include "trioserve.name" $root)) }}
+      {{- else }}
+      emptyDir: { sizeLimit: {{ $engine.cache.sizeLimit }} }
+      {{- end }}
+    - name: tmp
+      emptyDir: { sizeLimit: 1Gi }
+    {{- if $hasRanks }}
+    - name: shared-memory
+      emptyDir: { medium: Memory, sizeLimit: {{ $engine.sharedMemory }} }
+    {{- end }}
+    {{- with $engine.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
