@@ -16,6 +16,7 @@ __all__ = [
     "EngineEvent",
     "FinishReason",
     "HandOverOutcome",
+    "IterativePhase",
     "Phase",
     "PooledReady",
     "PromptLogprobs",
@@ -47,6 +48,15 @@ class Phase(enum.Enum):
 
     QUEUED = "queued"
     PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class IterativePhase(enum.Enum):
+    """How far a request had come that takes a known number of steps."""
+
+    QUEUED = "queued"
+    ENCODE = "encode"
+    DENOISE = "denoise"
     DECODE = "decode"
 
 
@@ -91,7 +101,7 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: RequestId
     reason: FinishReason
-    phase: Phase
+    phase: Phase | IterativePhase
     stop_token_id: int | None = None
     cached_token_count: int = 0
     message: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from trioserve.contracts.events import Phase
+from trioserve.contracts.events import IterativePhase, Phase
 from trioserve.engine.open_request import Choice
 from trioserve.metrics.registry import Metrics
 
@@ -70,7 +70,7 @@ class TokenTimings:
         """How many have ended."""
         return self._step_count - cancelled.step_count
 
-    def note_abort(self, phase: Phase, cancelled: Cancelled, now: float) -> None:
+    def note_abort(self, phase: Phase | IterativePhase, cancelled: Cancelled, now: float) -> None:
         """The blocks of a sequence that was aborted are back."""
         self._metrics.aborts_total.labels(phase.value).inc()
         self._metrics.cancel_to_free_seconds.labels(phase.value).observe(now - cancelled.at)

@@ -1,0 +1,286 @@
+"""Requests that take a known number of steps: who is computed when, who has a slot, and what an abort means."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhase, RequestFinished
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.iterative import IterativeEvent, IterativePlan, IterativeRequest, OutputReady, StepDone
+from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.testing.fake_iterative_executor import FakeIterativeExecutor, latent_after
+from trioserve.testing.iterative_invariants import check_iterative_core, check_iterative_idle
+
+LETTERS = {IterativePhase.ENCODE: "e", IterativePhase.DENOISE: "", IterativePhase.DECODE: "d"}
+
+
+def request_of(word: str, **fields) -> IterativeRequest:
+    """`a3` takes three steps; `a3!` does, and goes before others; `a3+` is guided."""
+    name, count = word[0], int(word[1:].rstrip("!+"))
+    return IterativeRequest(
+        id=RequestId(name), step_count=count, seed=7, priority=-1 if "!" in word else 0, is_guided="+" in word, **fields
+    )
+
+
+class Driven:
+    """A core with a fake executor. said: what was told, in order. steps: each as text, like `ae be` or `a0 b3`."""
+
+    def __init__(self, *, slots: int = 2, kept: int = 1, work: int = 8) -> None:
+        self.core = IterativeCore(IterativeSettings(slot_count=slots, kept_slot_count=kept, step_work_max=work))
+        self.executor = FakeIterativeExecutor(slots + kept)
+        self.said: list[IterativeEvent] = []
+        self.steps: list[str] = []
+
+    def add(self, words: str, **fields) -> None:
+        for word in words.split():
+            self.core.add(request_of(word, **fields))
+            check_iterative_core(self.core)
+
+    def begin(self) -> IterativePlan | None:
+        plan = self.core.schedule(0.0)
+        check_iterative_core(self.core)
+        if plan is not None:
+            letter = LETTERS[plan.phase]
+            works = [f"{work.request.id}{letter or work.step}" for work in plan.works]
+            self.steps.append(" ".join([*(f"-{name}" for name in plan.preempted), *works]))
+        return plan
+
+    def end(self, plan: IterativePlan) -> list[IterativeEvent]:
+        result = self.executor.execute(plan, self.core.abandonment(plan))
+        if result is None:
+            events = self.core.drop_plan(plan, 0.0)
+        else:
+            events = self.core.update_from_output(plan, result, 0.0)
+        check_iterative_core(self.core)
+        self.said += events
+        return events
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            plan = self.begin()
+            assert plan is not None
+            self.end(plan)
+
+    def run(self) -> None:
+        while (plan := self.begin()) is not None:
+            self.end(plan)
+        check_iterative_idle(self.core)
+
+    def abort(self, name: str, reason: FinishReason = FinishReason.ABORT):
+        (result,) = self.core.abort([RequestId(name)], reason, now=0.0).values()
+        check_iterative_core(self.core)
+        return result
+
+    @property
+    def outputs(self) -> dict[str, object]:
+        return {event.request_id: event.output for event in self.said if isinstance(event, OutputReady)}
+
+    @property
+    def ends(self) -> dict[str, RequestFinished]:
+        return {event.request_id: event for event in self.said if isinstance(event, RequestFinished)}
+
+
+def check(arrivals: str, expect: str, **settings) -> Driven:
+    """arrivals: `a3 b2 | c1`, each | after one step. expect: the steps, divided by |."""
+    driven = Driven(**settings)
+    first, *later = arrivals.split("|")
+    driven.add(first)
+    for words in later:
+        driven.step()
+        driven.add(words)
+    driven.run()
+    assert " | ".join(driven.steps) == expect
+    words = arrivals.replace("|", " ").split()
+    requests = [request_of(word) for word in words]
+    assert driven.outputs == {request.id: latent_after(request, request.step_count) for request in requests}
+    return driven
+
+
+def test_a_request_is_encoded_denoised_and_decoded():
+    check("a2", "ae | a0 | a1 | ad")
+
+
+def test_requests_at_different_timesteps_are_computed_together():
+    check("a3 | | b1", "ae | a0 | be | a1 b0 | bd | a2 | ad")
+
+
+def test_phases_take_turns_so_that_nobody_waits_for_more_than_two_others():
+    check("a3 | | b3 | c3", "ae | a0 | be | a1 b0 | ce | a2 b1 c0 | ad | b2 c1 | bd | c2 | cd", slots=3)
+
+
+def test_a_step_computes_no_more_than_its_work_and_who_waited_longest_goes_first():
+    check("a2 b2 c2", "ae be | a0 b0 | ce | a1 b1 | ad bd | c0 | c1 | cd", slots=3, work=2)
+
+
+def test_guidance_is_in_the_same_pass_and_counts_twice():
+    check("a1+ b1 c1", "ae be ce | a0 b0 | ad bd | c0 | cd", slots=3, work=3)
+
+
+def test_who_does_not_fit_comes_first_in_the_next_step():
+    check("a2 b1+", "ae be | a0 | b0 | bd | a1 | ad", work=2)
+
+
+def test_without_a_slot_a_request_waits():
+    check("a1 b1", "ae | a0 | ad | be | b0 | bd", slots=1)
+
+
+def test_a_better_priority_takes_a_slot_and_the_latent_is_kept():
+    driven = check("a3 | | b1!", "ae | a0 | -a be | b0 | bd | a1 | a2 | ad", slots=1)
+    assert driven.core.stats().preemptions_total == 1
+    assert driven.core.stats().denoised_total == 4
+
+
+def test_where_no_latent_can_be_kept_nobody_is_preempted():
+    check("a2 | | b1!", "ae | a0 | a1 | ad | be | b0 | bd", slots=1, kept=0)
+
+
+def test_the_last_in_order_is_preempted():
+    check("a2 b2 | | c1!", "ae be | a0 b0 | -b ce | a1 c0 | ad cd | b1 | bd", slots=2)
+
+
+def test_one_that_only_has_to_be_decoded_keeps_its_slot():
+    check("a1 | | b1!", "ae | a0 | ad | be | b0 | bd", slots=1)
+
+
+def test_progress_is_told_after_each_step_and_partial_results_where_wanted():
+    driven = Driven()
+    driven.add("a4", partial_every=2)
+    driven.run()
+    request = request_of("a4")
+    assert [event for event in driven.said if isinstance(event, StepDone)] == [
+        StepDone(request.id, 1),
+        StepDone(request.id, 2, latent_after(request, 2)),
+        StepDone(request.id, 3),
+        StepDone(request.id, 4),
+    ]
+    assert driven.ends["a"].reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [(0, IterativePhase.QUEUED), (1, IterativePhase.DENOISE), (2, IterativePhase.DENOISE), (3, IterativePhase.DECODE)],
+)
+def test_abort_between_steps_gives_the_slot_back_at_once(steps, phase):
+    driven = Driven()
+    driven.add("a2")
+    driven.step(steps)
+    result = driven.abort("a")
+    assert result.outcome is AbortOutcome.ABORTED
+    assert result.finished == RequestFinished(request_id=RequestId("a"), reason=FinishReason.ABORT, phase=phase)
+    check_iterative_idle(driven.core)
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_abort_during_a_step_waits_for_that_step_alone(steps):
+    driven = Driven()
+    driven.add("a2")
+    driven.step(steps)
+    plan = driven.begin()
+    assert driven.abort("a", FinishReason.DEADLINE).finished is None
+    assert driven.abort("a").outcome is AbortOutcome.ABORTED  # the first reason counts
+    assert driven.core.is_abandoned(plan)
+    assert driven.core.stats().slots_used == 1
+    (event,) = driven.end(plan)
+    assert isinstance(event, RequestFinished)
+    assert event.reason is FinishReason.DEADLINE
+    check_iterative_idle(driven.core)
+    assert driven.abort("a").outcome is AbortOutcome.ALREADY_FINISHED
+
+
+def test_who_is_aborted_in_a_step_leaves_the_others_alone():
+    driven = Driven()
+    driven.add("a2 b2")
+    driven.step()
+    plan = driven.begin()
+    driven.abort("a")
+    assert not driven.core.is_abandoned(plan)
+    events = driven.end(plan)
+    assert [type(event) for event in events] == [RequestFinished, StepDone]
+    driven.run()
+    assert driven.outputs == {"b": latent_after(request_of("b2"), 2)}
+
+
+def test_abort_of_a_denoising_request_does_not_wait_for_the_encoding_of_another():
+    driven = Driven()
+    driven.add("a2")
+    driven.step(2)
+    driven.add("b2")
+    plan = driven.begin()
+    assert plan.phase is IterativePhase.ENCODE
+    assert driven.abort("a").finished is not None
+    driven.end(plan)
+    driven.run()
+
+
+def test_abort_of_a_preempted_request_gives_its_kept_latent_back_also_while_it_is_moved():
+    driven = Driven(slots=1)
+    driven.add("a2")
+    driven.step(2)
+    driven.add("b1!")
+    plan = driven.begin()
+    assert plan.preempted == ("a",)
+    assert driven.abort("a").finished.phase is IterativePhase.DENOISE
+    assert driven.core.stats().kept_used == 0
+    driven.end(plan)
+    driven.run()
+
+
+def test_an_unknown_id_is_no_error():
+    assert Driven().abort("x").outcome is AbortOutcome.UNKNOWN
+
+
+def test_a_request_that_fails_ends_alone():
+    driven = Driven()
+    driven.add("a2 b2")
+    driven.step()
+    driven.executor.errors[RequestId("a")] = "not a number"
+    driven.run()
+    assert (driven.ends["a"].reason, driven.ends["a"].message) == (FinishReason.ERROR, "not a number")
+    assert driven.outputs == {"b": latent_after(request_of("b2"), 2)}
+
+
+def test_results_do_not_depend_on_who_else_is_there():
+    alone, together = Driven(), Driven(slots=3, work=3)
+    alone.add("a4+")
+    alone.run()
+    together.add("b3 a4+")
+    together.step(2)
+    together.add("c2! d5!")
+    together.run()
+    assert together.outputs["a"] == alone.outputs["a"]
+
+
+@pytest.mark.parametrize(
+    ("word", "fields", "match"),
+    [
+        ("a0", {}, "at least 1"),
+        ("a1", {"partial_every": 0}, "at least 1"),
+        ("a1", {"priority": 101}, "-100 to 100"),
+        ("a1", {"encode_work": 9}, "to encode it costs 9, and a step has room for 8"),
+        ("a1+", {"denoise_work": 5}, "to denoise it costs 10"),
+        ("a1", {"decode_work": 9}, "to decode it costs 9"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_holds_nothing(word, fields, match):
+    driven = Driven()
+    request = request_of(word)
+    kept = {name: getattr(request, name) for name in request.__struct_fields__}
+    with pytest.raises(InvalidRequest, match=match):
+        driven.core.add(IterativeRequest(**{**kept, **fields}))
+    check_iterative_idle(driven.core)
+
+
+@pytest.mark.parametrize("fields", [{"slot_count": 0}, {"kept_slot_count": -1}, {"step_work_max": 0}])
+def test_settings_out_of_range_are_refused(fields):
+    with pytest.raises(StartupError, match="must be at least"):
+        IterativeSettings(**{"slot_count": 1, "step_work_max": 1, **fields})
+
+
+def test_a_second_step_is_not_planned_while_one_is_computed():
+    driven = Driven()
+    driven.add("a1 b1")
+    driven.begin()
+    with pytest.raises(AssertionError, match="in flight"):
+        driven.core.schedule(0.0)

@@ -1,0 +1,182 @@
+"""IterativeCore: what an engine of iterative models decides, as one synchronous object, with the verbs of EngineCore.
+
+The order of a step is the same: schedule, forward, pending aborts, update_from_output, deliver. So is the meaning of an
+abort: a request that the step in flight does not compute ends at once, and one that it does is marked, and ends in that
+step's update. One step is in flight at a time, of one phase.
+
+A preempted request that is aborted gives its kept latent back at once, also while the plan is in flight whose moves
+bring it there: nobody can be given the slot before that plan is back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import AbortResult, FinishReason, IterativePhase, RequestFinished
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.iterative import (
+    IterativeEvent,
+    IterativePlan,
+    IterativeRequest,
+    IterativeResult,
+    IterativeStats,
+    LatentWork,
+    OutputReady,
+    StepDone,
+)
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.step import IsAbandoned
+from trioserve.core.iterative.live_iteration import LiveIteration
+from trioserve.core.iterative.scheduler import IterativeScheduler
+from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_table import RequestTable
+from trioserve.core.steps_in_flight import StepsInFlight
+
+__all__ = ["IterativeCore"]
+
+
+class IterativeCore:
+    """One engine. Not thread-safe: every call comes from the thread of the event loop."""
+
+    def __init__(self, settings: IterativeSettings) -> None:
+        self.settings = settings
+        self.scheduler = IterativeScheduler(settings)
+        self.flights = StepsInFlight[IterativePlan, LiveIteration]()
+        self._live = RequestTable[LiveIteration](self.flights, self._finish)
+        self._steps_total = 0
+        self._denoised_total = 0
+
+    def add(self, request: IterativeRequest) -> None:
+        """A new request joins the waiting queue. Raises InvalidRequest if it can never run here: nothing is held. Its
+        id must not be that of a live request."""
+        assert request.id not in self._live, f"{request.id} is in use"
+        assert min(request.encode_work, request.denoise_work, request.decode_work) >= 1, f"{request.id} costs nothing"
+        if request.step_count < 1:
+            raise InvalidRequest(f"{request.step_count} steps are asked for, at least 1 is needed", param="steps")
+        if request.partial_every is not None and request.partial_every < 1:
+            raise InvalidRequest(
+                f"a partial result is wanted every {request.partial_every} steps, it must be at least 1",
+                param="partial_every",
+            )
+        if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
+            raise InvalidRequest(
+                f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
+            )
+        for phase in (IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE):
+            if request.work(phase) > self.settings.step_work_max:
+                raise InvalidRequest(
+                    f"to {phase.value} it costs {request.work(phase)}, and a step has room for "
+                    f"{self.settings.step_work_max}: ask for something smaller",
+                    param="size",
+                )
+        live = LiveIteration(request, self._live.arrivals_total)
+        self._live.add(live)
+        self.scheduler.waiting.add(live)
+
+    def abort(
+        self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
+    ) -> dict[RequestId, AbortResult]:
+        """End requests, whatever they are doing. O(1) each. Never raises for an id that is unknown or has finished;
+        nothing of an aborted request is delivered after this returns."""
+        return self._live.abort(request_ids, reason, now)
+
+    def schedule(self, now: float) -> IterativePlan | None:
+        """What to compute next; None when there is nothing to do. The plan must come back to update_from_output, or to
+        drop_plan, before this is called again."""
+        assert not self.flights, "a step is in flight"
+        step = self.scheduler.fill_step()
+        if step is None:
+            return None
+        works = tuple(self._work(live, step.phase) for live in step.lives)
+        plan = IterativePlan(
+            self._steps_total,
+            step.phase,
+            works,
+            sum(work.request.work(step.phase) for work in works),
+            tuple(step.moves),
+            tuple(step.admitted),
+            tuple(step.preempted),
+        )
+        for live in step.lives:
+            live.last_step_index = plan.step_index
+        self.flights.begin(plan, step.lives)
+        self._steps_total += 1
+        return plan
+
+    def is_abandoned(self, plan: IterativePlan) -> bool:
+        """Whether the plan is in flight and every request in it was aborted."""
+        return self.flights.is_abandoned(plan)
+
+    def abandonment(self, plan: IterativePlan) -> IsAbandoned:
+        """The same, for whoever computes the plan, which is in flight."""
+        return self.flights.abandonment(plan)
+
+    def drop_plan(self, plan: IterativePlan, now: float) -> list[IterativeEvent]:
+        """The step of an abandoned plan ended without a result: let its requests go."""
+        assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
+        return [*self._live.drop(self.flights.end(plan), now)]
+
+    def update_from_output(self, plan: IterativePlan, result: IterativeResult, now: float) -> list[IterativeEvent]:
+        """Take the response to the plan in flight: first the aborts that came while it ran, then what it brought those
+        that stay."""
+        events: list[IterativeEvent] = []
+        staying: list[tuple[LatentWork, LiveIteration]] = []
+        for work, live in zip(plan.works, self.flights.end(plan), strict=True):
+            live.steps_in_flight -= 1
+            if live.abort_reason is None:
+                staying.append((work, live))
+            else:
+                events.append(self._finish(live, live.abort_reason, now))
+        for work, live in staying:
+            request_id = live.request.id
+            if request_id in result.errors:
+                events.append(self._finish(live, FinishReason.ERROR, now, message=result.errors[request_id]))
+            elif plan.phase is IterativePhase.ENCODE:
+                live.is_encoded = True
+            elif plan.phase is IterativePhase.DENOISE:
+                live.steps_done += 1
+                self._denoised_total += 1
+                partial = result.partials[request_id] if work.wants_partial else None
+                events.append(StepDone(request_id, live.steps_done, partial))
+            else:
+                events.append(OutputReady(request_id, result.outputs[request_id]))
+                events.append(self._finish(live, FinishReason.STOP, now))
+        return events
+
+    def stats(self) -> IterativeStats:
+        scheduler, slots = self.scheduler, self.scheduler.slots
+        return IterativeStats(
+            running_count=len(scheduler.running),
+            waiting_count=len(scheduler.waiting),
+            slots_total=slots.own.block_count,
+            slots_used=slots.own.used_count,
+            kept_total=slots.kept.block_count,
+            kept_used=slots.kept.used_count,
+            steps_total=self._steps_total,
+            denoised_total=self._denoised_total,
+            preemptions_total=scheduler.preemptions_total,
+        )
+
+    def live_requests(self) -> Iterable[LiveIteration]:
+        """Every request that has not finished; for a look, not for a change."""
+        return self._live.values()
+
+    @staticmethod
+    def _work(live: LiveIteration, phase: IterativePhase) -> LatentWork:
+        assert live.slot is not None, f"{live.request.id} is computed, and has no slot"
+        if phase is not IterativePhase.DENOISE:
+            return LatentWork(live.request, live.slot, 0)
+        return LatentWork(live.request, live.slot, live.steps_done, live.wants_partial)
+
+    def _finish(
+        self, live: LiveIteration, reason: FinishReason, now: float, *, message: str | None = None
+    ) -> RequestFinished:
+        """The one way out. Its slot is back when this returns."""
+        assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
+        phase = live.phase
+        self.scheduler.release(live)
+        live.move(RequestStatus.FINISHED)
+        self._live.forget(live.request.id)
+        return RequestFinished(request_id=live.request.id, reason=reason, phase=phase, message=message)
