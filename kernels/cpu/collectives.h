@@ -10,7 +10,7 @@ namespace trioserve {
 // sum: total becomes the sum of what all ranks have as their own, and has the same bits in each; not 0: one of them said
 // is_abandoned. own may be total. There may be no numbers: that is a vote. room: where the numbers of the sum that is called
 // next may be written, and then given as own, which spares a copy; null: there is no room for as many. gather: all becomes
-// what each rank gave, `bytes` of each, in the order of the ranks.
+// what each rank gave, `bytes` of each, in the order of the ranks; null: this rank gives alone.
 struct Collectives {
     void* context;
     int32_t rank, size;

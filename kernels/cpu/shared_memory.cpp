@@ -146,7 +146,7 @@ void SharedMemory::gather(const void* own, int64_t bytes, void* all) {
         const int64_t some = std::min(PIECE_BYTES, bytes - first);
         std::memcpy(slot_of(rank_), static_cast<const char*>(own) + first, some);
         meet(false);
-        for (int32_t rank = 0; rank < size_; rank++)
+        for (int32_t rank = 0; all != nullptr && rank < size_; rank++)
             std::memcpy(static_cast<char*>(all) + rank * bytes + first, slot_of(rank), some);
         meetings_++;
     }

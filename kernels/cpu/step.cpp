@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <map>
 #include <memory>
@@ -122,6 +123,11 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
 int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
 
 bool is_first_rank(const Model& model) { return model.collectives == nullptr || model.collectives->rank == 0; }
+
+// Whether this rank samples a row whose logits are kept; the others learn from it what came of that.
+bool is_own_row(const Model& model, int64_t row) {
+    return model.collectives == nullptr || row % model.collectives->size == model.collectives->rank;
+}
 
 bool has_mlp(const Layer& layer) { return layer.experts != nullptr || layer.gate_up.parts[0].block_count > 0; }
 
@@ -330,6 +336,12 @@ private:
     Choice own_choice(int64_t row);
     void prepare_choices(const Model& model, int64_t rows, int64_t kept);
     void settle_choices(const Model& model, int64_t rows);
+    struct Column {  // numbers of 4 bytes of each row
+        void* numbers;
+        int64_t width;
+    };
+    void prepare_exchange(const Collectives* ranks, int64_t rows, int64_t width);
+    void exchange_rows(const Collectives& ranks, int64_t rows, std::initializer_list<Column> columns);
     void prepare_sampling(int64_t vocab);
     void sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits);
     bool can_sample(const Step& step, int64_t row);
@@ -358,7 +370,7 @@ private:
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
     Buffer compressed_, raised_, plain_, values_;  // of latent attention
-    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_;
+    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_, exchanged_;
     StepAdapters adapters_;
 };
 
@@ -1405,7 +1417,8 @@ void Engine::prepare_choices(const Model& model, int64_t rows, int64_t kept) {
     logits_of_ranks_.of<float>(ranks.size * int64_t(*std::max_element(vocab_counts_.begin(), vocab_counts_.end())));
 }
 
-// By one thread, when all have chosen: from then on choices_ are those of the whole vocabulary, and logits are whole.
+// By one thread, when all have chosen: from then on choices_ are those of the whole vocabulary, and logits of own rows are
+// whole.
 void Engine::settle_choices(const Model& model, int64_t rows) {
     for (int64_t row = 0; row < rows; row++) choices_[row] = own_choice(row);
     if (model.collectives == nullptr) return;
@@ -1418,10 +1431,37 @@ void Engine::settle_choices(const Model& model, int64_t rows) {
         float* logits = logits_of_row_[row];
         if (logits == nullptr) continue;
         const int64_t count_max = *std::max_element(vocab_counts_.begin(), vocab_counts_.end());
-        ranks.gather(ranks.context, logits + model.vocab_first, sizeof(float) * count_max, parts);
-        for (int32_t rank = 0; rank < ranks.size; logits += vocab_counts_[rank++])
+        const bool is_own = is_own_row(model, row);
+        ranks.gather(ranks.context, logits + model.vocab_first, sizeof(float) * count_max, is_own ? parts : nullptr);
+        for (int32_t rank = 0; is_own && rank < ranks.size; logits += vocab_counts_[rank++])
             std::memcpy(logits, parts + rank * count_max, sizeof(float) * vocab_counts_[rank]);
     }
+}
+
+// Memory for exchange_rows(): a thread of the team must not find that there is none. width: of all columns.
+void Engine::prepare_exchange(const Collectives* ranks, int64_t rows, int64_t width) {
+    if (ranks != nullptr) exchanged_.of<char>((ranks->size + 1) * rows * width * sizeof(int32_t));
+}
+
+// By one thread: each rank gets the rows that are the others' own.
+void Engine::exchange_rows(const Collectives& ranks, int64_t rows, std::initializer_list<Column> columns) {
+    int64_t row_bytes = 0;
+    for (const Column& column : columns) row_bytes += column.width * sizeof(int32_t);
+    char *own = exchanged_.of<char>(0), *all = own + rows * row_bytes;
+    // copy(place of the row here, place in the exchanged row, bytes)
+    const auto go_through = [&](int64_t row, char* place, const auto& copy) {
+        for (const Column& column : columns) {
+            const int64_t bytes = column.width * sizeof(int32_t);
+            copy(static_cast<char*>(column.numbers) + row * bytes, place, bytes);
+            place += bytes;
+        }
+    };
+    for (int64_t row = 0; row < rows; row++)
+        go_through(row, own + row * row_bytes, [](char* here, char* there, int64_t bytes) { std::memcpy(there, here, bytes); });
+    ranks.gather(ranks.context, own, rows * row_bytes, all);
+    for (int64_t row = 0; row < rows; row++)
+        go_through(row, all + (row % ranks.size * rows + row) * row_bytes,
+                   [](char* here, char* there, int64_t bytes) { std::memcpy(here, there, bytes); });
 }
 
 // Memory for sample(): a thread of the team must not find that there is none.
@@ -1515,6 +1555,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
     if (kept_count > 0) prepare_sampling(model.vocab_size);
     prepare_choices(model, sampled, kept_count);
+    prepare_exchange(model.collectives, kept_count > 0 ? sampled : 0, 3 + 2 * int64_t(step.top_count_max));
     float* logits = logits_.of<float>((kept_count + 1) * model.vocab_size);  // ranks read beyond the end of a row
     logits_of_row_.assign(sampled, nullptr);
     for (int64_t row = 0; row < sampled; row++) {
@@ -1728,6 +1769,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         for (int64_t row; (row = team.take()) < sampled && can_sample(step, row);) {
             const Sampling& sampling = step.samplings[row];
             const Choice& choice = choices_[row];
+            if (sampling.needs_logits && !is_own_row(model, row)) continue;
             if (!choice.is_finite) {
                 step.flaws[row] = NOT_FINITE;
             } else if (sampling.mask != nullptr && is_largest_wanted(sampling) && is_allowed(sampling.mask, choice.token)) {
@@ -1740,6 +1782,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                 step.next_ids[row] = choice.token;
             }
         }
+        if (ranks == nullptr || kept_count == 0) return;
+        team.meet();
+        if (thread == 0)
+            exchange_rows(*ranks, sampled, {{step.next_ids, 1}, {step.flaws, 1}, {step.logprobs, 1 + step.top_count_max},
+                                            {step.top_ids, step.top_count_max}});
     };
     team.run(work);
     if (is_abandoned_) return false;
@@ -1753,6 +1800,7 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
     const int64_t vocab = model.vocab_size;
     T* normed = normed_.of<T>(readable(rows) * padded_depth(model.hidden_size));
     prepare_choices(model, rows, rows);
+    prepare_exchange(model.collectives, rows, 1 + 2 * int64_t(top_count));
     float* logits = logits_.of<float>((rows + 1) * vocab);  // ranks read beyond the end of a row
     logits_of_row_.resize(rows);
     for (int64_t row = 0; row < rows; row++) logits_of_row_[row] = logits + row * vocab;
@@ -1768,12 +1816,15 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
         team.meet();
         float* weights = own_[thread].weights.of<float>(0);
         for (int64_t row; (row = team.take()) < rows;) {
-            if (choices_[row].is_finite)
+            if (!choices_[row].is_finite)
+                are_finite = false;
+            else if (is_own_row(model, row))
                 write_logprobs(logits_of_row_[row], vocab, targets[row], top_count, weights,
                                logprobs + row * (1 + top_count), top_ids + row * top_count);
-            else
-                are_finite = false;
         }
+        if (model.collectives == nullptr) return;
+        team.meet();
+        if (thread == 0) exchange_rows(*model.collectives, rows, {{logprobs, 1 + top_count}, {top_ids, top_count}});
     });
     return are_finite;
 }

@@ -54,7 +54,8 @@ class NativeCallbacks:
             return
         try:
             found = self._collectives.gather(_bytes(own, byte_count))
-            _bytes(everything, self._collectives.size * byte_count)[:] = found.reshape(-1)
+            if everything is not None:
+                _bytes(everything, self._collectives.size * byte_count)[:] = found.reshape(-1)
         except BaseException as error:  # as above
             self._error = error
 
