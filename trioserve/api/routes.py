@@ -46,6 +46,7 @@ from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_a
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.thoughts import control_request
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
@@ -113,6 +114,11 @@ ROUTES = {
         Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}),
         Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route(path="/pause", operations={"POST": pause}),
+        Route(path="/resume", operations={"POST": resume}),
+        Route(path="/is_paused", operations={"GET": read_is_paused}),
+        Route(path="/pause_generation", operations={"POST": pause_generation}),
+        Route(path="/continue_generation", operations={"POST": continue_generation}),
         Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),
         Route(path="/tokenize", operations={"POST": tokenize}),
         Route(path="/detokenize", operations={"POST": detokenize}),

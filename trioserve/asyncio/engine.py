@@ -89,6 +89,8 @@ class Engine:
     stats = _called(TrioEngine.stats)
     load = _called(TrioEngine.load)
     drain = _called(TrioEngine.drain)
+    pause_generation = _awaited(TrioEngine.pause_generation)
+    resume_generation = _called(TrioEngine.resume_generation)
     wait_until_idle = _awaited(TrioEngine.wait_until_idle)
     load_adapter = _awaited(TrioEngine.load_adapter)
     unload_adapter = _awaited(TrioEngine.unload_adapter)
@@ -121,6 +123,11 @@ class Engine:
     def ready(self) -> bool:
         """Whether a new request would be taken, a full queue apart."""
         return self.thread.call(lambda: self.on_trio.ready)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step begins until resume_generation."""
+        return self.thread.call(lambda: self.on_trio.is_paused)
 
     @property
     def fault(self) -> EngineFault | None:

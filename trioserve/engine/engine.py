@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import trio
@@ -65,6 +65,7 @@ from trioserve.engine.load_changes import LoadChanges
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest, ScopeState
 from trioserve.engine.part_stream import PartStream
+from trioserve.engine.pausing import PauseState, Pausing
 from trioserve.engine.pooled_preparation import (
     check_can_be_pooled,
     check_can_generate,
@@ -87,6 +88,7 @@ from trioserve.engine.request_trace import NO_TRACE, RequestTrace, SpannedReques
 from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.step_gate import StepGate
 from trioserve.engine.step_times import StepTimes
 from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
@@ -106,6 +108,8 @@ logger = logging.getLogger(__name__)
 
 SERVER_STOPPING = "server_stopping"
 ADAPTER_UNLOADED = "adapter_unloaded"
+PAUSED = "paused"
+PAUSE_MODES = ("abort", "wait", "keep")
 
 
 def _new_request_id() -> str:
@@ -188,6 +192,8 @@ class Engine:
         self._carried: list[OpenRequest] = []  # who goes on when the engine was opened anew
         self._reopened = trio.Event()
         self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
+        self._gate = StepGate()
+        self._pausing = Pausing(self._gate, self._has_begun, self._go_on)
         self.kv_events: KvEvents | None = None
         self.live_feed = LiveFeed(
             model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
@@ -217,6 +223,7 @@ class Engine:
             when_idle=when_idle,
             after_step=self._after_step,
             step_times=self.step_times,
+            gate=self._gate,
         )
         self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()
@@ -325,6 +332,7 @@ class Engine:
         self.fault = fault
         self.reopens_at = None
         self._reopened.set()
+        self._pausing.end()
         self._kept_holds.clear()  # nobody will report their end
         self._note_idle()
         self._end_kv_events()
@@ -342,6 +350,7 @@ class Engine:
         """Nothing more is computed: every reader gets a last delta, and every block is back."""
         self.reopens_at = None
         self._reopened.set()
+        self._pausing.end()
         self.abort_all("the engine was closed")
         self._core.progress(trio.current_time())  # what the connector lets go of at once is free
 
@@ -445,7 +454,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a new request would be taken, a full queue apart."""
-        return self._is_open and self.step_watch.overdue() is None
+        return self._is_open and not self._pausing.holds_up and self.step_watch.overdue() is None
 
     @property
     def _is_open(self) -> bool:
@@ -453,10 +462,12 @@ class Engine:
         return self._is_running and not self.draining and self.fault is None
 
     def drain(self) -> None:
-        """Take nothing new; requests that have not begun to run are refused, the others go on."""
+        """Take nothing new; requests that have not begun to run are refused, the others go on. Where they cannot, since
+        the engine is paused, they end with what they have."""
         self._own_run.check("engine.drain")
         self.draining = True
         self._reopened.set()  # who waits for it has not begun to run
+        self._pausing.end()
         self.dispatch.drain()
         self._end_kv_events()
         self.live_feed.leave()
@@ -464,6 +475,8 @@ class Engine:
             if (request.core_count or request.upcoming) and not request.has_run:
                 self._delivery.end(request, FinishReason.ABORT)
                 request.fail(self._admission.refused_draining())
+        if not self._gate.is_open:
+            self._end_begun("the server is leaving, and its engine is paused", SERVER_STOPPING)
 
     def abort_all(self, message: str, *, hands_over: bool = False) -> None:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
@@ -494,6 +507,63 @@ class Engine:
             if self._idle.is_set():  # otherwise somebody else waits for it, too
                 self._idle = trio.Event()
             await self._idle.wait()
+
+    # --- paused ---
+
+    async def pause_generation(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Begin no further step until resume_generation. Returns when none is in flight, or it was resumed meanwhile.
+        Leaving earlier takes nothing back. Requests that come wait for it; their deadlines count, and so do those of
+        all others. Whoever leaves is out at once.
+
+        mode: what becomes of requests that have begun: "abort" ends them with what they have; "wait" lets them end
+        first, and nothing new begins meanwhile; "keep" has their streams pause. An engine that pauses already stays as
+        it is, but for what "abort" ends. Raises InvalidRequest, Draining and EngineFault.
+        """
+        self._own_run.check("engine.pause_generation")
+        if mode not in PAUSE_MODES:
+            refuse("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
+        if self.fault is not None:
+            raise self.fault
+        if self.draining:
+            raise self._admission.refused_draining()
+        was = self._pausing.state
+        self._pausing.pause(drains=mode == "wait")
+        if mode == "abort":
+            self._end_begun("the engine was paused, and this request ended with what it had", PAUSED)
+        if self._pausing.state is not was:
+            logger.info("pauses mode=%s", mode)
+        self.load_changes.note()
+        await self._pausing.wait_until_paused()
+
+    def resume_generation(self) -> None:
+        """Go on; nothing to do if it is not paused."""
+        self._own_run.check("engine.resume_generation")
+        if self._pausing.state is not PauseState.RUNS:
+            logger.info("resumes")
+        self._pausing.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step begins until resume_generation."""
+        return self._pausing.state is PauseState.PAUSED
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether requests that come wait: it is paused, or about to be."""
+        return self._pausing.holds_up
+
+    def _has_begun(self) -> bool:
+        return any(request.core_count or request.upcoming for request in self._requests)
+
+    def _end_begun(self, message: str, stop_reason: str) -> None:
+        for request in self._requests:
+            if request.core_count or request.upcoming:
+                self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
+
+    def _go_on(self) -> None:
+        self.step_watch.note_going_on(trio.current_time())
+        self.load_changes.note()
+        self.wake()
 
     # --- requests ---
 
@@ -848,9 +918,9 @@ class Engine:
                         await self._take_known(request, request.resume)
                     if self._images is not None and request.images:
                         self._preparation.check_room(request)
+                        await self._wait_until_admitted()
                         await self._images.prepare(request)
-                    while self.reopens_at is not None and not self.draining:
-                        await self._reopened.wait()
+                    await self._wait_until_admitted()
             finally:
                 self._preparing_count -= count
                 self._leased_count -= count if request.is_leased else 0
@@ -901,10 +971,18 @@ class Engine:
         if self._images is not None:
             self._images.release(request)
 
+    async def _wait_until_admitted(self) -> None:
+        """Returns when it computes what is new, or takes nothing any more."""
+        while self._pausing.holds_up or self.reopens_at is not None:
+            if self.draining or self.fault is not None:
+                return
+            await self._pausing.wait_until_admitted()
+            if self.reopens_at is not None:
+                await self._reopened.wait()
+
     async def _wait_until_open(self) -> None:
         """Raises what refuses a request if it does not compute any more."""
-        while self.reopens_at is not None and not self.draining:
-            await self._reopened.wait()
+        await self._wait_until_admitted()
         if not self._is_open:
             raise self.fault or self._admission.refused_draining()
 
@@ -967,6 +1045,7 @@ class Engine:
         self._release_adapter(request)
         request.trace.freed()
         self._readmission.look()
+        self._pausing.look()
 
     def _release_adapter(self, request: OpenRequest) -> None:
         lease, request.adapter_lease = request.adapter_lease, None
@@ -1024,11 +1103,14 @@ class Engine:
             self._delivery.end_with_final_delta(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
 
     def _waiting_since(self) -> float | None:
-        """When the first of those that wait or run has come; None if nobody does."""
+        """When the first of those that wait or run has come; None if nobody does, or they are to wait."""
+        if not self._gate.is_open:
+            return None
         return min((request.entered_at for request in self._requests if not request.is_finished), default=None)
 
     def _after_step(self) -> None:
         self._readmission.look()
+        self._pausing.look()
         self.load_changes.note()
 
     def _end_kv_events(self) -> None:

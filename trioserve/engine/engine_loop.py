@@ -18,6 +18,7 @@ from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.overlapped_step import OverlappedSteps
+from trioserve.engine.step_gate import StepGate
 from trioserve.engine.step_times import StepTimes
 from trioserve.trio_tools.worker_thread import WorkerThread
 
@@ -67,7 +68,8 @@ class EngineLoop:
     """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
     own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
     steps have no such moment.
-    after_step: called when a step was delivered. step_times: told where the time of each went.
+    after_step: called when a step was delivered. step_times: told where the time of each went. gate: while it is closed
+    no step begins; what a connector reports and what has its deadline is seen to all the same.
     when_idle: done again and again while there is nothing to compute, until it says that nothing is left to do. What
     comes meanwhile waits for it, so each time is to be short."""
 
@@ -81,8 +83,10 @@ class EngineLoop:
         when_idle: WhenIdle | None = None,
         after_step: Callable[[], None] = lambda: None,
         step_times: StepTimes | None = None,
+        gate: StepGate | None = None,
     ) -> None:
         self._step_times = step_times = step_times or StepTimes()
+        self._gate = gate = gate or StepGate()
         self._when_idle = when_idle
         self._after_step = after_step
         self._reader_turns = READER_TURNS if readers_first else 0
@@ -90,7 +94,7 @@ class EngineLoop:
         self._steps = steps
         self._delivery = delivery
         self._overlapped = (
-            OverlappedSteps(core, steps.run_step, delivery, after_step, step_times)
+            OverlappedSteps(core, steps.run_step, delivery, after_step, step_times, gate)
             if core.settings.overlap_steps
             else None
         )
@@ -115,7 +119,7 @@ class EngineLoop:
             now = trio.current_time()
             self._is_woken = False
             self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
-            plan = self._core.schedule(now)
+            plan = self._core.schedule(now) if self._gate.is_open else None
             if plan is None:
                 if self._is_woken:  # by the connector, just when the core asked it: there is more to ask
                     await trio.lowlevel.checkpoint()
@@ -129,29 +133,34 @@ class EngineLoop:
                 with trio.move_on_at(math.inf if deadline is None else deadline):
                     await self._work_arrived.wait()
                 continue
-            self._delivery.on_plan(plan)
-            if self._overlapped is not None:
-                await self._overlapped.run(plan, now)
-                continue
-            started_at = trio.current_time()
-            result = await self._steps.run_step(plan, self._core.abandonment(plan))
-            computed_at = trio.current_time()
-            if result is None:
-                events = self._core.drop_plan(plan, computed_at)
-            else:
-                events = self._core.update_from_output(plan, result, computed_at)
-            updated_at = trio.current_time()
-            self._delivery.on_events(events, updated_at - started_at)
-            self._after_step()
-            self._step_times.note(
-                plan,
-                schedule_at=now,
-                planned_at=started_at,
-                forward_at=started_at,
-                computed_at=computed_at,
-                updated_at=updated_at,
-                delivered_at=trio.current_time(),
-                is_dropped=result is None,
-            )
-            for _ in range(self._reader_turns):
+            with self._gate.stepping():
+                await self._step(plan, now)
+            for _ in range(self._reader_turns if self._overlapped is None else 0):
                 await trio.lowlevel.checkpoint()
+
+    async def _step(self, plan: StepPlan, now: float) -> None:
+        """Compute a plan, and whatever overlaps it, and deliver it. now: when its planning began."""
+        self._delivery.on_plan(plan)
+        if self._overlapped is not None:
+            await self._overlapped.run(plan, now)
+            return
+        started_at = trio.current_time()
+        result = await self._steps.run_step(plan, self._core.abandonment(plan))
+        computed_at = trio.current_time()
+        if result is None:
+            events = self._core.drop_plan(plan, computed_at)
+        else:
+            events = self._core.update_from_output(plan, result, computed_at)
+        updated_at = trio.current_time()
+        self._delivery.on_events(events, updated_at - started_at)
+        self._after_step()
+        self._step_times.note(
+            plan,
+            schedule_at=now,
+            planned_at=started_at,
+            forward_at=started_at,
+            computed_at=computed_at,
+            updated_at=updated_at,
+            delivered_at=trio.current_time(),
+            is_dropped=result is None,
+        )

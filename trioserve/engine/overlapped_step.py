@@ -17,6 +17,7 @@ import trio
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.engine.delivery import Delivery
+from trioserve.engine.step_gate import StepGate
 from trioserve.engine.step_times import StepTimes
 
 __all__ = ["OverlappedSteps"]
@@ -38,7 +39,8 @@ class _StepInFlight:
 
 
 class OverlappedSteps:
-    """after_step: called when a step was delivered. step_times: told where the time of each went."""
+    """after_step: called when a step was delivered. step_times: told where the time of each went. gate: while it is
+    closed nothing is planned behind the step in flight."""
 
     def __init__(
         self,
@@ -47,8 +49,10 @@ class OverlappedSteps:
         delivery: Delivery,
         after_step: Callable[[], None],
         step_times: StepTimes,
+        gate: StepGate,
     ) -> None:
         self._core = core
+        self._gate = gate
         self._step_times = step_times
         self._after_step = after_step
         self._run_step = run_step
@@ -79,8 +83,8 @@ class OverlappedSteps:
     def _hand_over_behind(self) -> list[_StepInFlight]:
         now = trio.current_time()
         self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
-        if trio.current_effective_deadline() == -math.inf:
-            return []  # cancelled: the one in flight is the last
+        if not self._gate.is_open or trio.current_effective_deadline() == -math.inf:
+            return []  # the one in flight is the last
         plan = self._core.schedule_ahead(now)
         if plan is None:
             return []

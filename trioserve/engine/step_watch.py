@@ -57,6 +57,11 @@ class StepWatch:
         self._ended_at = now
         self._is_told = False
 
+    def note_going_on(self, now: float) -> None:
+        """Steps were held up until now, on purpose: for that time nobody has waited in vain."""
+        if not self._handed_over_at:
+            self._ended_at = now
+
     @property
     def seconds_max(self) -> float:
         """How old the step in flight may get; math.inf: as old as it likes."""

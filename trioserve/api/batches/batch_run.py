@@ -32,7 +32,7 @@ RETRY_SECONDS_MAX = 30.0
 LINES_BETWEEN_TURNS = 64  # each costs some microseconds
 DROPPED_LINES_AT_ONCE = 256  # of those that were not asked any more, in one write
 # Why a server takes nothing at this moment: nothing is wrong with the line itself.
-COME_AGAIN = frozenset({"draining", "step_overdue", "engine_reopening", "no_endpoint"})
+COME_AGAIN = frozenset({"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint"})
 # It is over with this server, so the line is for the next one.
 SERVER_IS_OVER = frozenset({"engine_fault"})
 

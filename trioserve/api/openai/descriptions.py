@@ -11,6 +11,7 @@ from trioserve.api.openai.request_types import (
     ControlBody,
     DetokenizeBody,
     LoadAdapterBody,
+    PauseBody,
     TokenizeBody,
     UnloadAdapterBody,
 )
@@ -71,6 +72,33 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         body=UnloadAdapterBody,
         response="text/plain",
         errors=(*READS_BODY, 403, 404),
+    ),
+    ("POST", "/pause"): DescribedOperation(
+        summary="Begin no further step until /resume",
+        description="The admin's, where there are keys. Responds when no step is in flight. Requests that come wait.",
+        response=response_types.PauseStatus,
+        errors=(400, 403, 503),
+        query={
+            "mode": (
+                "what becomes of requests that have begun: they end with what they have, or are waited for, or pause",
+                {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+            )
+        },
+    ),
+    ("POST", "/resume"): DescribedOperation(
+        summary="Go on after a pause", response=response_types.PauseStatus, errors=(400, 403)
+    ),
+    ("GET", "/is_paused"): DescribedOperation(
+        summary="Whether no step begins until /resume", response=response_types.IsPaused, errors=(400, 403)
+    ),
+    ("POST", "/pause_generation"): DescribedOperation(
+        summary="As /pause, with SGLang's names",
+        body=PauseBody,
+        response=response_types.PauseChanged,
+        errors=(*READS_BODY, 403),
+    ),
+    ("POST", "/continue_generation"): DescribedOperation(
+        summary="As /resume, with SGLang's names", response=response_types.PauseChanged, errors=(400, 403)
     ),
     ("GET", "/v1/requests"): DescribedOperation(
         summary="List the requests that live",

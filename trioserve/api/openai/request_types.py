@@ -9,7 +9,7 @@ Ranges of sampling parameters are checked in contracts/sampling.py. `None` alway
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ __all__ = [
     "GenerationBody",
     "Int32",
     "LoadAdapterBody",
+    "PauseBody",
     "StreamOptions",
     "TokenizeBody",
     "UnloadAdapterBody",
@@ -216,6 +217,12 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
 
     lora_name: str | None = None
     timeout: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
+
+
+class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
+    """mode: what becomes of requests that have begun: they end, or stay as they are and go on later."""
+
+    mode: Literal["abort", "in_place"] = "abort"
 
 
 SAMPLING_FIELDS = (

@@ -28,7 +28,10 @@ __all__ = [
     "Load",
     "Model",
     "Models",
+    "IsPaused",
     "NotReady",
+    "PauseChanged",
+    "PauseStatus",
     "Ready",
     "RequestAbort",
     "RequestAborts",
@@ -343,12 +346,25 @@ class Ready(Response):
 
 
 class NotReady(Response):
-    """reason: "loading", "draining", "engine_fault", "engine_reopening" or "step_overdue". message: with the last one,
-    how old the step in flight is."""
+    """reason: "loading", "draining", "engine_fault", "engine_reopening", "paused" or "step_overdue". message: with the
+    last one, how old the step in flight is."""
 
     ready: Literal[False]
     reason: str
     message: str | UnsetType = UNSET
+
+
+class PauseStatus(Response):
+    status: Literal["paused", "resumed"]
+
+
+class IsPaused(Response):
+    is_paused: bool
+
+
+class PauseChanged(Response):
+    message: str
+    status: Literal["ok"]
 
 
 class Load(Response):

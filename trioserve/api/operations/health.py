@@ -35,6 +35,8 @@ async def read_ready(context: RequestContext) -> None:
         reason = "draining"
     elif context.engine.reopens_at is not None:
         reason = "engine_reopening"
+    elif context.engine.holds_up:
+        reason = "paused"
     elif (message := context.engine.step_watch.overdue()) is not None:
         reason = STEP_OVERDUE
     elif not context.engine.ready:

@@ -1,0 +1,58 @@
+"""POST /pause, /resume and GET /is_paused, as in vLLM, and SGLang's /pause_generation and /continue_generation.
+
+They are the admin's: whoever may pause holds everybody up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from trioserve.api.caller import check_is_admin
+from trioserve.api.openai.request_types import PauseBody, decode_body
+from trioserve.api.query import Query
+
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+
+__all__ = ["continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
+
+MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+SGLANG_MODES: dict[str, Literal["abort", "keep"]] = {"abort": "abort", "in_place": "keep"}
+
+
+async def pause(context: RequestContext) -> None:
+    """Responds when no step is in flight, and with mode=wait when what had begun has ended."""
+    _check_may(context)
+    mode = Query(context.exchange.query).choice("mode", tuple(MODES), "abort")
+    await context.engine.pause_generation(MODES[mode])
+    await context.respond_json({"status": "paused"})
+
+
+async def resume(context: RequestContext) -> None:
+    _check_may(context)
+    context.engine.resume_generation()
+    await context.respond_json({"status": "resumed"})
+
+
+async def read_is_paused(context: RequestContext) -> None:
+    _check_may(context)
+    await context.respond_json({"is_paused": context.engine.is_paused})
+
+
+async def pause_generation(context: RequestContext) -> None:
+    """The same with SGLang's names, where a body may be left out."""
+    _check_may(context)
+    raw = await context.exchange.body()
+    body = decode_body(raw, PauseBody) if raw else PauseBody()
+    await context.engine.pause_generation(SGLANG_MODES[body.mode])
+    await context.respond_json({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(context: RequestContext) -> None:
+    _check_may(context)
+    context.engine.resume_generation()
+    await context.respond_json({"message": "Generation continued successfully.", "status": "ok"})
+
+
+def _check_may(context: RequestContext) -> None:
+    check_is_admin(context.caller, "the engine is paused with the admin's API key: see --admin-api-key")
