@@ -21,6 +21,8 @@ SMALL = {
     "service_seconds": 0.05,
     "burst_seconds": 0.3,
     "bursts": 1,
+    "watched": 3,
+    "watch_seconds": 0.2,
 }
 
 
@@ -42,6 +44,12 @@ def test_a_small_measurement_has_every_figure(tmp_path, capsys):
         assert (one["processes"], two["processes"]) == (1, 2)
         assert one["streams"] == two["streams"] == 8 * 4
         assert report["figures"]["events/s by the clock, 2 processes"][0] > 0
+    assert [(each["how"], each["endpoints"]) for each in report["watch"]] == [
+        ("asked four times a second", 3),
+        ("sent once a second", 3),
+        ("sent ten times a second", 3),
+    ]
+    assert all(each["seconds"] >= 0.2 for each in report["watch"])
     held_back, passed_on = report["bursts"]
     assert (held_back["holds_back"], passed_on["holds_back"]) == (True, False)
     for burst in report["bursts"]:
@@ -51,7 +59,13 @@ def test_a_small_measurement_has_every_figure(tmp_path, capsys):
     assert max(endpoint["depth_max"] for endpoint in held_back["endpoints"]) <= 4
     table = capsys.readouterr().out
     assert table.startswith("small: route with no flags")
-    for words in ("added p50", "requests/s through, 4 at a time", "router CPU us an event", "of its fair share"):
+    for words in (
+        "added p50",
+        "requests/s through, 4 at a time",
+        "router CPU us an event",
+        "3, sent once a second",
+        "of its fair share",
+    ):
         assert words in table
 
 

@@ -19,10 +19,10 @@ INTERRUPTED_NS = 1_000_000  # of calls that take some ten microseconds
 
 
 class CallTimes:
-    """Nanoseconds of each call, of all cores that are given this, from begins_at on and before ends_at. A call that takes
-    INTERRUPTED_NS is left out: meanwhile the processor did something else. Its own clock would tell that, but to ask for
-    it takes a third of what is measured. choices: enter, of requests that got a lease at once. reports: note_load, which
-    may hand leases to those who wait. others: all that happens besides."""
+    """Nanoseconds of each call, of all cores that are given this, from begins_at on and before ends_at. A call that
+    takes INTERRUPTED_NS is left out: meanwhile the processor did something else. Its own clock would tell that, but to
+    ask for it takes a third of what is measured. choices: enter, of requests that got a lease at once. reports:
+    note_load, which may hand leases to those who wait. others: all that happens besides."""
 
     def __init__(self) -> None:
         self.begins_at = -math.inf

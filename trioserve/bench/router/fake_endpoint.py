@@ -35,12 +35,14 @@ _TEXT = "three or four words"
 
 
 class FakeEndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """endpoints: how many, each on a port of its own. slots_max: of each; None: every request is answered at once."""
+    """endpoints: how many, each on a port of its own. slots_max: of each; None: every request is answered at once.
+    load_seconds: between two loads that each sends by itself, as our servers do; None: it is asked for them."""
 
     endpoints: int = 1
     slots_max: int | None = None
     service_seconds: float = 0.0
     event_seconds: float = 0.01
+    load_seconds: float | None = None
 
 
 class DepthFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +149,8 @@ class FakeEndpoints:
         self._streaming: dict[int, _Client] = {}
         self._next_key = 0
         self._next_event_at = 0.0
+        self._told: dict[int, _Client] = {}
+        self._next_load_at = 0.0
         self._endpoints: list[_Endpoint] = []
         for _ in range(settings.endpoints):
             listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -176,6 +180,7 @@ class FakeEndpoints:
             now = time.monotonic()
             self._end_services(now)
             self._send_events(now)
+            self._send_loads(now)
 
     def close(self) -> None:
         for client in list(self._clients.values()):
@@ -188,6 +193,8 @@ class FakeEndpoints:
         moments = [endpoint.slots.next_end for endpoint in self._endpoints if endpoint.slots is not None]
         if self._streaming:
             moments.append(self._next_event_at)
+        if self._told:
+            moments.append(self._next_load_at)
         seconds = min(moments, default=float("inf")) - time.monotonic()
         return None if seconds == float("inf") else max(0.0, seconds)
 
@@ -232,6 +239,7 @@ class FakeEndpoints:
         client.connection.close()
         del self._clients[client.key]
         self._streaming.pop(client.key, None)
+        self._told.pop(client.key, None)
         if client.endpoint.slots is not None:
             client.endpoint.slots.leave(client.key, time.monotonic())
 
@@ -245,6 +253,11 @@ class FakeEndpoints:
             client.send(_WELL)
         elif asked == b"GET /v1/models":
             client.send(_MODELS)
+        elif asked == b"GET /load" and self._settings.load_seconds is not None:
+            client.send(_whole(json.dumps(_told_load(0)).encode()))
+        elif asked == b"GET /kv_events?load=only" and self._settings.load_seconds is not None:
+            client.send(_STREAM_HEAD)
+            self._told[client.key] = client
         elif asked == b"GET /load" and endpoint.slots is None:
             client.send(_LOAD)
         elif asked == b"GET /metrics":
@@ -302,6 +315,22 @@ class FakeEndpoints:
                 client.send(client.stream.end)
                 del self._streaming[client.key]
                 client.endpoint.served += 1
+
+    def _send_loads(self, now: float) -> None:
+        """As often as is set, and something else each time."""
+        if not self._told or now < self._next_load_at:
+            return
+        assert self._settings.load_seconds is not None
+        self._next_load_at = now + self._settings.load_seconds
+        event = {"type": "load", "load": _told_load(int(now / self._settings.load_seconds) % 2)}
+        chunk = _chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+        for client in list(self._told.values()):
+            client.send(chunk)
+
+
+def _told_load(running: int) -> dict[str, object]:
+    told_at = time.monotonic()
+    return {"running": running, "waiting": 0, "seats": ENDLESS_SLOTS, "clock": "fake", "told_at": told_at}
 
 
 def _measured(endpoint: _Endpoint, now: float) -> DepthFigures:

@@ -18,6 +18,7 @@ __all__ = [
     "ProcessFigures",
     "RouterReport",
     "ThroughputFigures",
+    "WatchFigures",
     "router_json",
     "router_text",
 ]
@@ -78,6 +79,22 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
     busiest_cpu_seconds: list[float | None]
 
 
+class WatchFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Endpoints that get no requests and tell their load, how: "asked" for it, as often as route asks, or sent by
+    themselves so many times a second. cpu_seconds: of the router's process in all these seconds; None where the system
+    does not tell."""
+
+    how: str
+    endpoints: int
+    seconds: float
+    cpu_seconds: float | None
+
+    @property
+    def endpoints_max(self) -> float | None:
+        """As many would take all of one core."""
+        return self.endpoints * self.seconds / self.cpu_seconds if self.cpu_seconds else None
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: RouterBenchSettings
     date: str
@@ -86,6 +103,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     throughput: ThroughputFigures | None
     events: EventFigures | None
     processes: list[ProcessFigures]
+    watch: list[WatchFigures]
     bursts: list[BurstFigures]
 
     @classmethod
@@ -97,6 +115,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
         throughput: ThroughputFigures | None,
         events: EventFigures | None,
         processes: list[ProcessFigures],
+        watch: list[WatchFigures],
         bursts: list[BurstFigures],
     ) -> RouterReport:
         return cls(
@@ -107,6 +126,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
             throughput=throughput,
             events=events,
             processes=processes,
+            watch=watch,
             bursts=bursts,
         )
 
@@ -142,6 +162,13 @@ def router_text(report: RouterReport) -> str:
     if report.throughput is not None or report.events is not None or report.processes:
         lines += ["", f"{'of the rounds':<44}{'median':>10}{'best':>10}"]
         lines += [f"{name:<44}{_shown(middle):>10}{_shown(best):>10}" for name, (middle, best) in figures.items()]
+    if report.watch:
+        lines += ["", f"{'endpoints that are watched, their loads':<44}{'of a core':>10}{'a full core':>13}"]
+    for watched in report.watch:
+        share = None if watched.cpu_seconds is None else 100 * watched.cpu_seconds / watched.seconds
+        lines.append(
+            f"{f'{watched.endpoints}, {watched.how}':<44}{_shown(share):>8} %{_shown(watched.endpoints_max):>13}"
+        )
     for burst in report.bursts:
         lines += ["", *_burst_lines(burst, report.settings)]
     return "\n".join(lines) + "\n"

@@ -28,6 +28,7 @@ from trioserve.bench.router.report import (
     ProcessFigures,
     RouterReport,
     ThroughputFigures,
+    WatchFigures,
     router_json,
     router_text,
 )
@@ -44,6 +45,7 @@ STOP_SECONDS_MAX = 15.0
 CHILDREN_LOOKS_MAX = 100
 TURN_REQUESTS = 100  # direct, then as many through the router: a noisy second is in both
 FEW_TOKENS = 4
+WATCHED = (("asked four times a second", None), ("sent once a second", 1.0), ("sent ten times a second", 0.1))
 COMPLETIONS = "/v1/completions"
 
 
@@ -65,6 +67,7 @@ def main(settings: RouterBenchSettings) -> int:
     throughput: ThroughputFigures | None = None
     events: EventFigures | None = None
     processes: list[ProcessFigures] = []
+    watch: list[WatchFigures] = []
     bursts: list[BurstFigures] = []
     exit_code = 0
     try:
@@ -85,6 +88,10 @@ def main(settings: RouterBenchSettings) -> int:
         if "processes" in rows:
             processes = _processes(settings)
             _tell("routers of several processes are measured")
+        if "watch" in rows:
+            for how, load_seconds in WATCHED:
+                watch.append(_watched(settings, how, load_seconds))
+            _tell("watching is measured")
         if "bursts" in rows:
             for holds_back in (True, False):
                 bursts.append(_bursts(settings, holds_back=holds_back))
@@ -97,10 +104,16 @@ def main(settings: RouterBenchSettings) -> int:
     except LoadFailed as error:
         print(f"trioserve bench: {error}", file=sys.stderr)
         exit_code = EXIT_REQUESTS_FAILED
-    if not (latency or throughput or events or processes or bursts):
+    if not (latency or throughput or events or processes or watch or bursts):
         return exit_code
     report = RouterReport.now(
-        settings, latency=latency, throughput=throughput, events=events, processes=processes, bursts=bursts
+        settings,
+        latency=latency,
+        throughput=throughput,
+        events=events,
+        processes=processes,
+        watch=watch,
+        bursts=bursts,
     )
     print(router_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
     if settings.json_path == "-":
@@ -246,6 +259,17 @@ def _serving_processes(router: Router, count: int) -> list[int]:
             return [int(pid) for pid in children]
         time.sleep(LOOKS_SECONDS)
     raise _NotReady(f"the router was to have {count} processes")
+
+
+def _watched(settings: RouterBenchSettings, how: str, load_seconds: float | None) -> WatchFigures:
+    """What a router does that nobody asks for anything."""
+    fleet = FakeEndpointSettings(endpoints=settings.watched, load_seconds=load_seconds)
+    with _endpoints(fleet) as ports, _router(ports, settings.server_flags) as router:
+        time.sleep(settings.watch_seconds / 5)  # what begins with the first look at each
+        before, began = cpu_seconds(router.pid), time.monotonic()
+        time.sleep(settings.watch_seconds)
+        spent, seconds = _difference(before, cpu_seconds(router.pid)), time.monotonic() - began
+    return WatchFigures(how=how, endpoints=settings.watched, seconds=seconds, cpu_seconds=spent)
 
 
 def _bursts(settings: RouterBenchSettings, *, holds_back: bool) -> BurstFigures:

@@ -11,13 +11,15 @@ from trioserve.contracts.errors import StartupError
 
 __all__ = ["PROCESS_COUNTS", "ROUTER_ROWS", "WITHOUT_FLAGS", "RouterBenchSettings"]
 
-ROUTER_ROWS = ("latency", "throughput", "events", "processes", "bursts")
+ROUTER_ROWS = ("latency", "throughput", "events", "processes", "watch", "bursts")
 PROCESS_COUNTS = (1, 2)
 STREAMS_MAX = 512
 ENDLESS = "1000000"
 WITHOUT_FLAGS = frozenset(
     {
         "event_seconds",
+        "watched",
+        "watch_seconds",
         "slots_max",
         "service_seconds",
         "endpoint_max_waiting",
@@ -36,6 +38,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     rows: which of ROUTER_ROWS; empty is all. requests: in each round, direct and through the router, both one at a time
     and `concurrency` at a time. output_tokens: events of a response that is streamed at a pace. server_flags: what
     `route` is given besides port and endpoints. Processes of a router are measured with eight times `concurrency`.
+    watched: endpoints that are watched for watch_seconds, and get no requests.
 
     The bursts: `endpoints` servers with slots_max slots each, whose requests take service_seconds. One tenant sends
     steadily steady_share of what they can do together, another one bursts, so that together they ask for burst_load
@@ -48,6 +51,8 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 3
     output_tokens: int = 200
     event_seconds: float = 0.01
+    watched: int = 100
+    watch_seconds: float = 5.0
     server_flags: tuple[str, ...] = ()
     endpoints: int = 8
     slots_max: int = 4
@@ -69,9 +74,9 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("--concurrency", self.concurrency, 1, 512)
         check_integer("--rounds", self.rounds, 1, 100)
         check_integer("--output-tokens", self.output_tokens, 1, 100_000)
-        for name in ("endpoints", "slots_max", "bursts"):
+        for name in ("endpoints", "slots_max", "bursts", "watched"):
             check_integer(name, getattr(self, name), 1, 1000)
-        for name in ("service_seconds", "event_seconds", "burst_load", "burst_seconds"):
+        for name in ("service_seconds", "event_seconds", "watch_seconds", "burst_load", "burst_seconds"):
             check_number(name, getattr(self, name), 0.001, 60.0)
         check_number("steady_share", self.steady_share, 0.0, self.burst_load)
         check_writable(self.json_path)
