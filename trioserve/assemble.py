@@ -232,7 +232,8 @@ async def open_engine(
         master_addr, master_port: where they come to this one; torch.distributed takes the next port, too.
         ranks_key: what they have to know.
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
-        overlap_steps: plan the next step while one is computed; not with drafts.
+        overlap_steps: plan the next step while one is computed; not with drafts. With several stages, compute two at a
+            time, of different requests.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
         speculative_model: a small model of the same vocabulary that drafts tokens, which a step verifies; "mtp" is the
             model's own further layer; None is off.
@@ -602,7 +603,11 @@ class _Opening:
                 config.master_addr, config.master_port, range(here, count), config.ranks_key, on_wait=self._tell_waits
             )
         with host_ranks(
-            here, elsewhere=elsewhere, shows_kv=self._transfers is not None, stage_count=len(stages)
+            here,
+            elsewhere=elsewhere,
+            shows_kv=self._transfers is not None,
+            stage_count=len(stages),
+            at_once=config.ranks_at_once,
         ) as ranks:
             async with open_ranks(
                 self._rank_setups(here, stages),
@@ -647,7 +652,7 @@ class _Opening:
         settings = [
             msgspec.structs.replace(
                 whole,
-                threads=None if config.threads is None else max(1, config.threads // min(here, stage_size)),
+                threads=None if config.threads is None else max(1, config.threads // config.ranks_at_once),
                 kv_cache_bytes=None
                 if whole.kv_cache_bytes is None
                 else int(whole.kv_cache_bytes * share * len(stages) / here),
@@ -1023,6 +1028,7 @@ def _core_settings(
         wide_prompt_stretch=config.wide_prompt_stretch,
         enable_prefix_caching=config.enable_prefix_caching and keeps_kv,
         overlap_steps=config.overlap_steps,
+        steps_apart=config.overlap_steps and config.pipeline_parallel_size > 1,
         draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,
         draft_source="text" if draft is None else draft.kind,
         draft_context_tokens_max=None if draft is None else draft.context_tokens_max,

@@ -307,7 +307,8 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "keep full blocks findable, so that prompts with the same beginning share it")] = True
     overlap_steps: Annotated[bool, _about(
         "plan the next step while one is computed; shortens the gap between two forward passes, and what ends an "
-        "answer is seen a step later; not with --speculative-ngram")] = False
+        "answer is seen a step later; not with --speculative-ngram; with --pipeline-parallel-size compute two steps of "
+        "different requests at a time")] = False
     speculative_ngram: Annotated[int, _about(
         "tokens that a step may draft for a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
@@ -478,6 +479,12 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Processes that compute the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def ranks_at_once(self) -> int:
+        """How many of those on one machine compute at the same time: all of them, or those of a stage."""
+        here = self.rank_count // self.nnodes
+        return here if self.overlap_steps else min(here, self.tensor_parallel_size)
+
 
 def check_ranks(config: Config) -> None:
     """Whether a model can be computed so by several processes. Raises StartupError."""
@@ -523,11 +530,6 @@ def check_stages(config: Config) -> None:
         raise StartupError(
             f"{asked} and --nnodes {config.nnodes}, but each machine has the same number of stages: take such as "
             f"{config.nnodes} in all"
-        )
-    if config.overlap_steps:
-        raise StartupError(
-            f"{asked} and --overlap-steps is given, but the first stage begins with tokens that the last one has to "
-            "choose: leave one of them out"
         )
     drafts = drafts_of(config)
     if drafts is not None and drafts.source != "text":

@@ -80,7 +80,6 @@ def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], 
         ("serve --tensor-parallel-size 4 --nnodes 2", "--ranks-key is not given"),
         ("serve --pipeline-parallel-size 3 --nnodes 2", "each machine has the same number of stages"),
         ("serve --pipeline-parallel-size 2 --nnodes 2", "--ranks-key is not given"),
-        ("serve --pipeline-parallel-size 2 --overlap-steps", "--pipeline-parallel-size is 2 and --overlap-steps"),
         (
             "serve --pipeline-parallel-size 2 --speculative-model mtp",
             "--pipeline-parallel-size is 2, and mtp is to draft",

@@ -14,9 +14,11 @@ import pytest
 import trio
 
 import trioserve
-from trioserve import SamplingParams
+from trioserve import SamplingParams, StructuredOutput
 from trioserve.contracts.errors import EngineFault, StartupError
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
 
 SECONDS_MAX = 120.0
 PROMPTS = ["Once upon a time", "One, two, three", "The sea"]
@@ -28,6 +30,9 @@ SAMPLINGS = {
         temperature=0.7, seed=6, max_tokens=24, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True
     ),
     "logprobs": SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=3, ignore_eos=True),
+    "a form": SamplingParams(
+        temperature=0.9, seed=9, max_tokens=24, structured=StructuredOutput.regex("(ab|cd)+x?[0-9]{6}")
+    ),
     "of the prompt": SamplingParams(temperature=0.8, seed=8, max_tokens=4, prompt_logprobs=2, ignore_eos=True),
 }
 
@@ -79,6 +84,8 @@ async def all_said(engine: Any) -> dict[tuple[str, str], tuple[list[int], list[f
         ("llama-tied", (2, 1), {"cpu_kernels": "torch"}),
         ("qwen3-moe", (2, 2), {"cpu_kernels": "torch"}),
         ("qwen3-moe", (2, 2), {"enable_expert_parallel": True}),
+        ("llama", (2, 1), {"overlap_steps": True}),
+        ("falcon-h1", (2, 1), {"overlap_steps": True}),
     ],
 )
 async def test_stages_say_what_one_process_says(
@@ -87,7 +94,7 @@ async def test_stages_say_what_one_process_says(
     path = tiny_model(kind)
     # Prompts are computed in pieces beside decodes.
     options = {"block_size": 4, "max_num_batched_tokens": 64, **options}
-    whole = {name: value for name, value in options.items() if name != "enable_expert_parallel"}
+    whole = {name: value for name, value in options.items() if name not in ("enable_expert_parallel", "overlap_steps")}
     async with opened(path, 1, **whole) as engine:
         expected = await all_said(engine)
     async with opened(path, *shape, **options) as engine:
@@ -102,12 +109,35 @@ async def test_stages_say_what_one_process_says(
             assert other_logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-async def test_who_is_preempted_says_the_same(tiny_model: Callable[[str], Path]) -> None:
+async def test_two_stages_compute_two_steps_at_a_time(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[tuple[set[str], set[str]]] = []
+    schedule_ahead = EngineCore.schedule_ahead
+
+    def noted(core: EngineCore, now: float) -> StepPlan | None:
+        in_flight = {chunk.request.id for chunk in core.flights.last.chunks}
+        plan = schedule_ahead(core, now)
+        if plan is not None:
+            planned.append((in_flight, {chunk.request.id for chunk in plan.chunks}))
+        return plan
+
+    monkeypatch.setattr(EngineCore, "schedule_ahead", noted)
+    async with opened(tiny_model("llama"), 2, overlap_steps=True) as engine:
+        await all_said(engine)
+    assert len(planned) > 20
+    assert not any(in_flight & behind for in_flight, behind in planned)
+    assert max(min(len(in_flight), len(behind)) for in_flight, behind in planned) >= 5
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+async def test_who_is_preempted_says_the_same(overlap_steps: bool, tiny_model: Callable[[str], Path]) -> None:
     path = tiny_model("llama")
     long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     found = []
     for stages in (1, 2):
-        async with opened(path, stages, kv_cache_memory=2**17 / 2**30, block_size=4, max_model_len=100) as engine:
+        small = {"kv_cache_memory": 2**17 / 2**30, "block_size": 4, "max_model_len": 100}
+        async with opened(path, stages, overlap_steps=overlap_steps and stages == 2, **small) as engine:
             tokens: dict[str, list[int]] = {}
 
             async def ask(prompt: str, engine: Any = engine, tokens: Any = tokens) -> None:
@@ -121,11 +151,11 @@ async def test_who_is_preempted_says_the_same(tiny_model: Callable[[str], Path])
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("shape", "overlap_steps"), [((2, 1), False), ((2, 2), False), ((2, 1), True)])
 async def test_a_client_that_leaves_gives_its_blocks_back(
-    shape: tuple[int, int], tiny_model: Callable[[str], Path]
+    shape: tuple[int, int], overlap_steps: bool, tiny_model: Callable[[str], Path]
 ) -> None:
-    async with opened(tiny_model("llama"), *shape, enable_prefix_caching=False) as engine:
+    async with opened(tiny_model("llama"), *shape, enable_prefix_caching=False, overlap_steps=overlap_steps) as engine:
         expected = await said(engine, PROMPTS[0], SAMPLINGS["sampled"])
         free = engine.stats().blocks_free
         for leaves_at in range(10):

@@ -44,7 +44,9 @@ async def opened(path: Path, cpu_kernels: str, shape: tuple[int, int] = (1, 2)) 
     with trio.fail_after(SECONDS_MAX):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(
-                partial(keep_ranks, far, path=path, host="127.0.0.1", port=port, key=KEY, stage_size=shape[1])
+                partial(
+                    keep_ranks, far, path=path, host="127.0.0.1", port=port, key=KEY, at_once=min(len(far), shape[1])
+                )
             )
             async with trioserve.open_engine(
                 str(path),

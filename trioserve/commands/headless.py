@@ -35,7 +35,7 @@ def run_headless(config: Config) -> int:
                     host=config.master_addr,
                     port=config.master_port,
                     key=config.ranks_key,
-                    stage_size=config.tensor_parallel_size,
+                    at_once=config.ranks_at_once,
                 )
             )
             announce([])

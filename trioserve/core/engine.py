@@ -158,7 +158,7 @@ class EngineCore:
         samples is named by its place (ScheduledChunk.awaits_token). A request that will have all its tokens by then is
         not planned again, nor is one that was aborted. None: nothing can be said yet, so that schedule() has to,
         once the step is back; among others whenever somebody would have to be preempted, or has a guide that has to
-        know the token first."""
+        know the token first. With steps_apart nobody is planned who is in the step in flight, and no token awaited."""
         assert self.settings.overlap_steps, "steps do not overlap here"
         assert self.settings.draft_tokens_max == 0, "nobody knows yet which draft tokens are right"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
@@ -167,7 +167,14 @@ class EngineCore:
             return None
         token_count = sum(chunk.count for chunk in chunks)
         masks = self._guided.begin(chunks, lives)
-        plan = StepPlan(self._steps_total, tuple(chunks), token_count, tuple(admitted), is_ahead=True, masks=masks)
+        plan = StepPlan(
+            self._steps_total,
+            tuple(chunks),
+            token_count,
+            tuple(admitted),
+            is_ahead=not self.settings.steps_apart,
+            masks=masks,
+        )
         self._begin(plan, lives, now)
         return plan
 

@@ -14,7 +14,8 @@ Draft tokens (drafting.py, model_draft.py) come last: they use the tokens and bl
 anybody waits. A draft model proposes them at the end of the step before (model_drafts.py).
 
 A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
-nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever.
+nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever. With
+steps_apart whoever is computed there is left out instead, and each step has at most half of those that run, in turn.
 
 The cost of a step is O(running requests and computed tokens), whatever waits: of those that wait, no more are looked at
 than may run.
@@ -40,6 +41,7 @@ from trioserve.core.remote_loads import RemoteLoads
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots
+from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -74,6 +76,7 @@ class Scheduler:
         if not planned and self.running:
             # Decodes lost their blocks, and wide prompts had been left out for them.
             budget = self._plan_running(planned, preempted)
+        self._let_others_go_first(planned)
 
         admitted: list[RequestId] = []
         # With nothing planned everybody who ran has lost its blocks, to holds: then nobody is favoured by waiting.
@@ -103,8 +106,9 @@ class Scheduler:
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
         wide = _WideTokens(self, planned)
+        count_max = self._running_count_max()
         for live in self._running_in_turn():
-            if budget == 0:
+            if budget == 0 or len(planned) == count_max:
                 break
             if preempted and live.status is not RequestStatus.RUNNING:
                 continue  # lost its blocks to one that came before it in this loop
@@ -139,14 +143,16 @@ class Scheduler:
         read; or the guide of one of them waits for its token."""
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
-        if any(live.guide is not None and _holds_up(live, ends) for live in self.running.values()):
+        is_apart = self._settings.steps_apart
+        if not is_apart and any(live.guide is not None and _holds_up(live, ends) for live in self.running.values()):
             return [], [], []
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
         wide = _WideTokens(self, planned)
+        count_max = self._running_count_max()
         for live, due_count in self._due_behind(ends):
-            if budget == 0:
+            if budget == 0 or len(planned) == count_max:
                 break
             count = min(due_count, budget)
             if count > 1 and live.is_wide:
@@ -165,6 +171,7 @@ class Scheduler:
             if end > len(live.blocks) * block_size:
                 live.blocks = live.blocks.copy()  # the step in flight reads the table as it was
                 self._extend(live, end)
+        self._let_others_go_first(planned)
         admitted = self._admit(planned, budget, now, in_flight)
         chunks = []
         lives = [self.running[request_id] for request_id in planned]
@@ -237,10 +244,13 @@ class Scheduler:
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
         """Who runs and has tokens to compute behind the step in flight, in turn, and how many. ends: how far that one
-        comes. Left out are those that were aborted, and those that have all their tokens when it is back."""
+        comes. Left out are those that were aborted, and those that have all their tokens when it is back; with
+        steps_apart all that it computes."""
         decodes: list[tuple[LiveRequest, int]] = []
         others: list[tuple[LiveRequest, int]] = []
         for live in self.running.values():
+            if self._settings.steps_apart and live.request.id in ends:
+                continue
             if live.abort_reason is not None:
                 continue
             due_count = len(live.tokens) - ends.get(live.request.id, live.computed_count)
@@ -250,6 +260,17 @@ class Scheduler:
                 due_count = 1  # the token that is sampled right now
             (decodes if due_count == 1 else others).append((live, due_count))
         return decodes + others
+
+    def _running_count_max(self) -> int:
+        """How many of those that run one step may have."""
+        count = len(self.running)
+        return -(-count // STEPS_IN_FLIGHT_MAX) if self._settings.steps_apart else count
+
+    def _let_others_go_first(self, planned: Mapping[RequestId, int]) -> None:
+        """Where a step has some of those that run, the next one begins with others."""
+        if self._settings.steps_apart:
+            for request_id in planned:
+                self.running[request_id] = self.running.pop(request_id)
 
     def _make_room(
         self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]

@@ -51,9 +51,11 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         steps, while others decode in it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
     overlap_steps: a step may be planned while the one before it is in flight (EngineCore.schedule_ahead). Not with
-        drafts: what a step with draft tokens brings is not one token. draft_tokens_max: draft tokens that a decode may
-        compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up to
-        here a CPU waits for the weights anyway, and a draft token costs a twentieth of a step; beyond, it costs as
+        drafts: what a step with draft tokens brings is not one token. steps_apart: two steps that are in flight have no
+        request in common, each at most half of those that run: where a model's stages compute different steps at a
+        time, the first one begins before the last one has chosen a token. draft_tokens_max: draft tokens that a decode
+        may compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up
+        to here a CPU waits for the weights anyway, and a draft token costs a twentieth of a step; beyond, it costs as
         much as it can save. draft_source: where draft tokens come from, a request's own text, a draft model, or a head
         that reads the model's hidden states, so that it has to compute along.
     draft_context_tokens_max: of a draft model; None: as many as the model's own. draft_catch_up_tokens_max: tokens that
@@ -84,6 +86,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     wide_prompt_stretch: float = 1.5
     enable_prefix_caching: bool = True
     overlap_steps: bool = False
+    steps_apart: bool = False
     draft_tokens_max: int = 0
     draft_step_tokens_max: int = 16
     draft_source: DraftSourceName = "text"
@@ -118,6 +121,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f'draft_source is "{self.draft_source}", it may be "text", "model" or "head"')
         if self.draft_catch_up_tokens_max < 1:
             raise StartupError(f"draft_catch_up_tokens_max is {self.draft_catch_up_tokens_max}, it must be at least 1")
+        assert self.overlap_steps or not self.steps_apart, "one step alone is apart from nothing"
         check_overlap(self.overlap_steps, self.draft_tokens_max, self.draft_source)
         check_states(self.state_slot_count, self.draft_tokens_max, self.draft_source)
         assert self.state_slot_count > 0 or self.snapshot_slot_count == 0, "snapshots of what nobody has"

@@ -1,7 +1,9 @@
 """What it means that steps are in flight: who waits for them, and who has ended while one still reads its blocks.
 
 Without overlap one step is in flight, or none. With it there may be a second one, planned ahead while the first is
-computed, as if every request of the first went on. They come back in the order in which they were planned.
+computed, as if every request of the first went on; or, with steps_apart, with none of its requests, so that what is
+said here of two steps that have the same one does not come to pass. They come back in the order in which they were
+planned.
 
 A request counts the steps in flight that read and write its blocks (steps_in_flight), and keeps its blocks until the
 last of them has come back:

@@ -25,11 +25,12 @@ RETRY_SECONDS = 1.0
 
 
 async def keep_ranks(
-    ranks: Sequence[int], *, path: Path, host: str, port: int, key: str, stage_size: int | None = None
+    ranks: Sequence[int], *, path: Path, host: str, port: int, key: str, at_once: int | None = None
 ) -> None:
     """Until it is cancelled; every process is gone then. ranks: those of this machine. path: where the model lies here.
-    stage_size: ranks that compute at the same time; None: all. Raises StartupError if the server does not take them."""
-    shares = cpu_shares(min(len(ranks), stage_size or len(ranks)))
+    at_once: how many of them compute at the same time; None: all. Raises StartupError if the server does not take them.
+    """
+    shares = cpu_shares(at_once or len(ranks))
     async with trio.open_nursery() as nursery:
         for local_rank, rank in enumerate(ranks):
             place = RankPlace(local_rank=local_rank, path=str(path), cpus=shares[local_rank % len(shares)])

@@ -28,12 +28,13 @@ class HostRanks:
         memories: Sequence[int],
         kv_memories: Sequence[int],
         elsewhere: Mapping[int, socket.socket],
+        at_once: int,
     ) -> None:
         self.size = size
         self.kv_memories = kv_memories
         self._stage_size = stage_size
         self._memories, self._elsewhere = memories, elsewhere
-        self._cpus = cpu_shares(min(size, stage_size))  # stages compute in turn, each on all CPUs
+        self._cpus = cpu_shares(at_once)
         self._arrivals = [Arrivals(memory, stage_size) for memory in memories]
 
     def make_links(
@@ -72,7 +73,7 @@ class HostRanks:
             before=between[rank - size][1].fileno() if rank >= size else None,
             behind=between[rank][0].fileno() if rank < len(between) else None,
             kv_memory=self.kv_memories[rank] if self.kv_memories else None,
-            cpus=self._cpus[rank % size],
+            cpus=self._cpus[rank % len(self._cpus)],
         )
 
     def find_missing(self) -> Sequence[int]:
@@ -90,10 +91,16 @@ class HostRanks:
 
 @contextmanager
 def host_ranks(
-    size: int, *, elsewhere: Mapping[int, socket.socket], shows_kv: bool, stage_count: int = 1
+    size: int,
+    *,
+    elsewhere: Mapping[int, socket.socket],
+    shows_kv: bool,
+    stage_count: int = 1,
+    at_once: int | None = None,
 ) -> Iterator[HostRanks]:
     """For a group that is opened and left inside of this. size: of this machine's ranks. shows_kv: KV caches can be
-    read from here, if all ranks are here. stage_count: see RankSetup."""
+    read from here, if all ranks are here. stage_count: see RankSetup. at_once: how many compute at the same time, and
+    share the CPUs; None: all."""
     stage_size = (size + len(elsewhere)) // stage_count
     stages_here = size // stage_size  # as wholes: of one that is on several machines none
     descriptors: list[int] = []
@@ -102,7 +109,9 @@ def host_ranks(
             descriptors.append(make_shared_memory(stage_size))
         for rank in range(size if shows_kv and not elsewhere else 0):
             descriptors.append(os.memfd_create(f"trioserve-kv-{rank}"))
-        ranks = HostRanks(size, stage_size, descriptors[:stages_here], descriptors[stages_here:], elsewhere)
+        ranks = HostRanks(
+            size, stage_size, descriptors[:stages_here], descriptors[stages_here:], elsewhere, at_once or size
+        )
         try:
             yield ranks
         finally:

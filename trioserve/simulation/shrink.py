@@ -158,7 +158,9 @@ def _plainer_worlds(world: World) -> Iterator[World]:
     if world.has_poor_hash:
         yield msgspec.structs.replace(world, has_poor_hash=False)
     if world.overlaps:
-        yield msgspec.structs.replace(world, overlaps=False)
+        yield msgspec.structs.replace(world, overlaps=False, apart=False)
+    if world.apart:
+        yield msgspec.structs.replace(world, apart=False)
     if world.draft_tokens:
         yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False, drafts_by_head=False)
     if world.drafts_by_model:

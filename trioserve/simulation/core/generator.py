@@ -56,6 +56,7 @@ GUIDED_WORLDS_SHARE = 0.4
 WINDOWED_WORLDS_SHARE = 0.3
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
+APART_WORLDS_SHARE = 0.4  # of those with steps that overlap
 DRAFT_MODEL_SHARE = 0.5
 DRAFT_HEAD_SHARE = 0.3  # of these
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
@@ -92,6 +93,8 @@ class Generator:
         may_have_window = self.world.keeps_kv and not self.world.drafts_by_model  # who drafts may see more
         if may_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9, 40)))
+        if self.world.overlaps and Random(line_of(self.world) + "apart").random() < APART_WORLDS_SHARE:
+            self.world = msgspec.structs.replace(self.world, apart=True)
         self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))

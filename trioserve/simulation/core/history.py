@@ -41,7 +41,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """The engine and the model. has_poor_hash: blocks get names that collide all the time. vocab_size: so few tokens
     that prompts share prefixes by chance. stop_period: one prefix in so many is followed by token 0.
 
-    overlaps: steps may be planned ahead. overtakes_max: how often one that does not fit may be overtaken.
+    overlaps: steps may be planned ahead. apart: those have no request in common with the one in flight. overtakes_max:
+    how often one that does not fit may be overtaken.
 
     draft_tokens, draft_step_tokens: draft tokens of a request in a step, and tokens of a step with drafts.
     drafts_by_model: a draft model proposes them; otherwise they come from a request's own text. drafts_by_head: that
@@ -67,6 +68,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     stop_period: int = 4
     enable_prefix_caching: bool = True
     overlaps: bool = False
+    apart: bool = False
     overtakes_max: int = 64
     draft_tokens: int = 0
     draft_step_tokens: int = 16

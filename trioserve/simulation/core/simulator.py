@@ -105,6 +105,7 @@ class Simulation:
                 step_tokens_max=world.step_tokens_max,
                 enable_prefix_caching=world.enable_prefix_caching,
                 overlap_steps=world.overlaps,
+                steps_apart=world.apart,
                 overtakes_max=world.overtakes_max,
                 draft_tokens_max=world.draft_tokens,
                 draft_step_tokens_max=world.draft_step_tokens,
@@ -259,7 +260,7 @@ class Simulation:
             self._count("steps not planned ahead")
             check_no_step_ahead(self.core, self.live)
             return
-        self._count("steps planned ahead")
+        self._count("steps planned apart" if self.world.apart else "steps planned ahead")
         self._take_plan(plan)
 
     def _take_plan(self, plan: StepPlan) -> None:

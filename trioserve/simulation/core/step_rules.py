@@ -31,6 +31,13 @@ def check_begun_step(
     assert 1 <= plan.token_count <= settings.step_tokens_max, f"{plan.token_count} tokens in one step"
     assert len(plan.chunks) <= settings.max_num_seqs, f"{len(plan.chunks)} sequences in one step"
     running = [entry for entry in live.values() if entry.is_running]
+    if settings.steps_apart:
+        in_flight = {chunk.request.id for chunk in computed}
+        both = in_flight & {chunk.request.id for chunk in plan.chunks}
+        assert not both, f"{both.pop()} is in two steps at a time"
+        stayed_count = sum(chunk.request.id not in plan.admitted for chunk in plan.chunks)
+        running_count = len(running) - len(plan.admitted) + len(plan.preempted)
+        assert 2 * stayed_count <= running_count + 1, f"{stayed_count} of {running_count} are in one step"
     if plan.is_ahead:
         paced = {name for name, own in core.scheduler.running.items() if own.is_wide and own.due_count > 1}
         _check_everybody_goes_on(plan, live, settings.step_tokens_max, paced)
@@ -93,10 +100,15 @@ def check_begun_step(
 def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) -> None:
     """No step was planned behind the one in flight: then nobody could be, or there are too few blocks for all, or what
     may come next in a response is not known yet."""
-    if any(map(_awaits_its_token, live.values())):
+    is_apart = core.settings.steps_apart
+    if not is_apart and any(map(_awaits_its_token, live.values())):
         return
     needed, budget = 0, core.settings.step_tokens_max
-    going_on = [own for own in core.scheduler.running.values() if _goes_on(live[own.request.id])]
+    going_on = [
+        own
+        for own in core.scheduler.running.values()
+        if _goes_on(live[own.request.id]) and not (is_apart and live[own.request.id].steps_in_flight)
+    ]
     for own in sorted(going_on, key=lambda own: _due_count(live[own.request.id]) != 1):
         entry = live[own.request.id]
         count = min(_due_count(entry), budget)
