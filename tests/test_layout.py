@@ -85,7 +85,7 @@ ROOMS = {
         rooms=words("contracts model trio_tools"),
         packages=words("trio outcome numpy torch trioserve_kernels"),
         only_in={
-            "trio": words("door.py group.py headless.py link.py"),
+            "trio": words("door.py group.py headless.py link.py placed.py"),
             "numpy": words("rank_pages.py rank_process.py stage_sockets.py"),
             "torch": words("rank_process.py"),
             "trioserve_kernels": words("rank_process.py"),
@@ -145,7 +145,7 @@ ROOMS = {
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words("__init__ __main__ asgi assemble cli commands config ray ray_engines")
+TOP_FILES = words("__init__ __main__ asgi assemble cli commands config ray ray_engines ray_ranks")
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
@@ -459,6 +459,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.commands.serve", "torch"),
         ("trioserve.commands.route", "torch ray"),
         ("trioserve.commands.ray_watch", "torch ray"),
+        ("trioserve.commands.ray_place", "torch ray"),
         ("trioserve.engine.engine", "torch"),
         ("trioserve.api.routes", "torch"),
         ("trioserve.testing", "torch trio msgspec"),

@@ -59,10 +59,12 @@ from trioserve.model.number_formats import Dtype
 from trioserve.model.parallel.shares import share_of
 from trioserve.model.parallel.stages import cache_shares, stage_configs
 from trioserve.model.settings import ModelSettings
+from trioserve.proxy.discovery.ray import check_ray_is_installed
 from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
 from trioserve.ranks.host import free_port, host_ranks
 from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
+from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
 from trioserve.ranks.ranked_runner import RankedRunner
 from trioserve.text.chat_template_file import chat_template_text
 from trioserve.text.form_compiler import FormCompiler
@@ -153,6 +155,8 @@ async def open_engine(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
+    distributed_executor_backend: Literal["mp", "ray"] = "mp",
+    ray_address: str | None = None,
     nnodes: int = 1,
     master_addr: str = "127.0.0.1",
     master_port: int = 29500,
@@ -228,6 +232,9 @@ async def open_engine(
         pipeline_parallel_size: stages that compute one after the other, each with some of the layers, and in as many
             processes.
         enable_expert_parallel: each of them has whole experts of a mixture, and not a part of each.
+        distributed_executor_backend: where they are: "mp" has them on this machine, "ray" on the nodes of a Ray cluster
+            that have room.
+        ray_address: the cluster, such as 10.0.0.7:6379. Default: what RAY_ADDRESS says, or this machine's.
         nnodes: machines that these are on, as many on each; on the others `serve --headless` keeps them.
         master_addr, master_port: where they come to this one; torch.distributed takes the next port, too.
         ranks_key: what they have to know.
@@ -580,13 +587,40 @@ class _Opening:
         self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread
     ) -> AsyncIterator[_Computing]:
         """compute: for what makes rows of images, which is here."""
-        config, count = self._config, self._config.rank_count
+        config = self._config
         if isinstance(checkpoint, EncoderDirectory):
             name = "--tensor-parallel-size" if config.tensor_parallel_size > 1 else "--pipeline-parallel-size"
             raise StartupError(f"{name} is given, but an encoder is computed by one process: leave it out")
         stages = stage_configs(checkpoint, config.pipeline_parallel_size)
         for stage in stages:  # said before any starts
             share_of(stage, 0, config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
+        async with self._placed() as placed, self._grouped(checkpoint, stages, compute, placed) as computing:
+            yield computing
+
+    @asynccontextmanager
+    async def _placed(self) -> AsyncIterator[PlacedRanks | None]:
+        """The ranks, where Ray places them; None: they are here, and on machines that are named."""
+        config = self._config
+        if config.distributed_executor_backend == "mp":
+            yield None
+            return
+        check_ray_is_installed()
+        wanted = RanksWanted(
+            count=config.rank_count,
+            model=config.model,
+            revision=config.revision,
+            cpus=_placed_cpus(config),
+            gpus=1 if config.device == "cuda" else 0,
+            address=config.ray_address,
+        )
+        async with placed_ranks(wanted) as placed:
+            yield placed
+
+    @asynccontextmanager
+    async def _grouped(
+        self, checkpoint: Checkpoint, stages: Sequence[ModelConfig], compute: WorkerThread, placed: PlacedRanks | None
+    ) -> AsyncIterator[_Computing]:
+        config = self._config
         weights_come = trio.Event()
 
         def tell(progress: Progress) -> None:
@@ -595,9 +629,13 @@ class _Opening:
                 what = progress.what or f"loading {config.model}"
                 self._on_progress(LoadProgress(what, progress.done, progress.total))
 
+        count = config.rank_count
         here = count // config.nnodes
         elsewhere: dict[int, socket.socket] = {}
-        if config.nnodes > 1:
+        setups = self._rank_setups(here, stages) if placed is None else self._placed_setups(placed, stages)
+        if placed is not None:
+            here, elsewhere = 0, await placed.come(on_wait=self._tell_waits)
+        elif config.nnodes > 1:
             assert config.ranks_key is not None, "checked by Config"
             elsewhere = await wait_for_ranks(
                 config.master_addr, config.master_port, range(here, count), config.ranks_key, on_wait=self._tell_waits
@@ -610,7 +648,7 @@ class _Opening:
             at_once=config.ranks_at_once,
         ) as ranks:
             async with open_ranks(
-                self._rank_setups(here, stages),
+                setups,
                 ranks.make_links,
                 answer_seconds_max=config.step_timeout,
                 find_missing=ranks.find_missing,
@@ -624,7 +662,11 @@ class _Opening:
 
                 loaded = group.loaded
                 vision = await compute.run(
-                    load_vision, checkpoint, _model_settings(config), loaded.dtype, loaded.device
+                    load_vision,
+                    checkpoint,
+                    _model_settings(config),
+                    loaded.dtype,
+                    loaded.device if placed is None else "cpu",  # GPUs that Ray gives are the ranks'
                 )
                 runner = RankedRunner(
                     loaded,
@@ -688,6 +730,24 @@ class _Opening:
             )
             for rank in range(config.rank_count)
         ]
+
+    def _placed_setups(self, placed: PlacedRanks, stages: Sequence[ModelConfig]) -> list[RankSetup]:
+        """A rank that shares its node with others has a part of what the options say of a machine."""
+        setups: list[RankSetup] = []
+        for setup in self._rank_setups(1, stages):
+            settings, beside = setup.settings, placed.count_beside(setup.rank)
+            settings = msgspec.structs.replace(
+                settings,
+                device="cuda" if settings.device == "cuda" else "cpu",  # the one for which Ray has kept room
+                threads=_placed_cpus(self._config),
+                kv_cache_bytes=None if settings.kv_cache_bytes is None else settings.kv_cache_bytes // beside,
+                ranks_here=beside,
+            )
+            first = placed.nodes[setup.stage * setup.stage_size]
+            setups.append(
+                msgspec.structs.replace(setup, settings=settings, meeting_host=first.address, meeting_port=first.port)
+            )
+        return setups
 
     async def _prepare_texts(self, checkpoint: Checkpoint | EncoderDirectory, weights_come: trio.Event) -> None:
         """At the same time as the weights are read: their name, and the first time the tokenizer and what forms need of
@@ -928,6 +988,11 @@ def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSetti
         scores_pairs=encoder.scores_pairs,
         whole_tokens_max=whole_tokens_max,
     )
+
+
+def _placed_cpus(config: Config) -> int:
+    """Of each rank that Ray places, which Ray counts and does not enforce: so many threads it has, too."""
+    return 1 if config.threads is None else max(1, config.threads // config.tensor_parallel_size)
 
 
 def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:

@@ -194,8 +194,9 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the engines of a group that `trioserve ray up` had placed by Ray; needs the extra ray; default: none", "GROUP",
         )] = None
     ray_address: Annotated[str | None, _about(
-        "Ray cluster that --endpoints-ray asks, such as 10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of it; "
-        "default: what RAY_ADDRESS says, or the one that this machine belongs to", "ADDRESS")] = None
+        "Ray cluster that --endpoints-ray asks, and where --distributed-executor-backend ray places ranks, such as "
+        "10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of it; default: what RAY_ADDRESS says, or the one that "
+        "this machine belongs to", "ADDRESS")] = None
     endpoint_api_key: Annotated[str | None, _about(
         "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
     endpoint_ca_certs: Annotated[str | None, _about(
@@ -359,6 +360,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "--tensor-parallel-size says", "N", ge=1, le=RANKS_MAX)] = 1
     enable_expert_parallel: Annotated[bool, _about(
         "of a mixture of experts each rank has whole experts, and not a part of each")] = False
+    distributed_executor_backend: Annotated[Literal["mp", "ray"], _about(
+        "where ranks are: mp has them on this machine, and those of --nnodes, ray on the nodes of a Ray cluster that "
+        "have room; needs the extra ray")] = "mp"
     nnodes: Annotated[int, _about(
         "machines that the ranks are on, as many on each; on all but one, serve --headless", "N", ge=1, le=RANKS_MAX,
         )] = 1
@@ -491,6 +495,8 @@ def check_ranks(config: Config) -> None:
     size = config.rank_count
     if config.pipeline_parallel_size > 1:
         check_stages(config)
+    if config.distributed_executor_backend == "ray":
+        check_ranks_of_ray(config)
     if config.nnodes > 1 or config.headless:
         if size % config.nnodes or size == 1:
             raise StartupError(
@@ -536,6 +542,24 @@ def check_stages(config: Config) -> None:
         raise StartupError(
             f"{asked}, and {drafts.model or drafts.source} is to draft, which takes a model that is in one stage: "
             "leave one of them out, or take --speculative-ngram"
+        )
+
+
+def check_ranks_of_ray(config: Config) -> None:
+    """What ranks that Ray places cannot do. Raises StartupError."""
+    asked = "--distributed-executor-backend is ray, and"
+    if config.nnodes > 1 or config.headless:
+        raise StartupError(f"{asked} Ray itself chooses machines: leave out --nnodes, --node-rank and --headless")
+    if config.rank_count == 1:
+        raise StartupError(
+            f"{asked} --tensor-parallel-size 1, but one process stays where the server is: leave the backend out, or "
+            "have Ray place the whole server (`trioserve ray up`)"
+        )
+    drafts = drafts_of(config)
+    if drafts is not None and drafts.model is not None:
+        raise StartupError(
+            f"{asked} {drafts.model} is to draft, which is read on the server's machine: leave one of them out, or "
+            "take --speculative-ngram"
         )
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "EngineState",
     "GroupPlan",
     "Placement",
+    "amounts",
     "connected",
     "engine_states",
     "engines_in_words",
@@ -261,8 +262,8 @@ def stop_engines(group: str, *, seconds_max: float) -> int | None:
 
 
 def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[str], None]) -> dict[str, str]:
-    needs = f"{engines_in_words(plan.replicas)} with {_amounts(plan.bundle)} each, placed {plan.placement}"
-    tell(f"waiting for room for {needs}; free in the cluster: {_amounts(ray.available_resources())}")
+    needs = f"{engines_in_words(plan.replicas)} with {amounts(plan.bundle)} each, placed {plan.placement}"
+    tell(f"waiting for room for {needs}; free in the cluster: {amounts(ray.available_resources())}")
     group = ray.util.placement_group(
         [plan.bundle] * plan.replicas,
         strategy=plan.placement.replace("-", "_").upper(),
@@ -271,7 +272,7 @@ def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[s
     )
     if not group.wait(max(0.0, deadline - time.monotonic())):
         raise StartupError(
-            f"Ray has no room for {needs}: the nodes have {_amounts(ray.cluster_resources())} together; ask for less "
+            f"Ray has no room for {needs}: the nodes have {amounts(ray.cluster_resources())} together; ask for less "
             "with --replicas, --num-cpus or --num-gpus, or for another --placement, or add nodes"
         )
     encoded = msgspec.json.encode(config)
@@ -340,7 +341,7 @@ def engines_in_words(count: int) -> str:
     return f"{count} engine{'' if count == 1 else 's'}"
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def amounts(resources: Mapping[str, float]) -> str:
     """Of processors, in words."""
     return (
         " and ".join(f"{resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "none"

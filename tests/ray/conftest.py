@@ -100,6 +100,31 @@ class Program:
         raise AssertionError("the program is over")
 
 
+@contextlib.contextmanager
+def ray_nodes() -> Iterator[tuple[Program, dict[str, str]]]:
+    """That of two_nodes.py, and the environment of a process that speaks with it."""
+    with ray_environment() as environment:
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("two_nodes.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        try:
+            program = Program(process)
+            environment["RAY_ADDRESS"] = program.answer()["address"]
+            yield program, environment
+        finally:
+            kill_marked(environment[MARK])  # without its head, a cluster does not end by itself before a minute
+            process.communicate()
+
+
+def node_of(process_id: int) -> int:
+    """The process id of the raylet that has started it."""
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 class Cluster(Program):
     """That of program.py. port: Serve's, on 127.0.0.1."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import SECONDS_MAX, Program, kill_marked, marked_processes, ray_environment, until
+from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,14 +26,12 @@ SERVING = re.compile(r"serving a router at http://(\S+) ")
 ENGINE = "ray::EngineActor"
 
 
-class Nodes(Program):
+class Nodes:
     """That of two_nodes.py, and what is asked of it."""
 
-    def __init__(self, process: subprocess.Popen[str], environment: dict[str, str], mark: str) -> None:
-        super().__init__(process)
+    def __init__(self, program: Program, environment: dict[str, str]) -> None:
+        self.order = program.order
         self._environment = environment
-        self._mark = mark
-        self._environment["RAY_ADDRESS"] = self.answer()["address"]
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """`trioserve ray` with these, to its end."""
@@ -56,7 +54,7 @@ class Nodes(Program):
         )
 
     def processes(self, title: str) -> list[int]:
-        return marked_processes(self._mark, title)
+        return marked_processes(self._environment[MARK], title)
 
     def listed(self) -> dict[str, str | None]:
         """The URL of each engine by its actor's name."""
@@ -152,27 +150,10 @@ def process_at(url: str, candidates: list[int]) -> int:
     raise AssertionError(f"none of {candidates} listens at {url}")
 
 
-def node_of(process_id: int) -> int:
-    """The process id of the raylet that has started it."""
-    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with ray_environment() as environment:
-        mark = environment["TRIOSERVE_RAY_MARK"]
-        process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("two_nodes.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        try:
-            yield Nodes(process, environment, mark)
-        finally:
-            kill_marked(mark)  # without its head, a cluster does not end by itself before a minute
-            process.communicate()
+    with ray_nodes() as (program, environment):
+        yield Nodes(program, environment)
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ GROUPS = {
         "speculative_quantization speculative_config"
     ),
     "ranks": _words(
-        "tensor_parallel_size pipeline_parallel_size enable_expert_parallel nnodes node_rank master_addr master_port "
-        "ranks_key headless"
+        "tensor_parallel_size pipeline_parallel_size enable_expert_parallel distributed_executor_backend nnodes "
+        "node_rank master_addr master_port ranks_key headless"
     ),
     "memory and batches": _words(
         "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
@@ -71,6 +71,6 @@ TERMINAL_OPTIONS = frozenset(
 PLACED_OPTIONS = frozenset(
     {field.name for field in msgspec.structs.fields(Config)}
     - {*GROUPS["routing"], "host", "port", "uds", "root_path", "ui", "profile"}
-    - {"nnodes", "node_rank", "master_addr", "master_port", "ranks_key", "headless"}
+    - {"distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "ranks_key", "headless"}
 )
 """Of those of `serve` what an engine takes that Ray places: it listens where Ray puts it, and is on one node."""

@@ -33,7 +33,6 @@ REFUSED = {
     "--fully-sharded-loras": ONE_DEVICE,
     "--mm-processor-kwargs": "images are prepared as the checkpoint's own files say: leave it out",
     "--allowed-local-media-path": "files of the server are not read for requests: leave it out",
-    "--distributed-executor-backend": ONE_DEVICE,
     "--cpu-offload-gb": "weights stay where they are computed with: take a smaller or a quantized model",
     "--swap-space": "preempted requests are computed anew: leave it out, or keep KV in host memory with "
     """--kv-transfer-config '{"kv_connector": "host"}'""",

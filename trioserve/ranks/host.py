@@ -127,16 +127,17 @@ def cpu_shares(size: int, root: Path = Path("/")) -> tuple[tuple[int, ...], ...]
     cores: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         cores.setdefault(_siblings(cpu, root), []).append(cpu)
-    if len(cores) < size:
+    if not 0 < size <= len(cores):
         return ((),) * size
     every = list(cores.values())
     firsts = [len(every) * rank // size for rank in range(size + 1)]
     return tuple(tuple(cpu for core in every[first:end] for cpu in core) for first, end in itertools.pairwise(firsts))
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody has right now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of this machine that nobody has right now. host: an address of it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
         return int(listener.getsockname()[1])
 
 

@@ -86,23 +86,20 @@ class RankLink:
         on_end: Callable[[int, str], None],
         process: RankProcess | None = None,
     ) -> None:
-        """process: None: it runs on another machine."""
+        """process: None: it runs where the connection comes from."""
         connection.setblocking(False)
         self.rank = rank
         self.process = process
+        self.host = _peer(connection)
+        """The address of a rank that came from another machine."""
         self._connection = connection
         self._on_report, self._on_end = on_report, on_end
         self._unsent = bytearray()
         self._has_unsent = trio.Event()
 
     def __str__(self) -> str:
-        place = f"process {self.process.pid}" if self.process is not None else "on another machine"
+        place = f"process {self.process.pid}" if self.process is not None else f"on {self.host}"
         return f"rank {self.rank} ({place})"
-
-    @property
-    def host(self) -> str:
-        """The address of a rank on another machine."""
-        return str(self._connection.getpeername()[0])
 
     def send(self, message: bytes) -> None:
         """Never waits. What the kernel does not take at once follows; a rank that reads nothing is noticed by its
@@ -169,6 +166,13 @@ class RankLink:
         self._connection.close()
         if self.process is not None:
             self.process.close()
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except (OSError, IndexError):  # it is gone already, or has no address
+        return "another machine"
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,118 @@
+"""How ranks are placed and given back, from what Ray says; without Ray."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+import pytest
+
+from trioserve.commands.ray_place import LOOKS_UNTOLD, keep_placed
+from trioserve.contracts.errors import StartupError
+from trioserve.ranks.placed import RankDoor, RankNode, RanksTold
+
+DOOR = RankDoor("10.0.0.1", 4711, "secret")
+NODES = (RankNode("a", "10.0.0.1", 1), RankNode("b", "10.0.0.2", 2))
+
+
+class FakePlaces:
+    """room_after, started_after: looks. The server goes when it has been looked `looks_max` times, or when it has heard
+    of a failure."""
+
+    def __init__(self, *, room_after: int = 0, started_after: int = 0, lost: str = "", looks_max: int = 99) -> None:
+        self.doors: queue.SimpleQueue[RankDoor | None] = queue.SimpleQueue()
+        self.calls: list[str] = []
+        self.told: list[RanksTold] = []
+        self._room_after, self._started_after, self._lost = room_after, started_after, lost
+        self._looks_left = looks_max
+
+    def keep(self) -> list[str]:
+        """Its calls, but for looks."""
+        keep_placed(self, self.doors, self._tell)
+        return self.calls
+
+    def _tell(self, told: RanksTold) -> None:
+        self.told.append(told)
+        if told.nodes:
+            self.doors.put(DOOR)
+        if told.failure is not None:
+            assert "remove" not in self.calls, "the others are there until the server goes"
+            self.doors.put(None)
+
+    def _look(self) -> None:
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            self.doors.put(None)
+
+    def reserve(self) -> None:
+        self.calls.append("reserve")
+
+    def has_room(self, seconds_max: float) -> bool:
+        self._look()
+        self._room_after -= 1
+        return self._room_after < 0
+
+    def shortage(self) -> str:
+        return "waiting for room"
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def nodes(self, seconds_max: float) -> Sequence[RankNode] | None:
+        self._look()
+        self._started_after -= 1
+        if self._lost == "starting":
+            raise StartupError("the actor of rank 1 is gone")
+        return NODES if self._started_after < 0 else None
+
+    def send(self, door: RankDoor) -> None:
+        assert door == DOOR
+        self.calls.append("send")
+
+    def watch(self, seconds_max: float) -> None:
+        self._look()
+        if self._lost == "kept":
+            raise StartupError("the actor of rank 1 is gone")
+        if self._lost == "bug":
+            raise ZeroDivisionError
+
+    def remove(self) -> None:
+        self.calls.append("remove")
+
+
+def test_they_are_placed_sent_to_their_server_and_removed_when_it_goes():
+    places = FakePlaces(looks_max=6)
+    assert places.keep() == ["reserve", "start", "send", "remove"]
+    assert places.told == [RanksTold(nodes=NODES)]
+
+
+def test_that_there_is_no_room_is_told_once_and_they_are_placed_when_there_is():
+    places = FakePlaces(room_after=3 * LOOKS_UNTOLD)
+    assert places.keep() == ["reserve", "start", "send", "remove"]
+    assert places.told == [RanksTold(waits="waiting for room"), RanksTold(nodes=NODES)]
+
+
+@pytest.mark.parametrize(
+    ("places", "expect"),
+    [
+        (FakePlaces(room_after=99, looks_max=5), ["reserve", "remove"]),
+        (FakePlaces(started_after=99, looks_max=5), ["reserve", "start", "remove"]),
+    ],
+)
+def test_a_server_that_goes_meanwhile_leaves_nothing(places, expect):
+    assert places.keep() == expect
+    assert places.told == []
+
+
+@pytest.mark.parametrize(("lost", "sent"), [("starting", []), ("kept", ["send"])])
+def test_one_that_is_lost_is_told_and_the_others_stay_until_the_server_goes(lost, sent):
+    places = FakePlaces(lost=lost)
+    assert places.keep() == ["reserve", "start", *sent, "remove"]
+    assert places.told[-1] == RanksTold(failure="the actor of rank 1 is gone")
+
+
+def test_a_bug_leaves_nothing_either():
+    places = FakePlaces(lost="bug")
+    with pytest.raises(ZeroDivisionError):
+        places.keep()
+    assert places.calls[-1] == "remove"

@@ -1,0 +1,203 @@
+"""Ranks of one engine that Ray places, each on another of two nodes: what becomes of streams when a rank's process, its
+actor or its node is killed, and what is left when the engine is closed. The processes and Ray are the real ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trioserve
+from trioserve.contracts.errors import StartupError
+from trioserve.ranks.placed import RanksWanted, placed_ranks
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SAMPLING = trioserve.SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True)
+RANK, ACTOR, PLACER = "trioserve.ranks.rank_process", "ray::RankActor", "trioserve.commands.ray_place"
+LEFT = """
+import json, ray
+from trioserve.ray_engines import connected
+with connected(None):
+    groups = [group["state"] for group in ray.util.placement_group_table().values()]
+    actors = [actor["State"] for actor in ray._private.state.actors().values()]
+print(json.dumps({"groups": groups, "actors": actors}))
+"""
+
+
+class Nodes:
+    def __init__(self, program: Program, environment: dict[str, str]) -> None:
+        self.order = program.order
+        self._environment = environment
+
+    def processes(self, title: str) -> list[int]:
+        return marked_processes(self._environment[MARK], title)
+
+    def left(self) -> set[str]:
+        """The states of all placement groups and actors that there have been."""
+        ran = subprocess.run(
+            [sys.executable, "-c", LEFT],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_MAX,
+            check=True,
+            env=self._environment,
+        )
+        told = json.loads(ran.stdout.splitlines()[-1])
+        assert told["groups"]
+        assert told["actors"]
+        return {*told["groups"], *told["actors"]}
+
+    def check_nothing_is_left(self) -> None:
+        until(lambda: not [*self.processes(RANK), *self.processes(ACTOR), *self.processes(PLACER)], "for processes")
+        until(lambda: self.left() == {"REMOVED", "DEAD"}, "for actors and placement groups")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes() as (program, environment), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield Nodes(program, environment)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny one."""
+    file = Path(__file__).parent.parent / "model" / "tiny_checkpoints.py"
+    spec = importlib.util.spec_from_file_location("tiny_checkpoints", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path = tmp_path_factory.mktemp("llama")
+    module.write_checkpoint(path, "llama", dtype="float32", sharded=False)
+    return path
+
+
+def opened(model: Path, **options: Any) -> Any:
+    """threads: four, so that each of two ranks fills a node."""
+    given: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "threads": 4}
+    return trioserve.open_engine(str(model), **{"dtype": "float32", "kv_cache_memory": 0.01, **given, **options})
+
+
+async def said(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: None) -> list[int]:
+    tokens: list[int] = []
+    async with engine.generate("Once upon a time", SAMPLING) as stream:
+        async for delta in stream:
+            if len(tokens) < 10 <= len(tokens) + len(delta.token_ids):
+                at_ten()
+            tokens += delta.token_ids
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    """What one process says."""
+
+    async def one_process() -> list[int]:
+        async with opened(model, tensor_parallel_size=1, distributed_executor_backend="mp") as engine:
+            return await said(engine)
+
+    return trio.run(one_process)
+
+
+@pytest.mark.parametrize("lost", ["rank", "actor", "node"])
+async def test_the_stream_of_an_engine_that_loses_a_rank_goes_on_with_the_same_tokens(
+    lost: str, nodes: Nodes, model: Path, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with trio.fail_after(SECONDS_MAX):
+        async with opened(model) as engine:
+            assert await said(engine) == expected
+            actors, ranks = nodes.processes(ACTOR), nodes.processes(RANK)
+            raylets = {node_of(actor) for actor in actors}
+            assert len(raylets) == 2, "each is to be on another node"
+            assert raylets == set(nodes.order(raylets=True)["ids"])
+
+            def lose() -> None:
+                if lost == "node":
+                    nodes.order(kill=node_of(actors[0]))
+                    nodes.order(add=True)
+                else:
+                    os.kill(ranks[0] if lost == "rank" else actors[0], signal.SIGKILL)
+
+            assert await said(engine, lose) == expected
+            assert not {*actors, *ranks} & {*nodes.processes(ACTOR), *nodes.processes(RANK)}
+            assert await said(engine) == expected
+    assert "RankLost: rank " in caplog.text
+    assert "the engine was opened anew" in caplog.text
+    nodes.check_nothing_is_left()
+
+
+async def test_stages_are_placed_as_ranks_are(nodes: Nodes, model: Path, expected: list[int]) -> None:
+    async with opened(model, tensor_parallel_size=1, pipeline_parallel_size=2, threads=2) as engine:
+        assert len({node_of(actor) for actor in nodes.processes(ACTOR)}) == 2
+        assert await said(engine) == expected
+    nodes.check_nothing_is_left()
+
+
+async def test_ranks_that_fit_one_node_are_on_one(nodes: Nodes, model: Path, expected: list[int]) -> None:
+    async with opened(model, threads=2) as engine:
+        assert len({node_of(actor) for actor in nodes.processes(ACTOR)}) == 1
+        assert await said(engine) == expected
+    nodes.check_nothing_is_left()
+
+
+async def test_whoever_waits_for_room_can_leave(nodes: Nodes, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with trio.fail_after(SECONDS_MAX), trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+
+            async def leave() -> None:
+                while "waiting for Ray to have room for 2 ranks with 50 CPU each" not in caplog.text:
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+
+            nursery.start_soon(leave)
+            async with opened(model, threads=100):
+                raise AssertionError("there is no room")
+    assert scope.cancelled_caught
+    nodes.check_nothing_is_left()
+
+
+def wanted(model: str) -> RanksWanted:
+    return RanksWanted(count=2, model=model, revision=None, cpus=2, gpus=0, address=None)
+
+
+async def test_an_actor_that_dies_before_its_rank_has_come_is_an_error_with_the_reason(
+    nodes: Nodes, model: Path
+) -> None:
+    with trio.fail_after(SECONDS_MAX):
+        async with placed_ranks(wanted(str(model))) as ranks:
+            os.kill(nodes.processes(ACTOR)[0], signal.SIGKILL)
+            with pytest.raises(StartupError, match=r"the actor of rank \d is gone: .*died"), errors_unwrapped():
+                await ranks.come(on_wait=lambda awaited: None)
+    nodes.check_nothing_is_left()
+
+
+async def test_a_model_that_a_node_does_not_have_is_an_error(nodes: Nodes) -> None:
+    with trio.fail_after(SECONDS_MAX):
+        async with placed_ranks(wanted("/no/such/model")) as ranks:
+            with pytest.raises(StartupError, match=r"rank \d cannot be kept: ModelLoadError: "), errors_unwrapped():
+                await ranks.come(on_wait=lambda awaited: None)
+    nodes.check_nothing_is_left()
+
+
+async def test_where_there_is_no_ray_it_is_said_so(model: Path) -> None:
+    with pytest.raises(StartupError, match=r"there is no Ray at 127\.0\.0\.1:9: start it"):
+        async with opened(model, ray_address="127.0.0.1:9"):
+            raise AssertionError("there is none")

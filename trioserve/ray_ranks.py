@@ -1,0 +1,139 @@
+"""Ranks of one model that Ray places: an actor each, on few nodes, for as long as one engine is open.
+
+Settled here is what Ray is told: what each rank needs, and that all of them are placed or none. Ray places, and carries
+no plan: each rank comes to its server by a socket, as ranks of other machines do. What becomes of them there is for
+trioserve/ranks. Runs in the process of trioserve/commands/ray_place.py, and in the actors. Needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import ray
+import trio
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trioserve.asyncio.thread_event import ThreadEvent
+from trioserve.commands.log_lines import logging_to
+from trioserve.contracts.errors import StartupError
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
+from trioserve.ranks.headless import keep_ranks
+from trioserve.ranks.host import free_port
+from trioserve.ranks.placed import RankDoor, RankNode, RanksWanted
+from trioserve.ray_engines import amounts
+from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+__all__ = ["RankActor", "RayPlaces"]
+
+REASON_CHARACTERS_MAX = 400  # of what Ray says of a death, which may be pages
+
+
+class RankActor:
+    """One rank, in a process that Ray has started: a child of it, which ends with it. Its GPU is the one that Ray shows
+    to this process.
+
+    It is kept in a thread with a Trio loop, since Ray's own is asyncio's. Every method is async: Ray can end a wait
+    only of those.
+    """
+
+    def __init__(self, rank: int, model: str, revision: str | None) -> None:
+        self._rank, self._model, self._revision = rank, model, revision
+        self._is_over = ThreadEvent()
+        self._why = ""
+
+    async def node(self) -> RankNode:
+        """Where it is."""
+        address = ray.util.get_node_ip_address()
+        return RankNode(ray.get_runtime_context().get_node_id(), address, free_port(address))
+
+    async def keep(self, host: str, port: int, key: str) -> str:
+        """The rank, for the server there, until that cannot be. Returns why."""
+        threading.Thread(target=self._work, args=(host, port, key), name="trioserve", daemon=True).start()
+        await self._is_over.wait()
+        return self._why
+
+    def _work(self, host: str, port: int, key: str) -> None:
+        with logging_to(level="info", form="text"):
+            try:
+                trio.run(self._keep, host, port, key)
+            except BaseException as error:
+                self._why = f"{type(error).__name__}: {error}"
+        self._is_over.set()
+
+    async def _keep(self, host: str, port: int, key: str) -> None:
+        resolve = partial(resolve_model, revision=self._revision)
+        path = await call_abandonable(resolve, self._model, thread_name=DOWNLOAD_THREAD)
+        with errors_unwrapped():
+            await keep_ranks([self._rank], path=path, host=host, port=port, key=key)
+
+
+class RayPlaces:
+    """See commands.ray_place.RankPlaces. To be made inside of a connection."""
+
+    def __init__(self, wanted: RanksWanted) -> None:
+        self._wanted = wanted
+        self._bundle = {"CPU": float(wanted.cpus)} | ({"GPU": float(wanted.gpus)} if wanted.gpus else {})
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._asked: list[Any] = []
+        self._kept: list[Any] = []
+
+    def reserve(self) -> None:
+        self._group = ray.util.placement_group([self._bundle] * self._wanted.count, strategy="PACK")
+
+    def has_room(self, seconds_max: float) -> bool:
+        return bool(self._group.wait(seconds_max))
+
+    def shortage(self) -> str:
+        return (
+            f"waiting for Ray to have room for {self._wanted.count} ranks with {amounts(self._bundle)} each; free in "
+            f"the cluster: {amounts(ray.available_resources())}"
+        )
+
+    def start(self) -> None:
+        self._actors = [
+            ray.remote(RankActor)
+            .options(
+                num_cpus=self._wanted.cpus,
+                num_gpus=self._wanted.gpus,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            )
+            .remote(rank, self._wanted.model, self._wanted.revision)
+            for rank in range(self._wanted.count)
+        ]
+        self._asked = [actor.node.remote() for actor in self._actors]
+
+    def nodes(self, seconds_max: float) -> Sequence[RankNode] | None:
+        answered, waiting = ray.wait(self._asked, num_returns=len(self._asked), timeout=seconds_max)
+        found = [_answer(rank, asked) for rank, asked in enumerate(self._asked) if asked in answered]
+        return None if waiting else found
+
+    def send(self, door: RankDoor) -> None:
+        self._kept = [actor.keep.remote(door.host, door.port, door.key) for actor in self._actors]
+
+    def watch(self, seconds_max: float) -> None:
+        ended, _ = ray.wait(self._kept, timeout=seconds_max)
+        for rank, kept in enumerate(self._kept):
+            if kept in ended:
+                raise StartupError(f"rank {rank} cannot be kept: {_answer(rank, kept)}")
+
+    def remove(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+
+
+def _answer(rank: int, asked: Any) -> Any:
+    """Raises StartupError if the actor is gone."""
+    try:
+        return ray.get(asked)
+    except RayError as error:
+        reason = " ".join(str(error).split())[:REASON_CHARACTERS_MAX]
+        raise StartupError(f"the actor of rank {rank} is gone: {reason}") from None
