@@ -41,10 +41,10 @@ print(json.dumps({"groups": groups, "actors": actors}))
 class Nodes:
     def __init__(self, program: Program, environment: dict[str, str]) -> None:
         self.order = program.order
-        self._environment = environment
+        self.environment = environment
 
     def processes(self, title: str) -> list[int]:
-        return marked_processes(self._environment[MARK], title)
+        return marked_processes(self.environment[MARK], title)
 
     def left(self) -> set[str]:
         """The states of all placement groups and actors that there have been."""
@@ -54,7 +54,7 @@ class Nodes:
             text=True,
             timeout=SECONDS_MAX,
             check=True,
-            env=self._environment,
+            env=self.environment,
         )
         told = json.loads(ran.stdout.splitlines()[-1])
         assert told["groups"]
@@ -115,7 +115,7 @@ def expected(model: Path) -> list[int]:
     return trio.run(one_process)
 
 
-@pytest.mark.parametrize("lost", ["rank", "actor", "node"])
+@pytest.mark.parametrize("lost", ["rank", "actor", "placer", "node"])
 async def test_the_stream_of_an_engine_that_loses_a_rank_goes_on_with_the_same_tokens(
     lost: str, nodes: Nodes, model: Path, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,13 +133,26 @@ async def test_the_stream_of_an_engine_that_loses_a_rank_goes_on_with_the_same_t
                     nodes.order(kill=node_of(actors[0]))
                     nodes.order(add=True)
                 else:
-                    os.kill(ranks[0] if lost == "rank" else actors[0], signal.SIGKILL)
+                    os.kill(
+                        {"rank": ranks, "actor": actors, "placer": nodes.processes(PLACER)}[lost][0], signal.SIGKILL
+                    )
 
             assert await said(engine, lose) == expected
             assert not {*actors, *ranks} & {*nodes.processes(ACTOR), *nodes.processes(RANK)}
             assert await said(engine) == expected
     assert "RankLost: rank " in caplog.text
     assert "the engine was opened anew" in caplog.text
+    nodes.check_nothing_is_left()
+
+
+def test_a_server_that_is_killed_leaves_nothing(nodes: Nodes, model: Path) -> None:
+    options = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray", "--kv-cache-memory", "0.01"]
+    command = [sys.executable, "-m", "trioserve", "serve", str(model), "--port", "0", *options]
+    with subprocess.Popen(command, env=nodes.environment) as server:
+        try:
+            until(lambda: len(nodes.processes(RANK)) == 2, "for the ranks")
+        finally:
+            server.kill()
     nodes.check_nothing_is_left()
 
 
