@@ -250,6 +250,8 @@ OF_ONE_ENGINE = (
     "/load",
     "/openapi.json",
     "/v1/kept_streams/{stream}",
+    *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
+    *("/sleep", "/wake_up", "/is_sleeping"),
 )
 
 
