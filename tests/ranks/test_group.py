@@ -23,7 +23,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, Step
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.group import RankGroup, open_ranks
-from trioserve.ranks.link import RankLink
+from trioserve.ranks.link import RankLink, SocketConnection
 from trioserve.ranks.messages import (
     Abandon,
     AddAdapter,
@@ -144,7 +144,7 @@ async def opened(size: int = 2, answer_seconds_max: float | None = 10.0, stage_c
         for rank in range(size):
             ours, its = socket.socketpair()
             ranks.append(PlayedRank(its))
-            links.append(RankLink(rank, ours, on_report, on_end))
+            links.append(RankLink(rank, SocketConnection(ours), on_report, on_end))
         return links
 
     progress: list[Progress] = []

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ import trio
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import ModelLoadError, RankLost, StartupError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
-from trioserve.contracts.token_masks import BITS
+from trioserve.contracts.token_masks import BITS, TokenMasks
 from trioserve.ranks.link import KILLED, RankLink
 from trioserve.ranks.messages import (
     Abandon,
@@ -63,6 +63,12 @@ LONGEST_ANSWERS_MAX = 10.0
 OnProgress = Callable[[Progress], None]
 FindMissing = Callable[[], Sequence[int]]
 """The ranks that have not come to where the others wait for them."""
+WaitForMasks = Callable[[TokenMasks], Awaitable[None]]
+"""Returns when they are filled; may be cancelled."""
+
+
+async def _wait_in_thread(masks: TokenMasks) -> None:
+    await call_abandonable(masks.wait, thread_name="trioserve-masks")  # it writes nothing, and so may be left
 
 
 class _Order:
@@ -134,6 +140,7 @@ class RankGroup:
         stage_size: int,
         answer_seconds_max: float | None,
         find_missing: FindMissing,
+        wait_for_masks: WaitForMasks,
         on_progress: OnProgress,
     ) -> None:
         """stage_size: ranks of each stage. answer_seconds_max: as EngineSettings.step_seconds_max: so long a rank may
@@ -143,6 +150,7 @@ class RankGroup:
         self._fixed_seconds_max = answer_seconds_max
         self._longest_seconds = 0.0
         self._find_missing = find_missing
+        self._wait_for_masks = wait_for_masks
         self._on_progress = on_progress
         self._links: list[RankLink] = []
         self._orders: OrderedDict[int, _Order] = OrderedDict()  # by their serials, the oldest first
@@ -186,7 +194,7 @@ class RankGroup:
         masks = plan.masks
         assert masks is not None
         if not ctypes.c_int.from_address(masks.filled_address).value:
-            await call_abandonable(masks.wait, thread_name="trioserve-masks")  # it writes nothing, and so may be left
+            await self._wait_for_masks(masks)
         byte_count = masks.row_count * masks.words_per_row * (BITS // 8)
         self._send(Masks(serial, ctypes.string_at(masks.address, byte_count)))
 
@@ -463,18 +471,21 @@ async def open_ranks(
     *,
     answer_seconds_max: float | None = None,
     find_missing: FindMissing = lambda: (),
+    wait_for_masks: WaitForMasks = _wait_in_thread,
     on_progress: OnProgress = lambda progress: None,
 ) -> AsyncIterator[RankGroup]:
     """A group that is told to load its model. Leaving ends every process, and waits for that.
 
     setups: of each rank. make_links: given what their on_report and on_end call, it starts the processes and gives a
-    link to each, in the order of the ranks. answer_seconds_max: see RankGroup.
+    link to each, in the order of the ranks. answer_seconds_max: see RankGroup. wait_for_masks: those of a step that are
+    still being filled.
     """
     group = RankGroup(
         block_size=setups[0].settings.block_size,
         stage_size=setups[0].stage_size,
         answer_seconds_max=answer_seconds_max,
         find_missing=find_missing,
+        wait_for_masks=wait_for_masks,
         on_progress=on_progress,
     )
     try:

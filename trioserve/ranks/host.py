@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trioserve.model.parallel.shared_memory import Arrivals, make_shared_memory
-from trioserve.ranks.link import RankLink, RankProcess
+from trioserve.ranks.link import RankLink, RankProcess, SocketConnection
 from trioserve.ranks.messages import RankPlace, Report
 
 __all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
@@ -52,9 +52,9 @@ class HostRanks:
                 except BaseException:
                     ours.close()
                     raise
-                links.append(RankLink(rank, ours, on_report, on_end, process))
+                links.append(RankLink(rank, SocketConnection(ours), on_report, on_end, process))
             for rank, connection in sorted(self._elsewhere.items()):
-                links.append(RankLink(rank, connection, on_report, on_end))
+                links.append(RankLink(rank, SocketConnection(connection), on_report, on_end))
         except BaseException:
             for link in links:
                 link.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 import trio
@@ -17,7 +18,7 @@ import trio
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import RankPlace, Report, decode_report
 
-__all__ = ["KILLED", "RankLink", "RankProcess"]
+__all__ = ["KILLED", "Connection", "Process", "RankLink", "RankProcess", "SocketConnection"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,64 @@ KILLED = "was killed"  # what is a cause; everything else may be what came of it
 RECEIVE_BYTES = 1 << 16
 EXIT_SECONDS_MAX = 0.05  # from the end of its connection to that of a process: the kernel closes the one in the other
 REAP_SECONDS_MAX = 5.0  # of a process that was killed: what a driver does with its memory may take a while
+
+
+class Connection(Protocol):
+    """Bytes to a rank, and from it."""
+
+    @property
+    def peer_host(self) -> str:
+        """The address of a rank that came from another machine."""
+        ...
+
+    async def wait_readable(self) -> None: ...
+    async def wait_writable(self) -> None: ...
+
+    def receive(self, byte_count_max: int) -> bytes:
+        """What has come; empty when nothing comes any more. Raises BlockingIOError if nothing has, and OSError."""
+        ...
+
+    def send(self, content: bytes | bytearray) -> int:
+        """Returns how many bytes were taken. Raises BlockingIOError if none can be now, and OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Process(Protocol):
+    """What a link asks of the process of a rank on this machine. See RankProcess."""
+
+    @property
+    def pid(self) -> int: ...
+    def kill(self) -> None: ...
+    async def exited(self) -> None: ...
+    def how_ended(self) -> str | None: ...
+    def close(self) -> None: ...
+
+
+class SocketConnection:
+    """socket: its own from then on."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        socket.setblocking(False)
+        self._socket = socket
+        self.peer_host = _peer(socket)
+
+    async def wait_readable(self) -> None:
+        await trio.lowlevel.wait_readable(self._socket)
+
+    async def wait_writable(self) -> None:
+        await trio.lowlevel.wait_writable(self._socket)
+
+    def receive(self, byte_count_max: int) -> bytes:
+        return self._socket.recv(byte_count_max)
+
+    def send(self, content: bytes | bytearray) -> int:
+        return self._socket.send(content)
+
+    def close(self) -> None:
+        trio.lowlevel.notify_closing(self._socket)
+        self._socket.close()
 
 
 class RankProcess:
@@ -81,16 +140,15 @@ class RankLink:
     def __init__(
         self,
         rank: int,
-        connection: socket.socket,
+        connection: Connection,
         on_report: Callable[[int, Report], None],
         on_end: Callable[[int, str], None],
-        process: RankProcess | None = None,
+        process: Process | None = None,
     ) -> None:
         """process: None: it runs where the connection comes from."""
-        connection.setblocking(False)
         self.rank = rank
         self.process = process
-        self.host = _peer(connection)
+        self.host = connection.peer_host
         """The address of a rank that came from another machine."""
         self._connection = connection
         self._on_report, self._on_end = on_report, on_end
@@ -128,9 +186,9 @@ class RankLink:
     async def _receive(self) -> str:
         reader = FrameReader()
         while True:
-            await trio.lowlevel.wait_readable(self._connection)
+            await self._connection.wait_readable()
             try:
-                received = self._connection.recv(RECEIVE_BYTES)
+                received = self._connection.receive(RECEIVE_BYTES)
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -148,7 +206,7 @@ class RankLink:
             if not self._unsent:
                 self._has_unsent = trio.Event()
                 await self._has_unsent.wait()
-            await trio.lowlevel.wait_writable(self._connection)
+            await self._connection.wait_writable()
             sent = self._sent(self._unsent)
             del self._unsent[:sent]
 
@@ -162,7 +220,6 @@ class RankLink:
 
     def close(self) -> None:
         """The process ends with its connection, if it has not been killed."""
-        trio.lowlevel.notify_closing(self._connection)
         self._connection.close()
         if self.process is not None:
             self.process.close()
