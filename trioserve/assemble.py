@@ -436,7 +436,7 @@ class _Opening:
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        core, steps, connector, readers_first, when_idle, image_encoder, _ = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
@@ -488,6 +488,7 @@ class _Opening:
             if config.allowed_media_domains
             else None,
             adapters=self._adapters,
+            guard=guard,
         )
         return self._engine
 

@@ -124,7 +124,7 @@ class Engine:
     neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
     chat template says. readers_first and when_idle: see EngineLoop. guides: makes those of requests, and the core their
     masks; None: no request has any. image_encoder: of a model that is described to see images. media: fetches those
-    that are elsewhere; None: nobody does. adapters: what there is of LoRA; None: nothing.
+    that are elsewhere; None: nobody does. adapters: what there is of LoRA; None: nothing. guard: see EngineParts.
     """
 
     def __init__(
@@ -149,6 +149,7 @@ class Engine:
         image_limits: ImageLimits | None = None,
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._own_run = OwnRun()
         self.model = model
@@ -199,7 +200,7 @@ class Engine:
             model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
         )
         self._forget_connector: Callable[[], None] = lambda: None
-        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder))
+        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard))
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
         show_adapters(metrics, self.adapters, self._requests)
@@ -284,12 +285,14 @@ class Engine:
             self._outer_error = error  # rises where a step's would, once the step in flight is over
             self._steps_scope.cancel()
 
-    async def _run_guard(self, guard: Guard) -> None:
-        try:
-            await guard()
-        except Exception as error:
-            self._outer_error = self._outer_error or error
-            self._steps_scope.cancel()
+    async def _run_guard(self, guard: Guard, scope: trio.CancelScope) -> None:
+        """Until the scope is cancelled."""
+        with scope:
+            try:
+                await guard()
+            except Exception as error:
+                self._outer_error = self._outer_error or error
+                self._steps_scope.cancel()
 
     async def _run_loop(self) -> None:
         with self._steps_scope:
@@ -298,8 +301,13 @@ class Engine:
             else:
                 with errors_unwrapped():
                     async with trio.open_nursery() as nursery:
-                        nursery.start_soon(self._run_guard, self._guard)
-                        await self._loop.run()
+                        # Shielded, so that being cancelled does not hide what the step in flight raises then.
+                        scope = trio.CancelScope(shield=True)
+                        nursery.start_soon(self._run_guard, self._guard, scope)
+                        try:
+                            await self._loop.run()
+                        finally:
+                            scope.cancel()
         assert self._outer_error is not None
         raise self._outer_error
 
