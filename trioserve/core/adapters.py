@@ -167,6 +167,10 @@ class AdapterBook:
         assert adapter.state is AdapterState.RETIRED, f"{adapter.name} is forgotten while it is {adapter.state.value}"
         assert not adapter.user_count, f"{adapter.name} is forgotten while {adapter.user_count} use it"
 
+    def name_of(self, id: AdapterId) -> str:
+        """Of one that is not forgotten: that which leads to it, or has."""
+        return self._adapters[id].name
+
     def knows(self, id: AdapterId) -> bool:
         """Whether it is not forgotten."""
         return id in self._adapters

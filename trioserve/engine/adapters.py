@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import trio
 
 from trioserve.contracts.adapter import AdapterContent, AdapterId
-from trioserve.contracts.errors import AdapterRefused, ModelLoadError, UnknownModel
+from trioserve.contracts.errors import AdapterRefused, ModelLoadError, RankLost, UnknownModel
 from trioserve.core.adapters import AdapterBook, AdapterLease, AdapterState, LoadedAdapter
 
 __all__ = ["AdapterPlace", "Adapters", "ReadAdapter"]
@@ -28,7 +29,7 @@ Raises ModelLoadError."""
 
 
 class AdapterPlace(Protocol):
-    """What computes with adapters."""
+    """What computes with adapters. Raises MemoryError, and RankLost where it has broken."""
 
     async def add(self, id: AdapterId, content: Any) -> None: ...
     async def remove(self, id: AdapterId) -> None: ...
@@ -120,7 +121,8 @@ class Adapters:
             for id in self.book.idle():
                 self._contents.pop(id, None)  # first, so that whoever attaches a place meanwhile does not add it again
                 if self._place is not None:
-                    await self._place.remove(id)
+                    with suppress(RankLost):  # then it is gone, too
+                        await self._place.remove(id)
                 self.book.forget(id)
                 if id in self._forgotten:
                     self._forgotten.pop(id).set()
@@ -133,7 +135,18 @@ class Adapters:
         self._place = place  # first: what is loaded from here on goes there by itself
         for id, content in [*self._contents.items()]:
             if id in self._contents:
-                await place.add(id, content)
+                try:
+                    await place.add(id, content)
+                except MemoryError as error:
+                    # It was being loaded when the last place broke, before that could refuse it.
+                    self._give_up(id, error)
+
+    def _give_up(self, id: AdapterId, error: MemoryError) -> None:
+        """There is no room for it: nobody gets it from here on, and requests that have it fail in their next step."""
+        name = self.book.name_of(id)
+        logger.error("adapter given up, since there is no room for it name=%s error=%s", name, error)
+        self.book.retire(name)
+        self._look()
 
     def detach(self) -> None:
         """It is closed, or broke; what is to be let go of goes with it."""
@@ -162,7 +175,8 @@ class Adapters:
 
 async def _added(place: AdapterPlace, id: AdapterId, name: str, content: AdapterContent) -> None:
     try:
-        await place.add(id, content)
+        with suppress(RankLost):  # the engine breaks with it, and finds the content when it is opened anew
+            await place.add(id, content)
     except MemoryError:
         raise AdapterRefused(
             f"there is no memory for '{name}', which takes {content.byte_count} bytes", reason="no_memory"
