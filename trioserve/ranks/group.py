@@ -15,7 +15,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import outcome
@@ -50,6 +50,7 @@ from trioserve.ranks.messages import (
 from trioserve.ranks.plan_wire import plan_to_wire
 from trioserve.ranks.stage_meeting import KEY_BYTES
 from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["RankGroup", "open_ranks"]
 
@@ -73,20 +74,21 @@ async def _wait_in_thread(masks: TokenMasks) -> None:
 
 class _Order:
     """An order that is out. waiting: the ranks that have not answered. Whoever waits is told when all have, or, of a
-    step, when the one has whose answer is the response."""
+    step, when the one has whose answer is the response. is_timed: it has a time that it may take; loading has none."""
 
-    def __init__(self, ranks: Sequence[int], begun_at: float, responder: int | None) -> None:
+    def __init__(self, ranks: Sequence[int], begun_at: float, responder: int | None, *, is_timed: bool) -> None:
         """responder: of a step; None: of any other order."""
         self.waiting = set(ranks)
         self.answers: dict[int, Answer] = {}
         self.begun_at = begun_at
         self.responder = responder
+        self.is_timed = is_timed
         self.result: outcome.Outcome[Any] | None = None
         self.task: trio.lowlevel.Task | None = None
 
     @property
     def is_step(self) -> bool:
-        """Which has a time that it may take."""
+        """Whose end is waited for in any case."""
         return self.responder is not None
 
     @property
@@ -124,6 +126,24 @@ class _Order:
         return self.result.unwrap()
 
 
+class _Sign(NamedTuple):
+    """Something is wrong. error: what is to be raised of it as it is; None: that the rank is lost. is_end: its
+    connection has ended; otherwise it has said what is wrong."""
+
+    rank: int
+    how: str
+    error: Exception | None
+    is_end: bool
+
+    @property
+    def doubt(self) -> int:
+        """How likely it is that this came of something else; 0: it did not. One that says what is wrong may speak of
+        another, which has ended without a word."""
+        if self.error is not None or KILLED in self.how:
+            return 0
+        return 1 if self.is_end else 2
+
+
 class RankGroup:
     """What EngineParts and assemble ask of what computes. Made by open_ranks.
 
@@ -149,6 +169,7 @@ class RankGroup:
         self._stage_size = stage_size
         self._fixed_seconds_max = answer_seconds_max
         self._longest_seconds = 0.0
+        self._answered_at = -math.inf  # when the last order was over in all ranks
         self._find_missing = find_missing
         self._wait_for_masks = wait_for_masks
         self._on_progress = on_progress
@@ -159,9 +180,10 @@ class RankGroup:
         self._all_loaded = trio.Event()
         self._progress: dict[int, tuple[float, int | None]] = {}
         self._pings: dict[int, tuple[int, float]] = {}  # by rank, of the oldest that is not answered
-        self._signs: list[tuple[int, str, Exception | None]] = []
+        self._signs: list[_Sign] = []
         self._has_sign, self._has_cause = trio.Event(), trio.Event()
         self._is_closed = False
+        self._is_step_told = False  # that it has failed
         self.step_seconds: dict[int, tuple[float, float]] = {}
         """Of each rank, what its last step took, and how much of that the ranks did together."""
         self.rank_seconds: list[tuple[float, float]] = []
@@ -185,6 +207,7 @@ class RankGroup:
             result: StepResult | None = await order.wait()
             return result
         async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.shield = True  # as the step is: without its masks it never ends
             nursery.start_soon(self._send_masks, serial, plan)
             result = await order.wait()
             nursery.cancel_scope.cancel()
@@ -209,8 +232,12 @@ class RankGroup:
             "snapshot_slot_count": loaded.snapshot_slot_count,
         }
         behind, key = self._next_stages(), secrets.token_bytes(KEY_BYTES)
-        await self._ask(lambda serial: Allocate(serial=serial, behind=behind, stage_key=key, **sizes), may_leave=True)
-        await self._ask(WarmUp, may_leave=True)
+        await self._ask(
+            lambda serial: Allocate(serial=serial, behind=behind, stage_key=key, **sizes),
+            may_leave=True,
+            is_timed=False,
+        )
+        await self._ask(WarmUp, may_leave=True, is_timed=False)
 
     def _next_stages(self) -> tuple[tuple[str, int] | None, ...]:
         """By rank, where the one in its place of the next stage waits for it."""
@@ -250,20 +277,21 @@ class RankGroup:
 
     # --- orders and answers ---
 
-    def _begin(self, make: Callable[[int], Any], *, is_step: bool = False) -> tuple[_Order, int]:
+    def _begin(self, make: Callable[[int], Any], *, is_step: bool = False, is_timed: bool = True) -> tuple[_Order, int]:
         self._serial += 1
         responder = len(self._links) - self._stage_size if is_step else None
-        order = _Order(range(len(self._links)), trio.current_time(), responder)
+        order = _Order(range(len(self._links)), trio.current_time(), responder, is_timed=is_timed)
         if self.failure is not None:
-            # The first that is behind the fault has it; a step behind another one just does not happen.
-            order.tell(outcome.Error(self.failure) if not self._orders else outcome.Value(None))
+            self._tell_failure(order, self.failure)
             return order, self._serial
         self._orders[self._serial] = order
         self._send(make(self._serial))
         return order, self._serial
 
-    async def _ask(self, make: Callable[[int], Any], *, may_leave: bool = False) -> dict[int, Answer]:
-        order, _ = self._begin(make)
+    async def _ask(
+        self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True
+    ) -> dict[int, Answer]:
+        order, _ = self._begin(make, is_timed=is_timed)
         answers: dict[int, Answer] = await order.wait(may_leave=may_leave)
         return answers
 
@@ -308,8 +336,10 @@ class RankGroup:
             order.tell(ready)
         if not order.waiting:
             del self._orders[answer.serial]
+            now = trio.current_time()
             if order.is_step:
-                self._longest_seconds = max(self._longest_seconds, trio.current_time() - order.begun_at)
+                self._longest_seconds = max(self._longest_seconds, now - self._owed_since(order))
+            self._answered_at = now
 
     def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
         """A step that was abandoned may have ended in one rank before it heard of it."""
@@ -341,18 +371,18 @@ class RankGroup:
         if fault.kind in (StartupError.__name__, ModelLoadError.__name__):
             kind = StartupError if fault.kind == StartupError.__name__ else ModelLoadError
             error = kind(fault.message)
-        self._note_sign(rank, f"failed {fault.doing}: {sentence}", error)
+        self._note_sign(_Sign(rank, f"failed {fault.doing}: {sentence}", error, is_end=False))
 
     def _on_end(self, rank: int, how: str) -> None:
-        if not any(sign[0] == rank for sign in self._signs):
-            self._note_sign(rank, how, None)
+        if not any(sign.rank == rank for sign in self._signs):
+            self._note_sign(_Sign(rank, how, None, is_end=True))
 
-    def _note_sign(self, rank: int, how: str, error: Exception | None) -> None:
+    def _note_sign(self, sign: _Sign) -> None:
         if self._is_closed or self.failure is not None:
             return
-        self._signs.append((rank, how, error))
+        self._signs.append(sign)
         self._has_sign.set()
-        if error is not None or KILLED in how:
+        if sign.doubt == 0:
             self._has_cause.set()
 
     async def judge(self) -> None:
@@ -361,40 +391,66 @@ class RankGroup:
         await self._has_sign.wait()
         with trio.move_on_after(SIGNS_SECONDS):
             await self._has_cause.wait()
-        rank, how, error = min(self._signs, key=lambda sign: (sign[2] is None, KILLED not in sign[1]))
-        self._break(error or RankLost(f"{self._links[rank]} {how}"))
+        sign = min(self._signs, key=lambda sign: sign.doubt)
+        self._break(sign.error or RankLost(f"{self._links[sign.rank]} {sign.how}"))
 
     def _break(self, error: Exception) -> None:
         if self.failure is not None:
             return
-        self.failure = error
         for link in self._links:
             if link.process is not None:
                 link.process.kill()
-        first = True
+        self._tell_lost(error)
+        self._failed.set()
+
+    def _tell_lost(self, error: Exception) -> None:
+        """Whoever waits, and whoever asks from here on."""
+        self.failure = error
         for order in self._orders.values():
             if order.result is None:
-                order.tell(outcome.Error(error) if first or not order.is_step else outcome.Value(None))
-                first = False
+                self._tell_failure(order, error)
         self._orders.clear()
-        self._failed.set()
+
+    def _tell_failure(self, order: _Order, error: Exception) -> None:
+        """The first step has it; one behind that just does not happen."""
+        if order.is_step and self._is_step_told:
+            order.tell(outcome.Value(None))
+            return
+        self._is_step_told = self._is_step_told or order.is_step
+        order.tell(outcome.Error(error))
 
     async def watch(self) -> None:
         """Asks each rank whether it is there, and how long it has owed an answer."""
-        serial = 0
+        serial, ping_at = 0, -math.inf
         while True:
-            await trio.sleep(min(PING_SECONDS, self._seconds_max / 4))
             now = trio.current_time()
-            owed_since = min((order.begun_at for order in self._orders.values() if order.is_step), default=now)
-            asked_at = min((asked for _, asked in self._pings.values()), default=now)
-            if now - min(owed_since, asked_at) > self._seconds_max:
-                self._break(self._hanging(now - min(owed_since, asked_at)))
+            since = self._waited_since(now)
+            if now >= since + self._seconds_max:
+                self._break(self._hanging(now - since))
                 return
-            serial += 1
-            for link in self._links:
-                if link.rank not in self._pings:
-                    self._pings[link.rank] = serial, now
-                    link.send(encode(Ping(serial)))
+            if now >= ping_at:
+                serial += 1
+                for link in self._links:
+                    if link.rank not in self._pings:
+                        self._pings[link.rank] = serial, now
+                        link.send(encode(Ping(serial)))
+                ping_at = now + min(PING_SECONDS, self._seconds_max / 4)
+            await trio.sleep_until(min(ping_at, self._waited_since(now) + self._seconds_max))
+
+    def _waited_since(self, now: float) -> float:
+        """For an answer to an order, or to a ping; now: for none."""
+        since = [asked_at for _, asked_at in self._pings.values()]
+        if self._oldest_timed is not None:
+            since.append(self._owed_since(self._oldest_timed))
+        return min(since, default=now)
+
+    @property
+    def _oldest_timed(self) -> _Order | None:
+        return next((order for order in self._orders.values() if order.is_timed), None)
+
+    def _owed_since(self, order: _Order) -> float:
+        """A step that was handed over behind another one begins when that is over."""
+        return max(order.begun_at, self._answered_at)
 
     @property
     def _seconds_max(self) -> float:
@@ -403,21 +459,24 @@ class RankGroup:
         return self._fixed_seconds_max or math.inf
 
     def _hanging(self, seconds: float) -> RankLost:
-        """Who holds the others up: one that does not even answer a ping, or has not come to where they meet."""
+        """Who holds the others up: one that does not even answer a ping, or has not come to where they meet, or alone
+        has not said that it is done."""
         frozen = [link for link in self._links if link.rank in self._pings]
         missing = self._find_missing()
         late = [link for link in self._links if link.rank in missing]
-        named = frozen if 0 < len(frozen) < len(self._links) else late or self._stage_that_owes() or frozen
+        named = frozen if 0 < len(frozen) < len(self._links) else late or self._owing() or frozen or self._links
         names = ", ".join(map(str, named))
         return RankLost(f"{names} has not answered for {seconds:.1f} s, {self._seconds_max:g} s are allowed")
 
-    def _stage_that_owes(self) -> list[RankLink]:
-        """Of several, the first one that has not answered the oldest step: those behind it wait for it."""
-        oldest = next((order for order in self._orders.values() if order.is_step), None)
-        if oldest is None or self._stage_size == len(self._links):
-            return self._links
+    def _owing(self) -> list[RankLink]:
+        """Who has not answered the oldest order. Of several stages it is the first such one: those behind it wait for
+        it."""
+        oldest = self._oldest_timed
+        if oldest is None:
+            return []
+        owing = [link for link in self._links if link.rank in oldest.waiting]
         stage = min(oldest.waiting) // self._stage_size
-        return [link for link in self._links if link.rank // self._stage_size == stage and link.rank in oldest.waiting]
+        return [link for link in owing if link.rank // self._stage_size == stage] if oldest.is_step else owing
 
     # --- from the beginning to the end ---
 
@@ -453,8 +512,19 @@ class RankGroup:
             attended_token_flops=sum(rank.attended_token_flops for rank in ranks),
         )
 
+    async def _listen(self, setups: Sequence[RankSetup], scope: trio.CancelScope) -> None:
+        with scope:
+            async with trio.open_nursery() as nursery:
+                for link, setup in zip(self._links, setups, strict=True):
+                    link.send(encode(setup))
+                    nursery.start_soon(link.run)
+                nursery.start_soon(self.judge)
+                nursery.start_soon(self.watch)
+
     def _close(self) -> None:
         self._is_closed = True
+        if self.failure is None:  # somebody may still be loading an adapter
+            self._tell_lost(RankLost("the ranks have been let go of"))
         for link in self._links:
             link.close()
 
@@ -490,13 +560,14 @@ async def open_ranks(
     )
     try:
         group._take_links(make_links(group._on_report, group._on_end))
-        async with trio.open_nursery() as nursery:
-            for link, setup in zip(group._links, setups, strict=True):
-                link.send(encode(setup))
-                nursery.start_soon(link.run)
-            nursery.start_soon(group.judge)
-            nursery.start_soon(group.watch)
-            yield group
-            nursery.cancel_scope.cancel()
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                # Who is cancelled waits for the step in flight, and so for what ranks say.
+                listening = trio.CancelScope(shield=True)
+                nursery.start_soon(group._listen, setups, listening)
+                try:
+                    yield group
+                finally:
+                    listening.cancel()
     finally:
         group._close()
