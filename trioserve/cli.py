@@ -301,6 +301,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="streams and responses that go on without their clients, who come back (default: off)",
     )
     parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="an engine whose model is in ranks, which die, hang and break at every moment (default: off)",
+    )
+    parser.add_argument(
         "--routers",
         type=int,
         nargs="*",

@@ -31,6 +31,7 @@ STEPS: dict[Mode, int] = {
     "routers": 100,  # events: nearly as many requests
     "pair": 300,  # events: some ten requests
     "lasting": 8,  # clients
+    "ranks": 6,  # clients
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
@@ -59,11 +60,13 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             "routers": is_of_several,
             "pair": arguments.pair,
             "lasting": arguments.lasting,
+            "ranks": arguments.ranks,
         }
         modes = [mode for mode, is_named in named.items() if is_named]
         if len(modes) > 1:
             raise StartupError(
-                "--stack, --router, --routers, --pair and --lasting are different simulations: give one of them"
+                "--stack, --router, --routers, --pair, --lasting and --ranks are different simulations: give one of "
+                "them"
             )
         mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps
@@ -135,7 +138,7 @@ def run_simulate(settings: SimulateSettings) -> int:
                 return EXIT_FAILED
     for what in sorted(totals):
         print(f"  {what:<32}{totals[what]:>12,}")
-    if settings.mode in ("stack", "lasting"):
+    if settings.mode in ("stack", "lasting", "ranks"):
         print(f"  digest of all traces            {digest.hexdigest()}")
     grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode in ("router", "routers") else ""
     print(

@@ -15,7 +15,7 @@ from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, 
 
 __all__ = ["Mode", "Runs", "runs_of"]
 
-Mode = Literal["core", "stack", "router", "routers", "pair", "lasting"]
+Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks"]
 
 
 class Runs(Protocol):
@@ -54,6 +54,17 @@ def runs_of(mode: Mode) -> Runs:
             plan_of=lasting_plan.lasting_plan_of,
             script_of=lasting_plan.script_of,
             simulation=lasting_simulator.LastingSimulation,
+        )
+    if mode == "ranks":
+        from trioserve.simulation.ranks import plan as ranks_plan
+        from trioserve.simulation.ranks import simulator as ranks_simulator
+
+        return _PlanRuns(
+            drawn_plan=ranks_plan.drawn_ranks_plan,
+            plan=ranks_plan.RanksPlan,
+            plan_of=ranks_plan.ranks_plan_of,
+            script_of=ranks_plan.script_of,
+            simulation=ranks_simulator.RanksSimulation,
         )
     if mode == "router":
         from trioserve.simulation.router import generator as router_generator

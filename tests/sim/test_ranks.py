@@ -1,0 +1,83 @@
+"""Histories of an engine in ranks: seeds hold, they reach every phase of a rank's life, and what is written is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trioserve.cli import main
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.simulation.ranks.plan import (
+    Abort,
+    Client,
+    Harm,
+    Load,
+    RanksPlan,
+    RanksStage,
+    Unload,
+    ranks_plan_of,
+    script_of,
+)
+from trioserve.simulation.runs import runs_of
+
+SEED_COUNT, CLIENT_COUNT = 150, 6
+KINDS = ("break", "end", "garble", "hang", "kill", "stop", "stray")
+PHASES = ("adapter", "answered", "claim", "masks", "met", "step", "while loading")
+MOMENTS = [
+    "harm: slow",
+    *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
+    *(f"clients: refused: {what}" for what in ("no such adapter", "reopening")),
+    *(f"ends: {reason}" for reason in ("abort", "deadline", "length", "stop")),
+    "engines broken for good",
+    "engines opened anew",
+    "engines that never opened",
+    "left while it ran",
+    "loads: no_memory",
+    "loads: ready",
+    "steps planned ahead",
+    "unloads",
+]
+PLAN = RanksPlan(
+    RanksStage(schedule_seed=3, rank_count=3, far_count=1, mask_seconds=0.01, notice_seconds=0.01, overlaps=True),
+    (
+        Client(number=0, at=0.0, prompt=(1, 2), output=4, repetition_penalty=1.2, logprobs=2, min_tokens=1, stops=(7,)),
+        Client(number=1, at=0.0, prompt=(1, 2), output=12, form=("left", "right"), adapter="a", patience=0.3),
+        Abort(number=1, at=0.1),
+        Load(name="a", at=0.0),
+        Unload(name="a", at=0.2),
+        Harm(kind="kill", rank=2, moment="met", count=2, after=0.003),
+    ),
+)
+
+
+def test_seeds_hold_and_reach_every_phase() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEED_COUNT):
+        verdict = runs_of("ranks").run_seed(seed, CLIENT_COUNT)
+        assert verdict.failure is None, f"seed {seed}: {verdict.failure}"
+        counts.update(verdict.counts)
+    assert [moment for moment in MOMENTS if not counts[moment]] == []
+    harms = [what.removeprefix("harm: ").partition(", ") for what in counts if what.startswith("harm: ")]
+    assert {kind for kind, _, _ in harms} == {*KINDS, "refuse", "slow"}
+    assert {phase for _, _, phase in harms if phase} == {*PHASES}
+
+
+def test_a_script_is_read_as_it_is_written() -> None:
+    assert ranks_plan_of(script_of(PLAN)) == PLAN
+    assert runs_of("ranks").run_script(script_of(PLAN)).failure is None
+
+
+def test_a_script_without_a_stage_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="a plan begins with its stage"):
+        ranks_plan_of("abort number=1 at=0.1\n")
+
+
+def test_the_rank_that_dies_is_named_in_the_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "plan.txt"
+    script.write_text(script_of(PLAN), encoding="utf-8")
+    assert main(["simulate", "--replay", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "opening 0 failed: rank 2 (on 10.0.0.2) has closed its connection" in shown
+    assert shown.endswith("every contract held\n")

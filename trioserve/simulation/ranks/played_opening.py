@@ -1,0 +1,282 @@
+"""The ranks of one opening of the engine: what happens to them, and the book of it, which knows what the group has to
+make of that and by when."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import trio
+
+from trioserve.contracts.errors import ModelLoadError, RankLost
+from trioserve.contracts.step import StepPlan
+from trioserve.ranks.link import RankLink
+from trioserve.ranks.messages import Report
+from trioserve.simulation.ranks.plan import LOADING, Harm, Moment, RanksStage
+from trioserve.simulation.ranks.played_rank import CAUSE, END_CODE, CameApart, PlayedRank, Refused
+
+__all__ = ["PlayedOpening"]
+
+# What is promised: from a first sign until it is judged; until the process of a connection that ended is waited for;
+# and from the end of the step timeout until a rank that hangs is named.
+SIGNS_SECONDS, EXIT_SECONDS, HANG_SECONDS = 0.02, 0.05, 1.0
+MOMENT_SECONDS = 1e-6
+PIDS_OF_ONE = 100
+
+
+class _Harmed:
+    """Something that ends the group. by: when everybody has to know."""
+
+    def __init__(self, harm: Harm, rank: PlayedRank, stage: RanksStage) -> None:
+        self.harm = harm
+        self.rank = rank
+        self.at = trio.current_time()
+        seconds = {
+            "kill": 2 * stage.ending_seconds + SIGNS_SECONDS,
+            "end": 2 * stage.ending_seconds + SIGNS_SECONDS,
+            "break": SIGNS_SECONDS,
+            "refuse": SIGNS_SECONDS,
+            "garble": EXIT_SECONDS + SIGNS_SECONDS,
+            "stop": stage.answer_seconds_max + HANG_SECONDS,
+            "hang": stage.answer_seconds_max + HANG_SECONDS,
+            "stray": 0.0,
+        }
+        self.by = self.at + seconds[harm.kind] + MOMENT_SECONDS
+
+    def __str__(self) -> str:
+        return f"{self.harm.kind} of {self.rank.name} at {self.at:.3f}"
+
+
+class PlayedOpening:
+    """A PlayedGroup. index: of the opening. nursery: of the ranks, which live as long as nobody ends them. tell, count,
+    check: the simulation's. is_open: an engine computes with it. failed_at, failure: what the group has told.
+    closed_at: when its engine had let it go."""
+
+    def __init__(
+        self,
+        index: int,
+        stage: RanksStage,
+        harms: Sequence[Harm],
+        nursery: trio.Nursery,
+        *,
+        tell: Callable[[str], None],
+        count: Callable[[str], None],
+        check: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self.stage = stage
+        self.ranks: list[PlayedRank] = []
+        self.step_count = 0
+        self.is_open = False
+        self.failed_at = self.closed_at = math.inf
+        self.failure: Exception | None = None
+        self.harmed: list[_Harmed] = []
+        self._harms = harms
+        self._nursery = nursery
+        self._tell, self._count, self._check = tell, count, check
+        self._come: Counter[tuple[int, Moment]] = Counter()
+        self._pending: dict[int, list[Harm]] = {}
+        self._arrivals: Counter[int] = Counter()
+        self._views: dict[int, dict[int, bool]] = {}  # by the serial of the step, what each rank has brought
+        self._abandoned: dict[int, tuple[float, set[int]]] = {}  # by the serial: since when, and who has heard of it
+        self._digests: dict[int, dict[int, int]] = {}  # by the serial, what each rank has chosen
+        self._strayed: dict[int, Harm] = {}
+        self._has_come_apart = False
+        self._changed = trio.Event()
+
+    # --- for the group ---
+
+    def make_links(
+        self, on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]
+    ) -> list[RankLink]:
+        stage = self.stage
+        links = []
+        for number in range(stage.rank_count):
+            is_far = number >= stage.rank_count - stage.far_count
+            pid = None if is_far else PIDS_OF_ONE * (self.index + 1) + number
+            rank = PlayedRank(self, number, pid)
+            self.ranks.append(rank)
+            links.append(RankLink(number, rank.connection, on_report, on_end, rank.process))
+            self._nursery.start_soon(rank.run)
+        return links
+
+    def find_missing(self) -> Sequence[int]:
+        """As shared memory shows it; ranks on several machines have none."""
+        if self.stage.far_count:
+            return ()
+        most = max(self._arrivals.values(), default=0)
+        return [rank.number for rank in self.ranks if self._arrivals[rank.number] < most]
+
+    # --- for the ranks ---
+
+    async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
+        self._come[rank.number, moment] += 1
+        due = self._pending.pop(rank.number, [])
+        for harm in self._harms:
+            if (harm.rank, harm.moment, harm.count) != (rank.number, moment, self._come[rank.number, moment]):
+                continue
+            if harm.after:
+                self._nursery.start_soon(self._harm_later, harm, rank)
+            else:
+                due.append(harm)
+        for harm in due:
+            if not self._strike(harm, rank):
+                await self._hold_up(harm, rank)
+        await trio.lowlevel.checkpoint()
+
+    async def meet(self, rank: PlayedRank, serial: int, view: bool) -> bool:
+        views = self._views.setdefault(serial, {})
+        assert rank.number not in views, f"rank {rank.number} comes twice to the sum of step {serial}"
+        views[rank.number] = view
+        self._arrivals[rank.number] += 1
+        self._note()
+        while len(views) < len(self.ranks):
+            if self._has_come_apart:
+                raise CameApart("Connection closed by peer")
+            await self._changed.wait()
+        return any(views.values())
+
+    def take_step(self, rank: PlayedRank, plan: StepPlan) -> None:
+        if rank.number == 0:
+            self.step_count += 1
+            self._count("steps planned ahead" if plan.is_ahead else "steps")
+            chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
+            self._tell(f"step {plan.step_index}: {chunks}")
+
+    def hear_abandoned(self, rank: PlayedRank, serial: int) -> None:
+        _since, ranks = self._abandoned.setdefault(serial, (trio.current_time(), set()))
+        assert rank.number not in ranks, f"rank {rank.number} is told twice that step {serial} is abandoned"
+        ranks.add(rank.number)
+
+    def take_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
+        if digest is None:
+            return
+        said = self._digests.setdefault(serial, {})
+        said[rank.number] = digest
+        strayed = self._strayed.get(serial)
+        if rank.stray is not None:
+            strayed = self._strayed[serial] = rank.stray
+            rank.stray = None
+        if strayed is not None and len(set(said.values())) > 1:  # which are both on their way by now
+            del self._strayed[serial]
+            self._note_harmed(strayed, self.ranks[strayed.rank])
+
+    def note_end(self) -> None:
+        """A rank has gone, which others may notice."""
+        seconds = self.stage.notice_seconds
+        if seconds is not None:
+            self._nursery.start_soon(self._come_apart, seconds)
+
+    def check(self) -> None:
+        self._check()
+
+    # --- what happens to them ---
+
+    async def _harm_later(self, harm: Harm, rank: PlayedRank) -> None:
+        await trio.sleep(harm.after)
+        if not self._strike(harm, rank):
+            self._pending.setdefault(rank.number, []).append(harm)
+
+    def _strike(self, harm: Harm, rank: PlayedRank) -> bool:
+        """What may happen at any moment does. False: it is something that a rank has to come to."""
+        if rank.is_over:
+            return True
+        kind = harm.kind
+        if kind in ("kill", "end"):
+            rank.stop()
+            self._note_harmed(harm, rank)
+            self._nursery.start_soon(rank.end, None if kind == "kill" else f"ended with code {END_CODE}")
+        elif kind == "garble":
+            self._note_harmed(harm, rank)
+            rank.garble()
+        elif kind == "stop":
+            rank.stop()
+            self._note_harmed(harm, rank)
+        elif kind == "stray":
+            rank.stray = harm
+        else:
+            return False
+        return True
+
+    async def _hold_up(self, harm: Harm, rank: PlayedRank) -> None:
+        if harm.kind == "slow":
+            self._tell(f"{rank.name} takes its time")
+            self._count("harm: slow")
+            await trio.sleep(harm.seconds)
+            return
+        self._note_harmed(harm, rank)
+        if harm.kind == "hang":
+            await trio.sleep_forever()
+        elif harm.kind == "refuse" and rank.doing != "at work":
+            raise Refused(CAUSE)
+        raise RuntimeError(CAUSE)
+
+    def _note_harmed(self, harm: Harm, rank: PlayedRank) -> None:
+        harmed = _Harmed(harm, rank, self.stage)
+        self.harmed.append(harmed)
+        self._tell(f"{harmed}, {harm.moment}")
+        self._count(f"harm: {harm.kind}, {'while loading' if harm.moment in LOADING else harm.moment}")
+
+    async def _come_apart(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+        self._has_come_apart = True
+        self._note()
+
+    def _note(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    # --- what has to come of it ---
+
+    def note_failure(self, error: Exception) -> None:
+        self.failure, self.failed_at = error, trio.current_time()
+        self._tell(f"opening {self.index} failed: {error}")
+        assert self.harmed, f"the ranks are said to be lost, and nothing has happened to them: {error}"
+        assert any(self._is_right(harmed, error) for harmed in self.harmed), (
+            f"it is said that {error}, and what happened is: {', '.join(map(str, self.harmed))}"
+        )
+
+    def _is_right(self, harmed: _Harmed, error: Exception) -> bool:
+        harm, name, said = harmed.harm, harmed.rank.name, str(error)
+        if harm.kind == "refuse" and isinstance(error, ModelLoadError):
+            return said == CAUSE
+        if not isinstance(error, RankLost):
+            return False
+        if harm.kind == "stray":
+            return "have chosen different tokens" in said and str(harm.rank) in said.partition(" have ")[0]
+        if harm.kind == "hang" and self.stage.far_count:  # who holds up whom is not to be seen there
+            return name in said and "has not answered for" in said
+        is_gone = harmed.rank.process is None
+        how = {
+            "kill": ("has closed its connection", "cannot be reached any more")
+            if is_gone
+            else ("was killed by SIGKILL",),
+            "end": ("has closed its connection", "cannot be reached any more") if is_gone else ("ended with code 3",),
+            "garble": ("said what nobody understands",),
+        }.get(harm.kind, ("has not answered for",) if harm.kind in ("stop", "hang") else ("failed ",))
+        return said.startswith(tuple(f"{name} {one}" for one in how))
+
+    def check_told(self, *, is_engine_over: bool) -> None:
+        """What has happened is known by now; who has heard that a step is abandoned is not alone with it."""
+        now = trio.current_time()
+        if self.failure is None and self.closed_at == math.inf:
+            for harmed in self.harmed:
+                assert now <= harmed.by, f"{harmed}, and at {now:.3f} nobody knows"
+        assert now <= self.failed_at + MOMENT_SECONDS or self.closed_at < math.inf or is_engine_over, (
+            f"the ranks were lost at {self.failed_at:.3f}, and at {now:.3f} the engine goes on with them"
+        )
+        if self.harmed:
+            return
+        for serial, (since, ranks) in self._abandoned.items():
+            assert now == since or len(ranks) == len(self.ranks), (
+                f"step {serial} is abandoned since {since:.3f}, and of the ranks {sorted(ranks)} alone know"
+            )
+
+    def check_closed(self) -> None:
+        """The group is over: nothing of it is left."""
+        self.closed_at = trio.current_time()
+        for rank in self.ranks:
+            assert rank.connection.is_closed, f"the connection of {rank.name} is open, and its group is over"
+            is_gone = rank.process is None or rank.process.how_ended() is not None
+            assert is_gone, f"{rank.name} lives, and its group is over"

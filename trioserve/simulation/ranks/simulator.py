@@ -1,0 +1,682 @@
+"""An engine whose model is in ranks, in virtual time: the real engine, the real RankGroup and its links, over ranks
+that are played in memory. These compute from the plan as it comes over the wire, and lose their lives at any moment.
+
+The books know what was done to whom and when, what the reference says to each client, and how often the engine may be
+opened anew. So they tell which rank has to be named and by when, and that nothing of anybody is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import trio
+from trio.testing import MockClock
+
+from trioserve.admission.text_threads import TextThreads
+from trioserve.contracts.adapter import AdapterId, AdapterRef
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import (
+    AdapterRefused,
+    EngineFault,
+    EngineReopening,
+    ModelLoadError,
+    Overloaded,
+    RankLost,
+    StepOverdue,
+    UnknownModel,
+)
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.guide import GuidedRows
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import Delta
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.contracts.token_masks import TokenMasks
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.engine.adapters import Adapters
+from trioserve.engine.engine import Engine
+from trioserve.engine.engine_loop import StepRunner
+from trioserve.engine.engine_parts import EngineParts
+from trioserve.engine.mask_rows import MaskBuffers, MaskRows
+from trioserve.engine.model_description import ModelDescription
+from trioserve.engine.request_preparation import SEED_STRIDE
+from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.settings import EngineSettings
+from trioserve.engine.supervisor import supervise
+from trioserve.metrics.registry import Metrics
+from trioserve.model.settings import ModelSettings
+from trioserve.ranks.group import RankGroup, open_ranks
+from trioserve.ranks.messages import RankSetup
+from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Unload
+from trioserve.simulation.ranks.played_opening import PlayedOpening
+from trioserve.simulation.ranks.wire_executor import LookingModel
+from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
+from trioserve.simulation.stack.forms import compile_forms, guide_of
+from trioserve.testing.accounting import assert_all_free
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.testing.fake_engine import byte_form_compiler, fake_adapter_digest
+from trioserve.testing.inline_texts import InlineTexts
+from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.task_order import seeded_schedule
+from trioserve.text.guide_factory import GuideFactory
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+__all__ = ["RanksSimulation"]
+
+SECONDS_MAX = 1_000.0  # of virtual time: who is not done then waits for something that never comes
+LOOK_SECONDS = 0.1  # between two looks at what has to be known by now
+BACKOFF_SECONDS_MAX = 4.0  # before an engine is opened anew
+IN_VAIN_MAX = 3  # openings in a row that bring nothing end it
+WAITING_MAX = 40
+ADAPTERS_MAX = 8
+ADAPTER_SECONDS = 0.01
+READ = "read to the end"
+
+
+class RanksSimulation:
+    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+
+    def __init__(self, plan: RanksPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.counts: dict[str, int] = {}
+        self._trace = trace
+        self._digest = blake2b(digest_size=16)
+        self._openings: list[PlayedOpening] = []
+        self._streams: dict[int, RequestStream] = {}  # of the clients that are inside, by number
+        self._aborted: set[int] = set()  # clients
+        self._named: dict[str, AdapterId] = {}  # adapters that may be asked for
+        self._core: EngineCore | None = None
+        self._engine: Engine | None = None
+        self._was_open = False
+        self._violations: list[AssertionError] = []
+        self._expected = ReferenceEngine(LookingModel(vocab_size=plan.stage.vocab_size))
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def run(self) -> None:
+        """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
+        with seeded_schedule(self.plan.stage.schedule_seed):
+            trio.run(self._main, clock=MockClock(autojump_threshold=0))
+
+    async def _main(self) -> None:
+        compile_forms()
+        # Threads end in real time, so that virtual time may do what it likes meanwhile.
+        async with InlineTexts() as texts, trio.open_nursery() as world:
+            await self._be_server(texts, world)
+            world.cancel_scope.cancel()
+
+    async def _be_server(self, texts: TextThreads, world: trio.Nursery) -> None:
+        """world: of the ranks, which no scope of the engine's ends."""
+        stage = self.plan.stage
+        leaves_at = math.inf if stage.leaves_at is None else stage.leaves_at
+        try:
+            begun_at = trio.current_time()
+            with errors_unwrapped(), trio.fail_after(SECONDS_MAX), trio.move_on_at(begun_at + leaves_at) as scope:
+                async with self._open_engine(texts, world) as engine:
+                    await self._live(engine)
+            if scope.cancelled_caught:
+                self._check_left_in_time(trio.current_time() - begun_at - leaves_at)
+        except (EngineFault, RankLost, ModelLoadError) as error:
+            self._check_over(error)
+        self._check_told()
+        for opening in self._openings:
+            assert opening.closed_at < math.inf, f"opening {opening.index} of the engine is never left"
+        assert not self._streams, f"clients {sorted(self._streams)} have not left"
+
+    def _check_left_in_time(self, seconds: float) -> None:
+        """Whoever is left waits for the steps in flight, and for nothing else."""
+        stage = self.plan.stage
+        harm = max((part.seconds for part in self.plan.parts if isinstance(part, Harm)), default=0.0)
+        is_harmed = any(opening.harmed for opening in self._openings)
+        steps = 2 * (max(stage.step_seconds) + stage.mask_seconds + harm) + 0.01
+        seconds_max = max(steps, stage.answer_seconds_max + 1.1 if is_harmed else 0.0)
+        assert seconds <= seconds_max, f"leaving took {seconds:.3f} s, and {seconds_max:.3f} s are enough"
+        self.count("left while it ran")
+
+    def _check_over(self, error: Exception) -> None:
+        """The engine has ended by itself, which has to have a reason, and is the last word."""
+        self._check_told()
+        last = self._openings[-1]
+        failures = [opening for opening in self._openings if opening.failure is not None]
+        if last.failure is None:
+            raise error  # nothing has happened to the ranks: something else is wrong
+        assert str(last.failure) in str(error), f"the engine ended with {error}, and broke with {last.failure}"
+        restarts_max = self.plan.stage.restarts_max
+        if isinstance(error, EngineFault):
+            is_over = len(failures) > restarts_max or len(failures) >= IN_VAIN_MAX
+            assert is_over, f"the engine broke {len(failures)} times, and might have been opened anew: {error}"
+            self.count("engines broken for good")
+        else:
+            assert not self._was_open, f"an engine that once ran ended with {error!r}"
+            self.count("engines that never opened")
+
+    # --- the engine ---
+
+    @asynccontextmanager
+    async def _open_engine(self, texts: TextThreads, world: trio.Nursery) -> AsyncIterator[Engine]:
+        stage = self.plan.stage
+        adapters = Adapters(_read_adapter, adapters_max=ADAPTERS_MAX, reserved_names=("model",))
+
+        def make_engine(parts: EngineParts) -> Engine:
+            engine = Engine(
+                model=ModelDescription(
+                    served_names=("model",),
+                    source="model",
+                    context_tokens_max=parts.core.settings.context_tokens_max,
+                    vocab_size=BYTE_VOCAB_SIZE,
+                    eos_token_ids=(END_TOKEN_ID,),
+                    created_at=0,
+                ),
+                core=parts.core,
+                steps=parts.steps,
+                tokenizer=byte_tokenizer(),
+                text_threads=texts,
+                metrics=Metrics("model"),
+                settings=EngineSettings(
+                    waiting_requests_max=WAITING_MAX,
+                    step_seconds_max=stage.answer_seconds_max,
+                    restarts_max=stage.restarts_max,
+                ),
+                new_request_id=map("req-{}".format, itertools.count(1)).__next__,
+                when_idle=parts.when_idle,
+                guides=GuideFactory(byte_form_compiler()),
+                adapters=adapters,
+                guard=parts.guard,
+            )
+            self._engine = engine
+            engine.on_fault = engine.wait_until_idle  # clients have their time
+            return engine
+
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._look)
+
+                @asynccontextmanager
+                async def open_parts() -> AsyncIterator[EngineParts]:
+                    self._note_opening()
+                    try:
+                        async with self._open_parts(adapters, world) as parts:
+                            yield parts
+                    except AssertionError as violation:  # the engine would take it for a fault of what it computes with
+                        self._violations.append(violation)
+                        raise
+
+                engine = await nursery.start(supervise, open_parts, make_engine)
+                nursery.start_soon(engine.keep_deadlines)
+                self._was_open = True
+                yield engine
+                nursery.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _open_parts(self, adapters: Adapters, world: trio.Nursery) -> AsyncIterator[EngineParts]:
+        stage = self.plan.stage
+        opening = self._new_opening(world)
+        masks = _LateMasks(stage.mask_seconds, world)
+        try:
+            async with open_ranks(
+                _setups(stage),
+                opening.make_links,
+                answer_seconds_max=stage.answer_seconds_max,
+                find_missing=opening.find_missing,
+                wait_for_masks=masks.wait,
+            ) as group:
+                world.start_soon(self._watch, opening, group)
+                await group.load()
+                assert group.loaded.block_count == stage.block_count, "more blocks than every rank has room for"
+                self._core = EngineCore(_core_settings(stage), mask_maker=masks)
+                await adapters.attach(group)
+                try:
+                    self.tell(f"opening {opening.index} is open")
+                    opening.is_open = True
+                    yield EngineParts(
+                        self._core, _JudgedSteps(group, self._violate), when_idle=group.claim_memory, guard=group.guard
+                    )
+                finally:
+                    opening.is_open = False
+                    adapters.detach()
+        finally:
+            self._core = None
+            opening.check_closed()
+
+    def _new_opening(self, nursery: trio.Nursery) -> PlayedOpening:
+        index = len(self._openings)
+        harms = [part for part in self.plan.parts if isinstance(part, Harm) and part.opening == index]
+        opening = PlayedOpening(
+            index, self.plan.stage, harms, nursery, tell=self.tell, count=self.count, check=self._check_told
+        )
+        self._openings.append(opening)
+        return opening
+
+    async def _watch(self, opening: PlayedOpening, group: RankGroup) -> None:
+        """Notes the moment at which the group breaks."""
+        try:
+            await group.guard()
+        except (RankLost, ModelLoadError) as error:
+            opening.note_failure(error)
+
+    def _note_opening(self) -> None:
+        """It is about to be opened, perhaps anew."""
+        try:
+            self._check_opening()
+        except AssertionError as violation:
+            self._violations.append(violation)
+
+    def _check_opening(self) -> None:
+        openings, stage = self._openings, self.plan.stage
+        if not openings:
+            return
+        last = openings[-1]
+        assert last.failure is not None, "the engine is opened anew, and nothing had broken"
+        assert len(openings) <= stage.restarts_max, f"it is opened anew {len(openings)} times"
+        seconds = trio.current_time() - last.failed_at
+        assert seconds <= BACKOFF_SECONDS_MAX + 0.001, f"opened anew {seconds:.3f} s after it broke"
+        in_vain = [opening for opening in openings[-IN_VAIN_MAX:] if opening.failure is not None]
+        is_vain = len(in_vain) == IN_VAIN_MAX and not any(opening.step_count for opening in in_vain)
+        assert not is_vain, f"opened anew behind {IN_VAIN_MAX} openings that computed nothing"
+        self.count("engines opened anew")
+
+    # --- what tasks do ---
+
+    async def _live(self, engine: Engine) -> None:
+        async with trio.open_nursery() as nursery:
+            for part in self.plan.parts:
+                if isinstance(part, Client):
+                    nursery.start_soon(self._be_client, engine, part)
+                elif isinstance(part, Abort):
+                    nursery.start_soon(self._abort, engine, part)
+                elif isinstance(part, Load):
+                    nursery.start_soon(self._load, engine, part)
+                elif isinstance(part, Unload):
+                    nursery.start_soon(self._unload, engine, part)
+        await engine.wait_until_idle()
+        # Whatever has happened meanwhile is known after that, and the engine is open again, or is not to be.
+        await trio.sleep(self.plan.stage.answer_seconds_max + 2.0)
+        while not engine.ready:  # noqa: ASYNC110  # that it takes requests is all that tells
+            await trio.sleep(LOOK_SECONDS)
+        self._check_all_free(engine)
+        last = Client(number=len(self.plan.parts), at=0.0, prompt=(1, 2, 3, 4, 5), output=4)
+        opening_count = len(self._openings)
+        outcome = await self._be_client(engine, last)
+        is_lost = len(self._openings) > opening_count or self._openings[-1].failure is not None
+        assert outcome == READ or is_lost, f"nobody is left, and the next one is {outcome}"
+        await trio.sleep(0.5)
+        if engine.ready:
+            self._check_all_free(engine)
+
+    async def _be_client(self, engine: Engine, client: Client) -> str:
+        await trio.sleep(client.at)
+        self.count("requests")
+        stream = engine.generate(
+            client.prompt,
+            _sampling(client),
+            request_id=f"c{client.number}",
+            deadlines=Deadlines(timeout=client.timeout),
+            adapter=client.adapter or None,
+        )
+        outcome, openings_before = "left early", len(self._openings)
+        self._forget_given_up(engine)
+        has_adapter = client.adapter in ("", *self._named)
+        self._streams[client.number] = stream
+        try:
+            with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
+                async with stream:
+                    assert has_adapter, f"client {client.number} has {client.adapter}, which is not there"
+                    if await self._read(client, stream, openings_before):
+                        outcome = READ
+        except EngineReopening:
+            assert not self._openings[-1].is_open, "it is said to be opened anew, and is open"
+            outcome = "refused: reopening"
+        except StepOverdue:
+            assert any(opening.harmed for opening in self._openings), "a step is overdue, and nothing holds it up"
+            outcome = "refused: overdue"
+        except Overloaded as error:
+            raise AssertionError(f"client {client.number} is refused: {error}") from error
+        except EngineFault as fault:
+            self._check_told_of(client, fault)
+            outcome = "told of a fault"
+        except UnknownModel:
+            assert not has_adapter, f"client {client.number}: {client.adapter} is there"
+            outcome = "refused: no such adapter"
+        finally:
+            self._streams.pop(client.number, None)
+            self._check_left(client, stream)
+        if scope.cancelled_caught:
+            outcome = "out of patience"
+        self.tell(f"client {client.number}: {outcome}")
+        self.count(f"clients: {outcome}")
+        return outcome
+
+    def _check_told_of(self, client: Client, fault: EngineFault) -> None:
+        failure = self._last_failure
+        assert failure is not None, f"client {client.number} is told of a fault, and nothing had broken: {fault}"
+        assert str(failure) in str(fault), f"client {client.number} is told {fault}, and what broke is {failure}"
+
+    async def _read(self, client: Client, stream: RequestStream, openings_before: int) -> bool:
+        """Whether everything was read."""
+        responses = [self._expected.response(_sequence(client, index)) for index in range(client.choices)]
+        counts, ends = [0] * client.choices, [0] * client.choices
+        if client.leaves_after == 0:
+            return False
+        delta_count = whole = 0
+        async for delta in stream:
+            self.tell(f"client {client.number}: {_shown(delta)}")
+            index, begin, expected = delta.index, counts[delta.index], responses[delta.index]
+            name = f"client {client.number}, choice {index}"
+            counts[index] += len(delta.token_ids)
+            assert ends[index] == 0, f"{name}: {delta} after its end"
+            tokens = expected.token_ids
+            assert delta.token_ids == tokens[begin : counts[index]], f"{name}: {delta} at {begin} of {tokens}"
+            if client.logprobs is not None and delta.token_ids:
+                assert expected.logprobs is not None
+                assert delta.logprobs == expected.logprobs[begin : counts[index]], f"{name}: {delta} at {begin}"
+            if delta.finish_reason is not None:
+                ends[index] = 1
+                self._check_end(client, delta, expected, counts[index], openings_before)
+                whole += delta.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            self._check()
+            delta_count += 1
+            if delta_count == client.leaves_after:
+                return False
+            await trio.sleep(client.pause)
+        assert all(ends), f"client {client.number}: the stream is over, and choices have no end: {ends}"
+        if client.logprobs is not None and whole == client.choices:
+            assert stream.prompt_logprobs == responses[0].prompt_logprobs, f"client {client.number}: of its prompt"
+        return True
+
+    def _check_end(
+        self, client: Client, delta: Delta, expected: ReferenceResponse, count: int, openings_before: int
+    ) -> None:
+        reason = delta.finish_reason
+        assert reason is not None
+        self.count(f"ends: {reason.value}")
+        name = f"client {client.number}, choice {delta.index}"
+        if reason in (FinishReason.LENGTH, FinishReason.STOP):
+            assert reason is expected.reason, f"{name} ended with {reason}, the reference with {expected.reason}"
+            assert count == len(expected.token_ids), f"{name} is said to be complete with {count} tokens"
+        elif reason is FinishReason.ABORT:
+            assert client.number in self._aborted, f"{name} was aborted by nobody"
+        elif reason is FinishReason.DEADLINE:
+            assert client.timeout is not None, f"{name} has no deadline"
+        elif "adapter of this request is not loaded" in str(delta.message):
+            # One that came while the engine was opened anew, and had no room there.
+            assert self.plan.stage.adapters_max < ADAPTERS_MAX, f"{name} is told {delta.message}"
+            assert len(self._openings) > 1, f"{name} is told {delta.message}"
+        else:
+            since = [opening for opening in self._openings[openings_before - 1 :] if opening.failure is not None]
+            assert len(since) >= 2, f"{name} is ended, and was in {len(since)} steps that failed: {delta.message}"
+            assert str(since[-1].failure) in str(delta.message), f"{name} is told {delta.message}: {since[-1].failure}"
+
+    def _check_left(self, client: Client, stream: RequestStream) -> None:
+        if self._core is None:
+            return
+        sequences = {live.request.id: live for live in self._core.live_requests()}
+        is_broken = self._openings[-1].failure is not None
+        for choice in stream._request.choices:
+            live = sequences.get(choice.sequence_id)
+            assert live is None or is_broken or (live.steps_in_flight and live.abort_reason is not None), (
+                f"client {client.number} has left, and {choice.sequence_id} goes on"
+            )
+        self._check()
+
+    async def _abort(self, engine: Engine, part: Abort) -> None:
+        await trio.sleep(part.at)
+        stream = self._streams.get(part.number)
+        if stream is not None and not stream.is_finished:
+            self._aborted.add(part.number)
+        engine.abort([f"c{part.number}"])
+        self.count("aborts")
+        self._check()
+
+    async def _load(self, engine: Engine, part: Load) -> None:
+        await trio.sleep(part.at)
+        try:
+            await engine.load_adapter(part.name, f"/{part.name}")
+        except AdapterRefused as error:
+            self.count(f"loads: {error.reason}")
+            self._check_refused(part, error)
+            return
+        loaded = engine.adapters.book.get(part.name)
+        assert loaded is not None
+        self._named[part.name] = loaded.id
+        self.count("loads: ready")
+
+    def _check_refused(self, part: Load, error: AdapterRefused) -> None:
+        is_full = error.reason == "no_memory" and self.plan.stage.adapters_max < ADAPTERS_MAX
+        assert is_full or error.reason == "unloaded", f"{part.name} is not loaded: {error}"
+
+    async def _unload(self, engine: Engine, part: Unload) -> None:
+        await trio.sleep(part.at)
+        self._forget_given_up(engine)
+        id = self._named.pop(part.name, None)
+        try:
+            await engine.unload_adapter(part.name)
+        except UnknownModel:
+            assert id is None, f"{part.name} was there, and could not be unloaded"
+            return
+        self.count("unloads")
+        opening = self._openings[-1]
+        if id is not None and opening.failure is None and not opening.harmed:
+            for rank in opening.ranks:
+                assert rank.executor is None or id not in rank.executor.adapters, f"{part.name} is gone, and takes room"
+
+    # --- what has to hold ---
+
+    async def _look(self) -> None:
+        """Also when nobody does anything."""
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            self._check_told()
+
+    @property
+    def _last_failure(self) -> Exception | None:
+        return next((opening.failure for opening in reversed(self._openings) if opening.failure is not None), None)
+
+    def _check_told(self) -> None:
+        if self._violations:
+            raise self._violations[0]
+        for opening in self._openings:
+            opening.check_told(is_engine_over=self._engine is not None and self._engine.fault is not None)
+
+    def _check(self) -> None:
+        self._check_told()
+        if self._core is not None and self._openings[-1].failure is None:
+            check_core(self._core)
+
+    def _check_all_free(self, engine: Engine) -> None:
+        assert_all_free(engine)
+        self._forget_given_up(engine)
+        assert self._core is not None
+        check_idle(self._core)
+        opening = self._openings[-1]
+        if not opening.harmed:
+            for rank in opening.ranks:
+                assert rank.executor is not None
+                assert rank.executor.adapters == {*self._named.values()}, f"{rank.name} has {rank.executor.adapters}"
+
+    def _forget_given_up(self, engine: Engine) -> None:
+        """Adapters that came while the engine broke, and for which the new ranks have no room."""
+        if len(self._openings) > 1 and self.plan.stage.adapters_max < ADAPTERS_MAX:
+            self._named = {name: id for name, id in self._named.items() if name in engine.adapters.names}
+
+    def _violate(self, what: str) -> None:
+        self._violations.append(AssertionError(what))
+
+    def tell(self, line: str) -> None:
+        line = f"{trio.current_time():.3f} {line}"
+        self._digest.update(line.encode() + b"\n")
+        if self._trace is not None:
+            self._trace(line)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+class _JudgedSteps:
+    """A StepRunner, held to its promise: no result is missing without a reason, and one error is the last word.
+    violate: is told what is not so, since the engine takes whatever a step raises for a fault of its own."""
+
+    def __init__(self, steps: StepRunner, violate: Callable[[str], None]) -> None:
+        self._steps = steps
+        self._violate = violate
+        self._has_raised = False
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        return self._judged(self._steps.run_step(plan, is_abandoned), plan.step_index, is_abandoned)
+
+    async def _judged(
+        self, computed: Coroutine[Any, Any, StepResult | None], index: int, is_abandoned: IsAbandoned
+    ) -> StepResult | None:
+        try:
+            result = await computed
+        except RankLost as error:
+            if self._has_raised:
+                self._violate(f"step {index} raises, too, behind one that did: {error}")
+            self._has_raised = True
+            raise
+        if result is not None and self._has_raised:
+            self._violate(f"step {index} is computed behind one that failed")
+        if result is None and not (self._has_raised or is_abandoned()):
+            self._violate(f"step {index} was not computed, and somebody waits for it")
+        return result
+
+
+class _LateMasks:
+    """A MaskMaker whose masks take their time, of the clock's."""
+
+    def __init__(self, seconds: float, nursery: trio.Nursery) -> None:
+        self._buffers = MaskBuffers(BYTE_VOCAB_SIZE)
+        self._seconds = seconds
+        self._nursery = nursery
+        self._filled = trio.Event()
+
+    def begin(self, guided: Sequence[GuidedRows], row_count: int) -> TokenMasks:
+        rows = self._buffers.take(guided, row_count)
+        if self._seconds:
+            self._nursery.start_soon(self._fill_later, rows)
+        else:
+            rows.fill()
+        return rows
+
+    async def _fill_later(self, rows: MaskRows) -> None:
+        await trio.sleep(self._seconds)
+        rows.fill()
+        self._filled.set()
+        self._filled = trio.Event()
+
+    def end(self, masks: TokenMasks) -> None:
+        assert isinstance(masks, MaskRows)
+        self._buffers.give_back(masks)
+
+    async def wait(self, masks: TokenMasks) -> None:
+        assert isinstance(masks, MaskRows)
+        while not masks.is_filled:
+            await self._filled.wait()
+
+
+class _Bytes(NamedTuple):
+    content: bytes
+
+    def tobytes(self) -> bytes:
+        return self.content
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (1, len(self.content))
+
+
+class _Matrix(NamedTuple):
+    a: _Bytes
+    b: _Bytes
+
+
+class _AdapterContent(NamedTuple):
+    digest: str
+    dtype: str = "float32"
+    rank_max: int = 1
+    byte_count: int = 1024
+
+    @property
+    def matrices(self) -> MappingProxyType[str, _Matrix]:
+        content = self.digest.encode()
+        return MappingProxyType({"layers.0.q_proj": _Matrix(_Bytes(content), _Bytes(content[::-1]))})
+
+
+async def _read_adapter(path: str, is_checked: bool) -> _AdapterContent:
+    await trio.sleep(ADAPTER_SECONDS)
+    return _AdapterContent(fake_adapter_digest(path))
+
+
+def _setups(stage: RanksStage) -> list[RankSetup]:
+    return [
+        RankSetup(
+            rank=rank,
+            size=stage.rank_count,
+            path="/model",
+            settings=ModelSettings(block_size=BLOCK_SIZE),
+            context_tokens=None,
+            uses_further_layers=False,
+            expert_parallel=False,
+        )
+        for rank in range(stage.rank_count)
+    ]
+
+
+def _core_settings(stage: RanksStage) -> CoreSettings:
+    return CoreSettings(
+        block_count=stage.block_count,
+        block_size=BLOCK_SIZE,
+        context_tokens_max=stage.block_count * BLOCK_SIZE,
+        max_num_seqs=stage.max_num_seqs,
+        step_tokens_max=stage.step_tokens_max,
+        overlap_steps=stage.overlaps,
+        draft_tokens_max=stage.draft_tokens,
+    )
+
+
+def _sampling(client: Client) -> SamplingParams:
+    return SamplingParams(
+        n=client.choices,
+        temperature=client.temperature,
+        top_k=client.top_k,
+        repetition_penalty=client.repetition_penalty,
+        presence_penalty=client.presence_penalty,
+        logit_bias=None if client.bias is None else {client.bias: 2.5},
+        max_tokens=client.output,
+        min_tokens=client.min_tokens,
+        stop_token_ids=client.stops,
+        seed=client.number,
+        logprobs=client.logprobs,
+        prompt_logprobs=client.logprobs,
+        structured=StructuredOutput.choice(client.form) if client.form else None,
+    )
+
+
+def _sequence(client: Client, index: int) -> EngineRequest:
+    """What the engine makes of a choice, as far as the response depends on it."""
+    adapter = AdapterRef(AdapterId(1), fake_adapter_digest(f"/{client.adapter}")) if client.adapter else None
+    return EngineRequest(
+        id=RequestId(f"{client.number}/{index}"),
+        prompt_token_ids=client.prompt,
+        sampling=_sampling(client),
+        output_tokens_max=client.output,
+        stop_token_ids=frozenset((*client.stops, END_TOKEN_ID)),
+        seed=(client.number + index * SEED_STRIDE) % 2**64,
+        guide=guide_of(client.form),
+        adapter=adapter,
+    )
+
+
+def _shown(delta: Delta) -> str:
+    end = "" if delta.finish_reason is None else f" {delta.finish_reason.value}"
+    return f"{delta.index}: {','.join(map(str, delta.token_ids))}{end}"
