@@ -83,6 +83,7 @@ class PlacedRanks:
         self.nodes: tuple[RankNode, ...] = ()
         self._process = process
         self._failure: str | None = None
+        self._have_come = False
         self._is_placed, self._has_failed = trio.Event(), trio.Event()
         self._remark = bytearray()
         self._has_said_all = trio.Event()
@@ -109,6 +110,7 @@ class PlacedRanks:
             for connection in found.values():
                 connection.close()
             raise
+        self._have_come = True
         return found
 
     async def _unless_failed(self, wait: Callable[[], Awaitable[object]]) -> None:
@@ -167,8 +169,9 @@ class PlacedRanks:
         """The first time counts: what comes later may come of it."""
         if self._failure is None:
             self._failure = why
-            logger.warning("ranks that Ray has placed: %s", why)
             self._has_failed.set()
+            if self._have_come:  # otherwise somebody waits, and raises it
+                logger.warning("of ranks that Ray has placed: %s", why)
 
 
 @asynccontextmanager
