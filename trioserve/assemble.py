@@ -32,7 +32,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterPlace, Adapters
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
-from trioserve.engine.engine_parts import EngineParts, Guard
+from trioserve.engine.engine_parts import EngineParts, Guard, Nap
 from trioserve.engine.guide_metrics import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.launched_steps import LaunchedSteps
@@ -415,28 +415,32 @@ class _Opening:
             async with self._computing(checkpoint, draft, compute) as computing:
                 runner = computing.runner
                 masks = scopes.enter_context(MaskThread(checkpoint.config.vocab_size))
-                connector = self._connector(checkpoint, runner, None if draft else _window_tokens(checkpoint))
                 settings = _core_settings(config, self._transfers, self._drafts, runner, checkpoint, draft)
-                core = EngineCore(settings, connector=connector, mask_maker=masks)
+
+                def new_parts() -> EngineParts:
+                    connector = self._connector(checkpoint, runner, None if draft else _window_tokens(checkpoint))
+                    return EngineParts(
+                        EngineCore(settings, connector=connector, mask_maker=masks),
+                        computing.steps,
+                        connector,
+                        readers_first=runner.device == "cpu",
+                        when_idle=computing.claim_memory,
+                        image_encoder=computing.image_encoder,
+                        guard=computing.guard,
+                        nap=_nap(runner, compute, new_parts),
+                    )
+
                 self._note_model(checkpoint, runner)
-                self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
-                self._show(runner, finds_prefixes=core.settings.enable_prefix_caching)
+                self._tell_loaded(runner, settings, checkpoint, time.perf_counter() - started_at)
+                self._show(runner, finds_prefixes=settings.enable_prefix_caching)
                 scopes.callback(show_masks(self._metrics, masks))
                 await self._adapters.attach(computing.adapters)
                 scopes.callback(self._adapters.detach)
-                yield EngineParts(
-                    core,
-                    computing.steps,
-                    connector,
-                    readers_first=runner.device == "cpu",
-                    when_idle=computing.claim_memory,
-                    image_encoder=computing.image_encoder,
-                    guard=computing.guard,
-                )
+                yield new_parts()  # and no name for them here, since what has one is not given back
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
@@ -489,6 +493,7 @@ class _Opening:
             else None,
             adapters=self._adapters,
             guard=guard,
+            nap=nap,
         )
         return self._engine
 
@@ -913,7 +918,7 @@ class _Opening:
         metrics.attended_token_flops.set(runner.attended_token_flops)
 
     def _tell_loaded(
-        self, runner: Runner, core: EngineCore, checkpoint: Checkpoint | EncoderDirectory, seconds: float
+        self, runner: Runner, settings: CoreSettings, checkpoint: Checkpoint | EncoderDirectory, seconds: float
     ) -> None:
         if self._engine is not None:
             logger.info("the engine was opened anew seconds=%.1f", seconds)
@@ -925,7 +930,7 @@ class _Opening:
                 device=runner.device,
                 computed_by=runner.computed_by,
                 dtype=runner.dtype,
-                context_tokens_max=core.settings.context_tokens_max,
+                context_tokens_max=settings.context_tokens_max,
                 model_context_tokens_max=checkpoint.config.context_tokens_max,
                 block_count=runner.block_count,
                 block_size=runner.block_size,
@@ -945,6 +950,32 @@ class _Computing(NamedTuple):
     claim_memory: WhenIdle
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
+
+
+class _Nap:
+    """The KV cache goes and comes in the compute thread."""
+
+    def __init__(self, runner: ModelRunner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> None:
+        self._runner = runner
+        self._compute = compute
+        self._new_parts = new_parts
+
+    async def let_go(self) -> None:
+        await self._compute.run(self._runner.release_kv)
+
+    async def make_anew(self) -> EngineParts:
+        await self._compute.run(self._runner.allocate_kv, self._runner.block_count)
+        return self._new_parts()
+
+
+def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> Nap | str:
+    from trioserve.model.runner import ModelRunner
+
+    if isinstance(runner, RankedRunner):
+        return "a model in ranks cannot give its KV cache back alone"
+    if not isinstance(runner, ModelRunner):
+        return "an encoder has no KV cache to give back"
+    return runner.why_kept or _Nap(runner, compute, new_parts)
 
 
 class _AdapterPlace:

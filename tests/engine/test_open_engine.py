@@ -46,6 +46,7 @@ class FakeRunner(FakeExecutor):
     state_slot_count = snapshot_slot_count = 0
     takes_every_cpu = is_batch_invariant = False
     launches = False
+    why_kept = None
     computed_by = arithmetic = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []

@@ -48,6 +48,7 @@ from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.routers_heard import RoutersHeard
+from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
 from trioserve.api.operations.thoughts import control_request
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
@@ -117,6 +118,9 @@ ROUTES = {
         Route(path="/pause", operations={"POST": pause}),
         Route(path="/resume", operations={"POST": resume}),
         Route(path="/is_paused", operations={"GET": read_is_paused}),
+        Route(path="/sleep", operations={"POST": sleep}),
+        Route(path="/wake_up", operations={"POST": wake_up}),
+        Route(path="/is_sleeping", operations={"GET": read_is_sleeping}),
         Route(path="/pause_generation", operations={"POST": pause_generation}),
         Route(path="/continue_generation", operations={"POST": continue_generation}),
         Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),

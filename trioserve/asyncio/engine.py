@@ -88,6 +88,8 @@ class Engine:
     live_requests = _called(TrioEngine.live_requests)
     stats = _called(TrioEngine.stats)
     load = _called(TrioEngine.load)
+    sleep = _awaited(TrioEngine.sleep)
+    wake_up = _awaited(TrioEngine.wake_up)
     drain = _called(TrioEngine.drain)
     pause_generation = _awaited(TrioEngine.pause_generation)
     resume_generation = _called(TrioEngine.resume_generation)
@@ -128,6 +130,11 @@ class Engine:
     def is_paused(self) -> bool:
         """Whether no step begins until resume_generation."""
         return self.thread.call(lambda: self.on_trio.is_paused)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it has given memory back, or is about to, until all is there again."""
+        return self.thread.call(lambda: self.on_trio.is_sleeping)
 
     @property
     def fault(self) -> EngineFault | None:

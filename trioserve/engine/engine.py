@@ -55,7 +55,7 @@ from trioserve.engine.adapters import Adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
-from trioserve.engine.engine_parts import EngineParts, Guard, no_parts
+from trioserve.engine.engine_parts import EngineParts, Guard, Nap, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
@@ -88,6 +88,7 @@ from trioserve.engine.request_trace import NO_TRACE, RequestTrace, SpannedReques
 from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.sleeping import LEVELS, Sleeping
 from trioserve.engine.step_gate import StepGate
 from trioserve.engine.step_times import StepTimes
 from trioserve.engine.step_watch import StepWatch
@@ -124,7 +125,7 @@ class Engine:
     neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
     chat template says. readers_first and when_idle: see EngineLoop. guides: makes those of requests, and the core their
     masks; None: no request has any. image_encoder: of a model that is described to see images. media: fetches those
-    that are elsewhere; None: nobody does. adapters: what there is of LoRA; None: nothing. guard: see EngineParts.
+    that are elsewhere; None: nobody does. adapters: what there is of LoRA; None: nothing. guard, nap: see EngineParts.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Engine:
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
         guard: Guard | None = None,
+        nap: Nap | str = "this engine cannot give its KV cache back alone",
     ) -> None:
         self._own_run = OwnRun()
         self.model = model
@@ -195,20 +197,24 @@ class Engine:
         self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
         self._gate = StepGate()
         self._pausing = Pausing(self._gate, self._has_begun, self._go_on)
+        self._sleeping = Sleeping()
+        self._is_paused_by_sleep = False
         self.kv_events: KvEvents | None = None
         self.live_feed = LiveFeed(
             model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
         )
         self._forget_connector: Callable[[], None] = lambda: None
-        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard))
+        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, nap))
+        self._show_sleep()
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
         show_adapters(metrics, self.adapters, self._requests)
 
     def _install(self, parts: EngineParts) -> None:
         """From here on it computes with these, and nothing of those before is known any more."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap = parts
         self._guard = guard
+        self._why_no_nap = nap if isinstance(nap, str) else None
         if self._images is not None:
             self._images.encoder = image_encoder
         metrics, settings = self.metrics, self._settings
@@ -308,8 +314,9 @@ class Engine:
                             await self._loop.run()
                         finally:
                             scope.cancel()
-        assert self._outer_error is not None
-        raise self._outer_error
+        if self._outer_error is not None:
+            raise self._outer_error
+        assert self.sleep_level, "the step loop has ended without a reason"
 
     async def _run_steps(self, task_status: trio.TaskStatus[None]) -> None:
         self._is_running = True
@@ -317,6 +324,8 @@ class Engine:
         task_status.started()
         try:
             await self._run_loop()
+            self.reopens_at = math.inf
+            self._carry_requests(None)
         except Exception as error:
             is_of_steps = self._outer_error is None or isinstance(self._outer_error, RankLost)
             what = "a step of the engine" if is_of_steps else "the connector"
@@ -341,6 +350,7 @@ class Engine:
         self.reopens_at = None
         self._reopened.set()
         self._pausing.end()
+        self._sleeping.end()
         self._kept_holds.clear()  # nobody will report their end
         self._note_idle()
         self._end_kv_events()
@@ -359,6 +369,7 @@ class Engine:
         self.reopens_at = None
         self._reopened.set()
         self._pausing.end()
+        self._sleeping.end()
         self.abort_all("the engine was closed")
         self._core.progress(trio.current_time())  # what the connector lets go of at once is free
 
@@ -373,9 +384,10 @@ class Engine:
         self.metrics.engine_restarts_total.inc()
         return True
 
-    def _carry_requests(self, fault: EngineFault) -> None:
+    def _carry_requests(self, fault: EngineFault | None) -> None:
         """Take from a core that broke what it knows of its requests, and let it go: from here on each of their
-        sequences is one that the core is still to get, with the tokens that it had. What was held is lost."""
+        sequences is one that the core is still to get, with the tokens that it had. What was held is lost. fault: None:
+        it did not break, and no step is in flight."""
         core, delivery = self._core, self._delivery
         self._set_gauges()  # what it has counted so far
         self._reopened = trio.Event()
@@ -409,7 +421,7 @@ class Engine:
             if any(choice.sequence_id in suspect_ids for choice, _ in carried):
                 request.fault_count += 1
             request.carry(carried)
-            if request in lost or request.fault_count >= FAULTS_OF_ONE_MAX:
+            if fault is not None and (request in lost or request.fault_count >= FAULTS_OF_ONE_MAX):
                 self._end_poisoned(request, fault)
             elif not request.upcoming:
                 request.on_gone()
@@ -445,6 +457,8 @@ class Engine:
         carried, self._carried = self._carried, []
         self._readmission.start(carried)
         self._reopened.set()
+        if self.sleep_level:
+            self._note_awake()
 
     def _begin(self, request: OpenRequest) -> None:
         """The core gets as many of its sequences as it may have at a time."""
@@ -528,12 +542,11 @@ class Engine:
         it is, but for what "abort" ends. Raises InvalidRequest, Draining and EngineFault.
         """
         self._own_run.check("engine.pause_generation")
-        if mode not in PAUSE_MODES:
-            refuse("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
-        if self.fault is not None:
-            raise self.fault
-        if self.draining:
-            raise self._admission.refused_draining()
+        self._check_may_pause(mode)
+        self._is_paused_by_sleep = False
+        await self._pause(mode)
+
+    async def _pause(self, mode: str) -> None:
         was = self._pausing.state
         self._pausing.pause(drains=mode == "wait")
         if mode == "abort":
@@ -548,6 +561,7 @@ class Engine:
         self._own_run.check("engine.resume_generation")
         if self._pausing.state is not PauseState.RUNS:
             logger.info("resumes")
+        self._is_paused_by_sleep = False
         self._pausing.resume()
 
     @property
@@ -559,6 +573,103 @@ class Engine:
     def holds_up(self) -> bool:
         """Whether requests that come wait: it is paused, or about to be."""
         return self._pausing.holds_up
+
+    async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Give memory back until wake_up. Pauses first, as pause_generation does; who leaves meanwhile takes that back.
+        Returns when the memory is given back, or it was resumed before. An engine that sleeps already stays as it is.
+        What is held for other engines is given up.
+
+        level: 1 gives the KV cache back and keeps the weights; 2 gives the weights back, too, and all else that opening
+        the engine takes: on wake-up the model is read anew. mode: what becomes of requests that have begun. Those that
+        are kept are computed again on wake-up, and their streams go on with the same tokens. Raises InvalidRequest,
+        also where level 1 is not to be had; Draining, EngineReopening and EngineFault.
+        """
+        self._own_run.check("engine.sleep")
+        level = to_int("level", level)
+        if level not in LEVELS:
+            refuse("level", level, "1 or 2")
+        self._check_may_pause(mode)
+        if level == 1 and self._why_no_nap is not None and not self.sleep_level:
+            raise InvalidRequest(f"{self._why_no_nap}: it can sleep at level 2", param="level")
+        while self._sleeping.is_waking:
+            await self._sleeping.wait_until_up()
+        if not self.sleep_level:
+            await self._pause_for_sleep(mode)
+            if self._pausing.state is PauseState.PAUSED and not self.sleep_level:
+                self._fall_asleep(level)
+        await self._sleeping.wait_until_down()
+        if self.fault is not None:
+            raise self.fault
+
+    async def _pause_for_sleep(self, mode: str) -> None:
+        if self._pausing.state is PauseState.RUNS:
+            self._is_paused_by_sleep = True
+        try:
+            await self._pause(mode)
+            if self.fault is not None:
+                raise self.fault
+            if not (self._is_running or self.sleep_level):
+                raise self._admission.refused_reopening()
+        except BaseException:
+            if self._is_paused_by_sleep and not self.sleep_level:
+                self.resume_generation()
+            raise
+
+    def _fall_asleep(self, level: int) -> None:
+        """No step is in flight."""
+        logger.info("falls asleep level=%d", level)
+        self._sleeping.fall_asleep(level)
+        self._pausing.set_asleep(True)
+        self._show_sleep()
+        self._steps_scope.cancel()
+
+    async def wake_up(self) -> None:
+        """Take the memory again, with an empty prefix cache. Returns when it goes on; an engine that was paused when it
+        fell asleep is paused then. Nothing to do if it is awake. Leaving earlier takes nothing back. Raises
+        EngineFault if the memory cannot be had, or the model cannot be read."""
+        self._own_run.check("engine.wake_up")
+        if self.sleep_level:
+            self._sleeping.wake()
+            await self._sleeping.wait_until_up()
+        if self.fault is not None:
+            raise self.fault
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it has given memory back, or is about to, until all is there again."""
+        return self.sleep_level > 0
+
+    @property
+    def sleep_level(self) -> int:
+        """0 while it is awake."""
+        return self._sleeping.level
+
+    async def sleep_on(self) -> None:
+        """The memory is given back: returns when it is to be taken again, by reopen."""
+        self._sleeping.note_down()
+        await self._sleeping.wait_until_woken()
+        if self.reopens_at == math.inf:  # otherwise taking it has failed, and is to be tried again then
+            self.reopens_at = trio.current_time()
+
+    def _note_awake(self) -> None:
+        logger.info("awake")
+        self._sleeping.note_up()
+        self._pausing.set_asleep(False)
+        if self._is_paused_by_sleep:
+            self.resume_generation()
+        self._show_sleep()
+
+    def _show_sleep(self) -> None:
+        for level, name in {0: "awake", **LEVELS}.items():
+            self.metrics.engine_sleep_state.labels(name).set(level == self.sleep_level)
+
+    def _check_may_pause(self, mode: str) -> None:
+        if mode not in PAUSE_MODES:
+            refuse("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
+        if self.fault is not None:
+            raise self.fault
+        if self.draining:
+            raise self._admission.refused_draining()
 
     def _has_begun(self) -> bool:
         return any(request.core_count or request.upcoming for request in self._requests)
@@ -1064,8 +1175,9 @@ class Engine:
         if self.fault is not None:
             raise self.fault
         if self.reopens_at is not None and not self.draining:
-            raise self._admission.refused_reopening()
-        if not self._is_open:
+            if not self.sleep_level:
+                raise self._admission.refused_reopening()
+        elif not self._is_open:
             raise self._admission.refused_draining()
         overdue = self.step_watch.overdue()
         if overdue is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import RunningConnector
@@ -13,15 +13,28 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine_loop import StepRunner, WhenIdle
 
-__all__ = ["EngineParts", "OpenParts", "no_parts"]
+__all__ = ["EngineParts", "Nap", "OpenParts", "no_parts"]
 
 
 Guard = Callable[[], Coroutine[Any, Any, None]]
 """Waits until what computes is gone, also while there is nothing to compute, and raises why."""
 
 
+class Nap(Protocol):
+    """How the KV cache is given back, and made anew, while the weights stay where they are."""
+
+    async def let_go(self) -> None:
+        """Nobody has the parts any more: give back all memory that is not the weights'."""
+        ...
+
+    async def make_anew(self) -> EngineParts:
+        """Take it again, empty. Raises what opening raises."""
+        ...
+
+
 class EngineParts(NamedTuple):
-    """For their meanings see Engine and EngineLoop. guard: None: what computes is not gone before a step says so."""
+    """For their meanings see Engine and EngineLoop. guard: None: what computes is not gone before a step says so. nap:
+    or why the KV cache cannot be given back alone, in a sentence."""
 
     core: EngineCore
     steps: StepRunner
@@ -30,6 +43,7 @@ class EngineParts(NamedTuple):
     when_idle: WhenIdle | None = None
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
+    nap: Nap | str = "this engine cannot give its KV cache back alone"
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]

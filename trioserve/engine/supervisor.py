@@ -2,7 +2,8 @@
 
 One task, one nursery around it. What breaks ends inside of one `async with`, so that threads, KV and connections of the
 old parts are gone before the new ones are opened; requests, their queue and the front end do not notice but for the
-pause.
+pause. An engine that sleeps is one whose parts are gone; if it keeps its weights, they are emptied and made anew inside
+of that `async with`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,22 @@ async def supervise(
                         engine = make_engine(parts)
                     else:
                         engine.reopen(parts)
+                    nap = parts.nap
                     del parts  # from here on they are the engine's, which lets go of them when it breaks
                     await (_run_first(engine, task_status) if is_first else engine.run())
+                    while engine.sleep_level == 1 and not isinstance(nap, str):
+                        await nap.let_go()
+                        await engine.sleep_on()
+                        engine.reopen(await nap.make_anew())
+                        await engine.run()
+                    del nap  # as it has what computes
             except Exception as error:
                 if engine is None or engine.reopens_at is None:
                     raise
                 await engine.reopening_failed(error)
             assert engine.reopens_at is not None, "the engine has ended without a reason"
+            if engine.sleep_level:
+                await engine.sleep_on()
             await trio.sleep_until(engine.reopens_at)
     finally:
         if engine is not None and engine.reopens_at is not None:  # cancelled while there was none

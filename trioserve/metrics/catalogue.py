@@ -293,7 +293,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HANGS,
         kind="gauge",
         unit="0 or 1",
-        meaning="Whether the engine is awake, which it always is; for dashboards that ask.",
+        meaning="Whether the engine is awake, sleeps without its KV cache (weights_offloaded, though they stay), or "
+        "sleeps without weights, too (discard_all).",
         labels=(Label("sleep_state", ("awake", "weights_offloaded", "discard_all")),),
         vllm=True,
     ),

@@ -14,7 +14,6 @@ class EngineGauges:
     def __init__(self, metrics: Metrics, stats: EngineStats) -> None:
         self._metrics = metrics
         self._seen = stats
-        metrics.engine_sleep_state.labels("awake").set(1)
 
     def show(
         self,

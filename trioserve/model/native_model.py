@@ -287,7 +287,7 @@ class NativeModel:
             typed = cast(Values, content) if dtype == "uint8" else values_of(content, dtype)
             return typed.reshape(shape)
 
-        self._storage, self._states, self._unclaimed = None, None, iter(())  # before the new one: two might not fit
+        self.release_kv()  # before the new one: two might not fit
         if state_slot_count:
             make_states = functools.partial(made, dtype="float32")
             self._states = StateStorage(self.config, slot_count=state_slot_count, make=make_states)
@@ -303,6 +303,9 @@ class NativeModel:
         for index, kv_layer in enumerate(self.config.kv_layers):
             self._page_addresses[index] = address(self._storage.pages[kv_layer])
         self._unclaimed = _pieces([pages for pages in self._storage.pages if pages.nbytes])
+
+    def release_kv(self) -> None:
+        self._storage, self._states, self._unclaimed = None, None, iter(())
 
     def claim_memory(self) -> bool:
         piece = next(self._unclaimed, None)

@@ -274,6 +274,19 @@ class ModelRunner:
         if self._draft is not None:
             self._draft.allocate_kv(block_count)
 
+    @property
+    def why_kept(self) -> str | None:
+        """Why release_kv cannot be called, as the beginning of a sentence; None: it can."""
+        if self._draft is not None:
+            return "the draft model's KV cache cannot be given back alone"
+        return None if self.device == "cpu" else "the KV cache of a GPU cannot be given back alone"
+
+    def release_kv(self) -> None:
+        """Let the KV cache go, and keep the weights; allocate_kv makes it anew. Nobody else may have it."""
+        assert self._model is not None, "release_kv after close"
+        assert self.why_kept is None, self.why_kept
+        self._model.release_kv()
+
     def claim_memory(self) -> bool:
         """Claim a small piece of the KV cache's memory ahead of its use; for moments in which there is nothing to
         compute. False: nothing is left to be claimed."""

@@ -82,6 +82,10 @@ class StepModel(Protocol):
         the KV cache is to lie, on a CPU; None: in some of its own."""
         ...
 
+    def release_kv(self) -> None:
+        """Let go of what allocate_kv made, which comes again before the next step."""
+        ...
+
     def claim_memory(self) -> bool:
         """Have the system give a small piece of the KV cache's memory ahead of its use, which takes at most some
         milliseconds. False: nothing is left to be claimed."""

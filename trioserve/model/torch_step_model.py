@@ -195,6 +195,9 @@ class TorchStepModel:
     def states(self) -> StateStorage[Tensor] | None:
         return self._states
 
+    def release_kv(self) -> None:
+        self._storage = self._states = self._static = self._kept_ids = None
+
     def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
             dtype = CODED_DTYPES.get(kv_format_of(self._settings), self._shape.dtype)
@@ -205,8 +208,7 @@ class TorchStepModel:
         model = self._model
         assert model is not None, "allocate_kv after close"
         is_static = self._has_static_steps
-        # Before the new ones are made: two might not fit.
-        self._storage = self._states = self._static = self._kept_ids = None
+        self.release_kv()  # before the new ones are made: two might not fit
         self._storage = KVStorage(
             self.config,
             block_count=block_count,

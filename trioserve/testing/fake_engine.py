@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import blake2b
@@ -110,6 +110,7 @@ class FakeEngine(Engine):
             role=role,
             guides=GuideFactory(byte_form_compiler()),
             adapters=adapters,
+            nap=parts.nap,
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
             image_encoder=parts.image_encoder,
             image_limits=image_limits,
@@ -264,6 +265,19 @@ def _fake_adapter_reader(seconds: float) -> ReadAdapter:
     return read
 
 
+class _FakeNap:
+    """Gives back what there is, which is nothing."""
+
+    def __init__(self, make_anew: Callable[[], Awaitable[EngineParts]]) -> None:
+        self._make_anew = make_anew
+
+    async def let_go(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def make_anew(self) -> EngineParts:
+        return await self._make_anew()
+
+
 class _FakeAdapterPlace:
     def __init__(self, executor: FakeExecutor) -> None:
         self._executor = executor
@@ -352,7 +366,8 @@ async def open_fake_engine(
     held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not
     come.
 
-    engine_restarts: how often it is opened anew after a fault, which takes opening_seconds and leaves the KV empty.
+    engine_restarts: how often it is opened anew after a fault, which takes opening_seconds and leaves the KV empty. So
+    does waking up, of every level.
 
     adapters: LoRA adapters that are loaded at the start, each name with a path. Others may be loaded while it runs:
     every path is one, whose digest follows from the path, and what it says from the digest. adapters_max: so many.
@@ -414,26 +429,40 @@ async def open_fake_engine(
             if opened[0].broken_openings:
                 opened[0].broken_openings -= 1
                 raise InjectedFault("a test broke the opening")
-        executor = new_executor(
-            block_count=block_count,
-            block_size=block_size,
-            model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
-            keeps_kv=keeps_kv,
-            has_draft_model=draft_model_tokens > 0,
-            state_slot_count=state_slots + snapshot_slots,
-        )
-        made = None if connector is None else connector(executor, lambda: opened[0].wake())
-        core = GatedCore(
-            core_settings,
-            is_paused=opened[0].core.is_paused if opened else paused,
-            connector=made,
-            mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
-        )
-        seconds = opened[0].step_seconds if opened else step_seconds
+        adapter_place: list[_FakeAdapterPlace] = []
+
+        def made() -> EngineParts:
+            executor = new_executor(
+                block_count=block_count,
+                block_size=block_size,
+                model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
+                keeps_kv=keeps_kv,
+                has_draft_model=draft_model_tokens > 0,
+                state_slot_count=state_slots + snapshot_slots,
+            )
+            connects = None if connector is None else connector(executor, lambda: opened[0].wake())
+            core = GatedCore(
+                core_settings,
+                is_paused=opened[0].core.is_paused if opened else paused,
+                connector=connects,
+                mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
+            )
+            seconds = opened[0].step_seconds if opened else step_seconds
+            adapter_place[:] = [_FakeAdapterPlace(executor)]
+            steps = ControlledSteps(executor, seconds=seconds)
+            return EngineParts(core, steps, connects, image_encoder=images, nap=_FakeNap(made_anew))
+
+        async def made_anew() -> EngineParts:
+            await trio.sleep(opening_seconds)
+            parts = made()
+            await fake_adapters.attach(adapter_place[0])
+            return parts
+
         images = None if image_limits is None else FakeImageEncoder(tile_seconds=tile_seconds)
-        await fake_adapters.attach(_FakeAdapterPlace(executor))
+        parts = made()
+        await fake_adapters.attach(adapter_place[0])
         try:
-            yield EngineParts(core, ControlledSteps(executor, seconds=seconds), made, image_encoder=images)
+            yield parts
         finally:
             fake_adapters.detach()
             if images is not None:

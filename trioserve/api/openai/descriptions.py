@@ -91,6 +91,30 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("GET", "/is_paused"): DescribedOperation(
         summary="Whether no step begins until /resume", response=response_types.IsPaused, errors=(400, 403)
     ),
+    ("POST", "/sleep"): DescribedOperation(
+        summary="Give memory back until /wake_up",
+        description="The admin's, where there are keys. Pauses first. Responds when the memory is given back. Requests "
+        "that come wait.",
+        response=response_types.IsSleeping,
+        errors=(400, 403, 503),
+        query={
+            "level": (
+                "1: the KV cache; 2: the weights, too",
+                {"type": "integer", "minimum": 1, "maximum": 2, "default": 1},
+            ),
+            "mode": (
+                "what becomes of requests that have begun: they end with what they have, or are waited for, or are "
+                "computed again afterwards",
+                {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+            ),
+        },
+    ),
+    ("POST", "/wake_up"): DescribedOperation(
+        summary="Take all memory again, and go on", response=response_types.IsSleeping, errors=(400, 403, 503)
+    ),
+    ("GET", "/is_sleeping"): DescribedOperation(
+        summary="Whether memory is given back", response=response_types.IsSleeping, errors=(400, 403)
+    ),
     ("POST", "/pause_generation"): DescribedOperation(
         summary="As /pause, with SGLang's names",
         body=PauseBody,

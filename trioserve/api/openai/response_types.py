@@ -29,6 +29,7 @@ __all__ = [
     "Model",
     "Models",
     "IsPaused",
+    "IsSleeping",
     "NotReady",
     "PauseChanged",
     "PauseStatus",
@@ -346,8 +347,8 @@ class Ready(Response):
 
 
 class NotReady(Response):
-    """reason: "loading", "draining", "engine_fault", "engine_reopening", "paused" or "step_overdue". message: with the
-    last one, how old the step in flight is."""
+    """reason: "loading", "draining", "engine_fault", "engine_reopening", "sleeping", "paused" or "step_overdue".
+    message: with the last one, how old the step in flight is."""
 
     ready: Literal[False]
     reason: str
@@ -360,6 +361,10 @@ class PauseStatus(Response):
 
 class IsPaused(Response):
     is_paused: bool
+
+
+class IsSleeping(Response):
+    is_sleeping: bool
 
 
 class PauseChanged(Response):

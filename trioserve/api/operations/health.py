@@ -33,6 +33,8 @@ async def read_ready(context: RequestContext) -> None:
         reason = "engine_fault"
     elif context.engine.draining:
         reason = "draining"
+    elif context.engine.is_sleeping:
+        reason = "sleeping"
     elif context.engine.reopens_at is not None:
         reason = "engine_reopening"
     elif context.engine.holds_up:
