@@ -306,6 +306,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="an engine whose model is in ranks, which die, hang and break at every moment (default: off)",
     )
     parser.add_argument(
+        "--iterative",
+        action="store_true",
+        help="requests that take a known number of steps, as diffusion does: encode, denoise, decode (default: off)",
+    )
+    parser.add_argument(
         "--routers",
         type=int,
         nargs="*",

@@ -25,6 +25,7 @@ from trioserve.simulation.core.history import (
     history_of,
     script_of,
 )
+from trioserve.simulation.iterative import history as iterative
 from trioserve.simulation.router.history import (
     Add,
     Ask,
@@ -253,6 +254,33 @@ ROUTERS_MOMENTS = [
     "routers that met",
 ]
 
+ITERATIVE = iterative.IterativeHistory(
+    iterative.IterativeWorld(slots=1, kept=1, work=4),
+    (
+        iterative.Arrive(id="a", steps=3, seed=5, guided=True, encode=2, denoise=2, decode=4, partial_every=2),
+        *(iterative.Begin(), iterative.Forward(), iterative.Update()) * 2,
+        iterative.Arrive(id="b", priority=-1),
+        iterative.Arrive(id="c", steps=0),
+        iterative.Begin(),
+        iterative.Abort(ids=("a", "nobody"), reason=FinishReason.DEADLINE),
+        iterative.Fail(ids=("b",)),
+        iterative.Forward(),
+        iterative.Update(),
+    ),
+)
+ITERATIVE_MOMENTS = [
+    *(f"aborts: between steps, {phase}" for phase in ("queued", "denoise", "decode")),
+    *(f"aborts: in a step, {phase}" for phase in ("encode", "denoise", "decode")),
+    *(f"aborts: {moment}" for moment in ("preempted", "repeated", "too late", "unknown id")),
+    *(f"ended: {reason}" for reason in ("abort", "deadline", "error", "stop")),
+    "latents that came back",
+    "partial results",
+    "preempted",
+    "refused: invalid",
+    "steps abandoned",
+    "steps at different timesteps",
+]
+
 
 def test_a_script_says_everything():
     assert history_of(script_of(EVERYTHING)) == EVERYTHING
@@ -334,6 +362,33 @@ def test_a_history_of_several_routers_means_something_whatever_is_missing(missin
         assert runs_of("routers").run_script(routers_script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
 
 
+def test_a_script_of_iterative_requests_says_everything():
+    assert iterative.history_of(iterative.script_of(ITERATIVE)) == ITERATIVE
+
+
+@pytest.mark.parametrize("script", ["", "begin", "iterative\niterative"])
+def test_a_script_of_iterative_requests_begins_with_its_world(script):
+    with pytest.raises(InvalidRequest, match="begins with 'iterative'"):
+        iterative.history_of(script)
+
+
+@pytest.mark.parametrize("missing", range(len(ITERATIVE.events)))
+def test_a_history_of_iterative_requests_means_something_whatever_is_missing(missing):
+    events = ITERATIVE.events[:missing] + ITERATIVE.events[missing + 1 :]
+    for kept in (events, events[::-1]):
+        script = iterative.script_of(iterative.IterativeHistory(ITERATIVE.world, kept))
+        assert runs_of("iterative").run_script(script).failure is None
+
+
+def test_a_few_seeds_of_iterative_requests_hold_and_reach_every_moment():
+    totals: Counter[str] = Counter()
+    for seed in range(60):
+        verdict = runs_of("iterative").run_seed(seed, 150)
+        assert verdict.failure is None, (seed, verdict.failure)
+        totals.update(verdict.counts)
+    assert [moment for moment in ITERATIVE_MOMENTS if not totals[moment]] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "step_count", "seed_count", "moments"),
@@ -342,8 +397,9 @@ def test_a_history_of_several_routers_means_something_whatever_is_missing(missin
         (runs_of("stack").run_seed, 12, 200, STACK_MOMENTS),
         (runs_of("router").run_seed, 150, 300, ROUTER_MOMENTS),
         (runs_of("routers").run_seed, 100, 300, ROUTERS_MOMENTS),
+        (runs_of("iterative").run_seed, 150, 300, ITERATIVE_MOMENTS),
     ],
-    ids=["core", "stack", "router", "routers"],
+    ids=["core", "stack", "router", "routers", "iterative"],
 )
 def test_the_seeds_hold_and_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()

@@ -32,6 +32,7 @@ STEPS: dict[Mode, int] = {
     "pair": 300,  # events: some ten requests
     "lasting": 8,  # clients
     "ranks": 6,  # clients
+    "iterative": 150,  # events: some fifteen requests
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
@@ -40,7 +41,7 @@ EXIT_FAILED = 1
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """seeds: the first, and the one after the last. step_count: events of a history of the core, of routers or a pair,
+    """seeds: the first, and the one after the last. step_count: events of a history of a core, of routers or a pair,
     or clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it
     is shown."""
 
@@ -61,12 +62,13 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             "pair": arguments.pair,
             "lasting": arguments.lasting,
             "ranks": arguments.ranks,
+            "iterative": arguments.iterative,
         }
         modes = [mode for mode, is_named in named.items() if is_named]
         if len(modes) > 1:
             raise StartupError(
-                "--stack, --router, --routers, --pair, --lasting and --ranks are different simulations: give one of "
-                "them"
+                "--stack, --router, --routers, --pair, --lasting, --ranks and --iterative are different simulations: "
+                "give one of them"
             )
         mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps

@@ -32,7 +32,7 @@ WAITING_DEPTH_MAX = 4
 SECONDS_MAX = 30.0
 SECONDS_MIN = 8.0  # four times a request's
 REQUESTS_MAX = 20_000  # of a history, where that is long enough
-FLAGS_OF_OTHERS = ("stack", "pair", "lasting", "ranks")
+FLAGS_OF_OTHERS = ("stack", "pair", "lasting", "ranks", "iterative")
 
 
 class Row(NamedTuple):
@@ -70,7 +70,8 @@ def _watched(
 def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
     """Returns the exit code. Raises StartupError for what is out of range."""
     if any(getattr(arguments, flag) for flag in FLAGS_OF_OTHERS):
-        raise StartupError("--routers is a simulation of its own: leave out --stack, --pair, --lasting and --ranks")
+        others = ", ".join(f"--{flag}" for flag in FLAGS_OF_OTHERS)
+        raise StartupError(f"--routers is a simulation of its own: leave out {others}")
     rows = list(rows_of(arguments.routers, arguments.endpoints))
     if arguments.replay is not None:
         return _replay(arguments.replay, rows)

@@ -15,7 +15,7 @@ from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, 
 
 __all__ = ["Mode", "Runs", "runs_of"]
 
-Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks"]
+Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks", "iterative"]
 
 
 class Runs(Protocol):
@@ -103,6 +103,19 @@ def runs_of(mode: Mode) -> Runs:
             history=pair_history.PairHistory,
             history_of=pair_history.history_of,
             script_of=pair_history.script_of,
+            plainer=with_defaults,
+        )
+    if mode == "iterative":
+        from trioserve.simulation.iterative import generator as iterative_generator
+        from trioserve.simulation.iterative import history as iterative_history
+        from trioserve.simulation.iterative import simulator as iterative_simulator
+
+        return _EventRuns(
+            generator=iterative_generator.IterativeGenerator,
+            simulation=iterative_simulator.IterativeSimulation,
+            history=iterative_history.IterativeHistory,
+            history_of=iterative_history.history_of,
+            script_of=iterative_history.script_of,
             plainer=with_defaults,
         )
     from trioserve.simulation.core import generator as core_generator

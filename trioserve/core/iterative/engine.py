@@ -99,8 +99,6 @@ class IterativeCore:
             tuple(step.admitted),
             tuple(step.preempted),
         )
-        for live in step.lives:
-            live.last_step_index = plan.step_index
         self.flights.begin(plan, step.lives)
         self._steps_total += 1
         return plan

@@ -15,9 +15,9 @@ __all__ = ["LiveIteration"]
 
 
 class LiveIteration(RequestLife[IterativeRequest]):
-    """last_step_index: of the plan that computed it last; whoever waited longest has the smallest."""
+    """last_turn: when it was computed or got its slot, in steps; whoever waited longest has the smallest."""
 
-    __slots__ = ("is_encoded", "kept_slot", "last_step_index", "slot", "steps_done")
+    __slots__ = ("is_encoded", "kept_slot", "last_turn", "slot", "steps_done")
 
     def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
         super().__init__(request, arrival_index)
@@ -25,7 +25,7 @@ class LiveIteration(RequestLife[IterativeRequest]):
         self.kept_slot: BlockIndex | None = None
         self.is_encoded = False
         self.steps_done = 0
-        self.last_step_index = -1
+        self.last_turn = 0
 
     @property
     def phase(self) -> IterativePhase:

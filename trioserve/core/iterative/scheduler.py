@@ -47,6 +47,7 @@ class IterativeScheduler:
         self.running: dict[RequestId, LiveIteration] = {}
         self.preemptions_total = 0
         self._first_phase = 0  # the index of the one whose turn it is
+        self._steps_total = 0
 
     def fill_step(self) -> FilledStep | None:
         """None: nobody lives. No step may be in flight."""
@@ -64,6 +65,9 @@ class IterativeScheduler:
                 lives = self._in_turn(phase)
             if lives:
                 self._first_phase = (PHASES.index(phase) + 1) % len(PHASES)
+                self._steps_total += 1
+                for live in lives:
+                    live.last_turn = self._steps_total
                 return FilledStep(phase, lives, moves, admitted, preempted)
         assert not self.running, "requests run, and nothing can be computed"
         assert not self.waiting, "requests wait, and nobody runs"
@@ -97,7 +101,7 @@ class IterativeScheduler:
 
     def _in_turn(self, phase: IterativePhase) -> list[LiveIteration]:
         due = [live for live in self.running.values() if live.phase is phase]
-        due.sort(key=lambda live: live.last_step_index)
+        due.sort(key=lambda live: live.last_turn)
         lives = []
         left = self._settings.step_work_max
         for live in due:
@@ -122,6 +126,7 @@ class IterativeScheduler:
             moves.append(self.slots.restore(live))
         else:
             self.slots.take(live)
+        live.last_turn = self._steps_total  # behind those who have a slot: otherwise whoever comes back goes first
         live.move(RequestStatus.RUNNING)
         self.running[live.request.id] = live
         admitted.append(live.request.id)

@@ -1,0 +1,176 @@
+"""What is expected of each iterative request, and the rules of a step, from what was asked and told alone.
+
+The rules: a step is of one phase, within its work, and leaves nobody out who would fit. No phase waits for more than
+two steps of others, and nobody with a slot for more steps of its phase than others have slots. The line is served by
+priority and arrival. A slot is left only to a better priority, by the last in order, while its latent can be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from trioserve.contracts.events import FinishReason, IterativePhase, RequestFinished
+from trioserve.contracts.iterative import IterativePlan, IterativeRequest
+from trioserve.simulation.iterative.history import IterativeWorld
+
+__all__ = ["ExpectedIteration", "StepRules"]
+
+ENCODE, DENOISE, DECODE = IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE
+OTHER_PHASES = 2
+
+
+class ExpectedIteration:
+    """place: where it is. left_out: steps of its phase in a row that did not compute it, while it had a slot."""
+
+    def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
+        self.request = request
+        self.order = (request.priority, arrival_index)
+        self.place: Literal["line", "slot", "kept"] = "line"
+        self.is_encoded = False
+        self.steps_done = 0
+        self.left_out = 0
+        self.is_computed = False  # by the step in flight
+        self.aborted_for: FinishReason | None = None
+        self.finished: RequestFinished | None = None
+
+    @property
+    def due(self) -> IterativePhase:
+        if not self.is_encoded:
+            return ENCODE
+        return DENOISE if self.steps_done < self.request.step_count else DECODE
+
+    @property
+    def phase(self) -> IterativePhase:
+        """What its end says."""
+        return IterativePhase.QUEUED if self.place == "line" else self.due
+
+    @property
+    def cost(self) -> int:
+        rows = 2 if self.request.is_guided and self.due is DENOISE else 1
+        return rows * {ENCODE: self.request.encode_work, DECODE: self.request.decode_work}.get(
+            self.due, self.request.denoise_work
+        )
+
+    @property
+    def wants_partial(self) -> bool:
+        """Of the step that it does next."""
+        done = self.steps_done + 1
+        every = self.request.partial_every
+        return self.due is DENOISE and every is not None and done % every == 0 and done != self.request.step_count
+
+
+class StepRules:
+    """holders: whose latent lies in which slot. waited: for how many steps each phase has had something to compute."""
+
+    def __init__(self, world: IterativeWorld) -> None:
+        self._world = world
+        self._holders: dict[int, str] = {}
+        self._waited = dict.fromkeys((ENCODE, DENOISE, DECODE), 0)
+
+    def begin(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
+        """Takes the plan, and asserts that it keeps every rule. live: of every request that has not ended."""
+        self._seat(plan, live)
+        self._check_works(plan, live)
+        self._check_line(plan, live.values())
+        self._check_turns(plan, live.values())
+
+    def leave(self, name: str) -> None:
+        """It has ended, wherever it was."""
+        self._holders = {slot: holder for slot, holder in self._holders.items() if holder != name}
+
+    def _seat(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
+        admitted = [live[name] for name in plan.admitted]
+        preempted = [live[name] for name in plan.preempted]
+        assert len(set(plan.admitted)) == len(admitted), "somebody is admitted twice"
+        assert len(set(plan.preempted)) == len(preempted) <= len(admitted), "a slot was left for nobody"
+        staying = [entry for entry in live.values() if entry.place == "slot" and entry not in preempted]
+        for entry in preempted:
+            name = entry.request.id
+            assert entry.place == "slot", f"{name} has no slot, and is preempted"
+            assert entry.due is DENOISE, f"{name} is preempted, and only has to be decoded"
+            assert min(other.order[0] for other in admitted) < entry.order[0], f"{name} is preempted by its equals"
+            for other in staying:
+                assert other.due is not DENOISE or other.order < entry.order, f"{name} is not the last in order"
+        moved = [self._move(source=move.source, target=move.target) for move in plan.moves]
+        restored = [entry.request.id for entry in admitted if entry.place == "kept"]
+        assert sorted(moved) == sorted([*plan.preempted, *restored]), f"{moved} are moved"
+        for entry in preempted:
+            entry.place = "kept"
+            entry.left_out = 0
+        for entry in admitted:
+            assert entry.place != "slot", f"{entry.request.id} has a slot, and gets one"
+            entry.place = "slot"
+            entry.left_out = 0
+        assert self._count("slot", live.values()) <= self._world.slots, "more run than there are slots"
+        assert self._count("kept", live.values()) <= self._world.kept, "more is kept than there is room for"
+
+    def _move(self, *, source: int, target: int) -> str:
+        slots = self._world.slots
+        assert (source < slots) != (target < slots), f"{source} to {target} is nobody's way"
+        assert target not in self._holders, f"{self._holders[target]} has slot {target}, and it is overwritten"
+        name = self._holders.pop(source)  # a KeyError here: what nobody has is moved
+        self._holders[target] = name
+        return name
+
+    def _check_works(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
+        assert plan.works, "a step of nobody"
+        computed = [live[work.request.id] for work in plan.works]
+        assert len({id(entry) for entry in computed}) == len(computed), "somebody is computed twice in one step"
+        for work, entry in zip(plan.works, computed, strict=True):
+            name = work.request.id
+            assert entry.place == "slot", f"{name} is computed without a slot"
+            assert entry.due is plan.phase, f"{name} is to {entry.due.value}, in a step to {plan.phase.value}"
+            assert work.step == entry.steps_done * (entry.due is DENOISE), f"{name}: step {work.step}"
+            assert work.wants_partial == entry.wants_partial, f"{name}: a partial result after {work.step + 1} steps"
+            if entry.due is ENCODE:
+                assert work.slot not in self._holders, f"{self._holders[work.slot]} has slot {work.slot}"
+                assert 0 <= work.slot < self._world.slots, f"{name}: slot {work.slot}"
+                self._holders[work.slot] = name
+            assert self._holders[work.slot] == name, f"{name} is computed in a slot of {self._holders[work.slot]}"
+        assert plan.work_count == sum(entry.cost for entry in computed), f"{plan.work_count} is not what it costs"
+        left = self._world.work - plan.work_count
+        assert left >= 0, f"a step costs {plan.work_count}"
+        for entry in live.values():
+            if entry.place == "slot" and entry.due is plan.phase and entry not in computed:
+                entry.left_out += 1
+                assert entry.due is not ENCODE, f"{entry.request.id} has a slot, and is not encoded"
+                assert entry.cost > left, f"{entry.request.id} would fit, and is left out"
+                assert entry.left_out < self._world.slots, f"{entry.request.id} was left out {entry.left_out} times"
+        for entry in computed:
+            entry.is_computed = True
+            entry.left_out = 0
+
+    def _check_line(self, plan: IterativePlan, live: Iterable[ExpectedIteration]) -> None:
+        line = [entry for entry in live if entry.place != "slot"]
+        admitted = [entry for entry in live if entry.request.id in plan.admitted]
+        for entry in admitted:
+            passed = [other.request.id for other in line if other.order < entry.order]
+            assert not passed, f"{entry.request.id} gets a slot before {passed}"
+        head = self._head_with_room(live)
+        if head is None:
+            return
+        assert not head.is_encoded, f"{head.request.id} could go on, and waits"
+        if plan.phase is ENCODE:
+            assert head.cost > self._world.work - plan.work_count, f"{head.request.id} could be encoded, and waits"
+
+    def _check_turns(self, plan: IterativePlan, live: Iterable[ExpectedIteration]) -> None:
+        due = {entry.due for entry in live if entry.place == "slot" and not entry.is_computed}
+        if self._head_with_room(live) is not None:
+            due.add(ENCODE)
+        for phase in self._waited:
+            self._waited[phase] = self._waited[phase] + 1 if phase in due and phase is not plan.phase else 0
+            assert self._waited[phase] <= OTHER_PHASES, f"to {phase.value} waits for {self._waited[phase]} other steps"
+
+    def _head_with_room(self, live: Iterable[ExpectedIteration]) -> ExpectedIteration | None:
+        """The head of the line, if it could have a slot."""
+        head = min((entry for entry in live if entry.place != "slot"), key=lambda entry: entry.order, default=None)
+        if head is None or self._count("slot", live) < self._world.slots:
+            return head
+        can_keep = self._count("kept", live) < self._world.kept
+        worse = [entry for entry in live if entry.place == "slot" and entry.order[0] > head.order[0]]
+        return head if can_keep and any(entry.due is DENOISE for entry in worse) else None
+
+    @staticmethod
+    def _count(place: str, live: Iterable[ExpectedIteration]) -> int:
+        return sum(entry.place == place for entry in live)

@@ -1,0 +1,109 @@
+"""A history of a core of iterative requests as data: what it may have, and what comes to pass.
+
+    iterative slots=2 kept=1 work=4
+    arrive id="a" steps=3 guided=true
+    begin
+    abort ids=["a"]
+    forward
+    update
+
+Whatever is missing of a history, the rest means something: an update without a step does nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.simulation.script import line_of, parts_of
+
+__all__ = [
+    "Abort",
+    "Arrive",
+    "Begin",
+    "Fail",
+    "Forward",
+    "IterativeHistory",
+    "IterativeSimulationEvent",
+    "IterativeWorld",
+    "Update",
+    "history_of",
+    "script_of",
+]
+
+
+class IterativeWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="iterative"):
+    """slots, kept: of those that run, and for kept latents. work: of one step, at most."""
+
+    slots: int = 1
+    kept: int = 0
+    work: int = 2
+
+
+class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
+    """A request; of two with one id the second is not there. encode, denoise, decode: what each costs."""
+
+    id: str
+    steps: int = 1
+    seed: int = 0
+    priority: int = 0
+    guided: bool = False
+    encode: int = 1
+    denoise: int = 1
+    decode: int = 1
+    partial_every: int | None = None
+
+    def can_run(self, world: IterativeWorld) -> bool:
+        rows = 2 if self.guided else 1
+        return (
+            self.steps >= 1
+            and PRIORITY_MIN <= self.priority <= PRIORITY_MAX
+            and max(self.encode, rows * self.denoise, self.decode) <= world.work
+            and (self.partial_every is None or self.partial_every >= 1)
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
+    ids: tuple[str, ...]
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """A step is planned, unless one is in flight."""
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
+    """These fail in the step in flight, if they are in it and it is not computed."""
+
+    ids: tuple[str, ...]
+
+
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
+    """The step in flight is computed."""
+
+
+class Update(msgspec.Struct, frozen=True, tag="update"):
+    """Its result is taken."""
+
+
+IterativeSimulationEvent = Arrive | Abort | Begin | Fail | Forward | Update
+
+
+class IterativeHistory(msgspec.Struct, frozen=True):
+    world: IterativeWorld
+    events: tuple[IterativeSimulationEvent, ...]
+
+
+def script_of(history: IterativeHistory) -> str:
+    """The world, and then one line an event."""
+    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
+
+
+def history_of(script: str) -> IterativeHistory:
+    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    world, *events = parts_of(script, IterativeWorld | IterativeSimulationEvent) or [None]
+    if not isinstance(world, IterativeWorld) or any(isinstance(event, IterativeWorld) for event in events):
+        raise InvalidRequest("a history of iterative requests begins with 'iterative', and has that once: put it first")
+    return IterativeHistory(world, tuple(events))
