@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import trio
 
@@ -15,6 +16,7 @@ from trioserve.ranks.link import RankLink
 from trioserve.ranks.messages import Report
 from trioserve.simulation.ranks.plan import LOADING, Harm, Moment, RanksStage
 from trioserve.simulation.ranks.played_rank import CAUSE, END_CODE, CameApart, PlayedRank, Refused
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["PlayedOpening"]
 
@@ -50,7 +52,7 @@ class _Harmed:
 
 class PlayedOpening:
     """A PlayedGroup. index: of the opening. nursery: of the ranks, which live as long as nobody ends them. tell, count,
-    check: the simulation's. is_open: an engine computes with it. failed_at, failure: what the group has told.
+    check, noting: the simulation's. is_open: an engine computes with it. failed_at, failure: what the group has told.
     closed_at: when its engine had let it go."""
 
     def __init__(
@@ -63,6 +65,7 @@ class PlayedOpening:
         tell: Callable[[str], None],
         count: Callable[[str], None],
         check: Callable[[], None],
+        noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.index = index
         self.stage = stage
@@ -74,7 +77,7 @@ class PlayedOpening:
         self.harmed: list[_Harmed] = []
         self._harms = harms
         self._nursery = nursery
-        self._tell, self._count, self._check = tell, count, check
+        self._tell, self._count, self._check, self._noting = tell, count, check, noting
         self._come: Counter[tuple[int, Moment]] = Counter()
         self._pending: dict[int, list[Harm]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -98,8 +101,12 @@ class PlayedOpening:
             rank = PlayedRank(self, number, pid)
             self.ranks.append(rank)
             links.append(RankLink(number, rank.connection, on_report, on_end, rank.process))
-            self._nursery.start_soon(rank.run)
+            self._nursery.start_soon(self._play, rank)
         return links
+
+    async def _play(self, rank: PlayedRank) -> None:
+        with self._noting(), errors_unwrapped():
+            await rank.run()
 
     def find_missing(self) -> Sequence[int]:
         """As shared memory shows it; ranks on several machines have none."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import trio
-from trio.testing import MockClock
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId, AdapterRef
@@ -56,6 +55,7 @@ from trioserve.metrics.registry import Metrics
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.group import RankGroup, open_ranks
 from trioserve.ranks.messages import RankSetup
+from trioserve.simulation.ranks.bounded_clock import bounded_clock
 from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Unload
 from trioserve.simulation.ranks.played_opening import PlayedOpening
 from trioserve.simulation.ranks.wire_executor import LookingModel
@@ -96,7 +96,7 @@ class RanksSimulation:
         self._named: dict[str, AdapterId] = {}  # adapters that may be asked for
         self._core: EngineCore | None = None
         self._engine: Engine | None = None
-        self._was_open = False
+        self._is_live = self._was_open = False
         self._violations: list[AssertionError] = []
         self._expected = ReferenceEngine(LookingModel(vocab_size=plan.stage.vocab_size))
 
@@ -107,13 +107,19 @@ class RanksSimulation:
     def run(self) -> None:
         """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
         with seeded_schedule(self.plan.stage.schedule_seed):
-            trio.run(self._main, clock=MockClock(autojump_threshold=0))
+            try:
+                trio.run(self._main, clock=bounded_clock(2 * SECONDS_MAX, lambda: self._is_live))
+            except trio.TrioInternalError as error:
+                # What was violated first may be why nobody could go on.
+                raise next(iter(self._violations), error.__cause__ or error) from None
 
     async def _main(self) -> None:
         compile_forms()
-        # Threads end in real time, so that virtual time may do what it likes meanwhile.
+        # Threads begin and end in real time, so that virtual time may do what it likes meanwhile.
         async with InlineTexts() as texts, trio.open_nursery() as world:
+            self._is_live = True
             await self._be_server(texts, world)
+            self._is_live = False
             world.cancel_scope.cancel()
 
     async def _be_server(self, texts: TextThreads, world: trio.Nursery) -> None:
@@ -205,12 +211,9 @@ class RanksSimulation:
                 @asynccontextmanager
                 async def open_parts() -> AsyncIterator[EngineParts]:
                     self._note_opening()
-                    try:
+                    with self._noting():  # the engine would take it for a fault of what it computes with
                         async with self._open_parts(adapters, world) as parts:
                             yield parts
-                    except AssertionError as violation:  # the engine would take it for a fault of what it computes with
-                        self._violations.append(violation)
-                        raise
 
                 engine = await nursery.start(supervise, open_parts, make_engine)
                 nursery.start_soon(engine.keep_deadlines)
@@ -253,7 +256,14 @@ class RanksSimulation:
         index = len(self._openings)
         harms = [part for part in self.plan.parts if isinstance(part, Harm) and part.opening == index]
         opening = PlayedOpening(
-            index, self.plan.stage, harms, nursery, tell=self.tell, count=self.count, check=self._check_told
+            index,
+            self.plan.stage,
+            harms,
+            nursery,
+            tell=self.tell,
+            count=self.count,
+            check=self._check_told,
+            noting=self._noting,
         )
         self._openings.append(opening)
         return opening
@@ -263,14 +273,13 @@ class RanksSimulation:
         try:
             await group.guard()
         except (RankLost, ModelLoadError) as error:
-            opening.note_failure(error)
+            with self._noting():
+                opening.note_failure(error)
 
     def _note_opening(self) -> None:
         """It is about to be opened, perhaps anew."""
-        try:
+        with suppress(AssertionError), self._noting():
             self._check_opening()
-        except AssertionError as violation:
-            self._violations.append(violation)
 
     def _check_opening(self) -> None:
         openings, stage = self._openings, self.plan.stage
@@ -332,8 +341,9 @@ class RanksSimulation:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
                 async with stream:
                     assert has_adapter, f"client {client.number} has {client.adapter}, which is not there"
-                    if await self._read(client, stream, openings_before):
-                        outcome = READ
+                    with self._noting():
+                        if await self._read(client, stream, openings_before):
+                            outcome = READ
         except EngineReopening:
             assert not self._openings[-1].is_open, "it is said to be opened anew, and is open"
             outcome = "refused: reopening"
@@ -485,6 +495,19 @@ class RanksSimulation:
     def _check_told(self) -> None:
         if self._violations:
             raise self._violations[0]
+        with self._noting():
+            self._check_openings()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """What is violated first is kept: those who are ended by it may hang."""
+        try:
+            yield
+        except AssertionError as violation:
+            self._violations.append(violation)
+            raise
+
+    def _check_openings(self) -> None:
         for opening in self._openings:
             opening.check_told(is_engine_over=self._engine is not None and self._engine.fault is not None)
 
