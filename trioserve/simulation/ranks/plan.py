@@ -173,8 +173,18 @@ def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
     openings = rng.choice((0, 1, 1, 1, 2, 4))
     for opening in range(openings):
         count = rng.choice((1, 1, 1, 1, 2))
-        parts += [draws.harm(opening, slow_share=0.8 / count) for _ in range(count)]
+        harms = [draws.harm(opening, slow_share=0.8 / count) for _ in range(count)]
+        parts += _slow_twice(harms[0], stage) if count == 1 and harms[0].kind == "slow" else harms
     return RanksPlan(stage, tuple(parts))
+
+
+def _slow_twice(harm: Harm, stage: RanksStage) -> list[Harm]:
+    """In two steps that follow each other, and may overlap: each has its own time. Of every other stage, drawn from its
+    seed as everything else."""
+    if stage.schedule_seed % 2:
+        return [harm]
+    once = msgspec.structs.replace(harm, moment="step", after=0.0, seconds=round(0.6 * stage.answer_seconds_max, 3))
+    return [once, msgspec.structs.replace(once, count=once.count + 1)]
 
 
 def _drawn_stage(rng: Random) -> RanksStage:
