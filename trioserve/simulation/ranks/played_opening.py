@@ -252,7 +252,8 @@ class PlayedOpening:
             return False
         if harm.kind == "stray":
             return "have chosen different tokens" in said and str(harm.rank) in said.partition(" have ")[0]
-        if harm.kind == "hang" and self.stage.far_count:  # who holds up whom is not to be seen there
+        # Several may be named: on several machines it is not to be seen who holds up whom.
+        if harm.kind == "hang" and (self.stage.far_count or len(self.harmed) > 1):
             return name in said and "has not answered for" in said
         is_gone = harmed.rank.process is None
         how = {
