@@ -395,6 +395,25 @@ async def test_a_step_is_waited_for_by_whoever_is_cancelled() -> None:
         await has_come.wait()
 
 
+async def test_a_rank_may_take_longer_to_start_than_a_step_may(autojump_clock: object) -> None:
+    async with opened(1, answer_seconds_max=0.5) as played, trio.open_nursery() as nursery:
+        (rank,) = played.ranks
+
+        async def start_slowly() -> None:
+            await trio.sleep(30)  # of the autojump clock: nothing is read meanwhile
+            await rank.load()
+
+        nursery.start_soon(start_slowly)
+        await played.group.load()
+
+
+async def test_a_rank_that_never_starts_is_named(autojump_clock: object) -> None:
+    async with opened(1, answer_seconds_max=0.5) as played:
+        with pytest.raises(RankLost, match=r"rank 0 .* has not answered for"):
+            await played.group.load()
+        assert trio.current_time() >= 60
+
+
 async def test_whoever_loads_may_leave_while_ranks_warm_up() -> None:
     async with opened(1) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks

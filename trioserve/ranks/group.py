@@ -456,7 +456,10 @@ class RankGroup:
     def _seconds_max(self) -> float:
         if self._fixed_seconds_max is None:
             return max(ANSWER_SECONDS_MAX, LONGEST_ANSWERS_MAX * self._longest_seconds)
-        return self._fixed_seconds_max or math.inf
+        if not self._fixed_seconds_max:
+            return math.inf
+        # Before a process hears anything, its interpreter has to start, and that is no step.
+        return max(self._fixed_seconds_max, 0.0 if self._all_loaded.is_set() else ANSWER_SECONDS_MAX)
 
     def _hanging(self, seconds: float) -> RankLost:
         """Who holds the others up: one that does not even answer a ping, or has not come to where they meet, or alone
