@@ -13,7 +13,7 @@ from trioserve.ranks import stage_meeting
 from trioserve.ranks.stage_meeting import KEY_BYTES, StageListener, connect_stage
 
 
-@pytest.mark.parametrize("stranger", [b"", b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(KEY_BYTES)])
+@pytest.mark.parametrize("stranger", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(KEY_BYTES)], ids=["", "http", "key"])
 def test_who_knows_the_key_is_taken_and_a_stranger_before_it_is_not(stranger: bytes) -> None:
     listener, key = StageListener(), secrets.token_bytes(KEY_BYTES)
     port = listener.port
