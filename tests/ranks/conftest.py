@@ -54,7 +54,9 @@ def real_ranks() -> OpenRealRanks:
     """real_ranks(path, size=2) -> a group of real processes that are told to load it."""
 
     @asynccontextmanager
-    async def opened(path: Path, size: int = 2, answer_seconds_max: float | None = None) -> AsyncIterator[RealRanks]:
+    async def opened(
+        path: Path, size: int = 2, answer_seconds_max: float | None = None, meeting_port: int = 0
+    ) -> AsyncIterator[RealRanks]:
         setups = [
             RankSetup(
                 rank=rank,
@@ -64,6 +66,7 @@ def real_ranks() -> OpenRealRanks:
                 context_tokens=None,
                 uses_further_layers=False,
                 expert_parallel=False,
+                meeting_port=meeting_port,
             )
             for rank in range(size)
         ]

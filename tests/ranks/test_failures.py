@@ -19,6 +19,7 @@ from trioserve.contracts.errors import ModelLoadError, RankLost
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, never_abandoned
+from trioserve.ranks.host import free_port
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 SECONDS_MAX = 60.0  # of a test that hangs; each takes a few
@@ -57,6 +58,27 @@ async def test_killed_before_it_has_imported_anything(
 ) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks:
+            kill(ranks, rank)
+            with pytest.raises(RankLost, match=rf"rank {rank} \(process \d+\) was killed by SIGKILL"):
+                await ranks.group.load()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_killed_where_ranks_find_each_other(
+    rank: int, tiny_model: Callable[[str], Path], real_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch.distributed, as where there are no native kernels: the first one listens, and waits for the second."""
+    monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
+    port = free_port()
+    with trio.fail_after(SECONDS_MAX), errors_unwrapped():
+        async with real_ranks(tiny_model("llama"), meeting_port=port) as ranks:
+            kill(ranks, 1, signal.SIGSTOP)
+            while True:
+                try:
+                    await (await trio.open_tcp_stream("127.0.0.1", port)).aclose()
+                    break
+                except OSError:
+                    await trio.lowlevel.checkpoint()
             kill(ranks, rank)
             with pytest.raises(RankLost, match=rf"rank {rank} \(process \d+\) was killed by SIGKILL"):
                 await ranks.group.load()
