@@ -43,7 +43,8 @@ from .conftest import open_fake, until
 ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 NOT_FOR_PROGRAMS = {
-    *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing"),  # of rooms
+    # of rooms
+    *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing", "sleep_on"),
 }
 
 

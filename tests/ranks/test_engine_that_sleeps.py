@@ -58,7 +58,9 @@ async def test_it_says_afterwards_what_it_said_before(
             assert await said(engine, "The sea") == expected
 
 
-async def test_a_model_in_ranks_sleeps_at_level_2(tiny_model: Callable[[str], Path]) -> None:
+async def test_a_model_in_ranks_sleeps_at_level_2(
+    tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
+) -> None:
     with trio.fail_after(SECONDS_MAX):
         async with trioserve.open_engine(
             str(tiny_model("llama")), tensor_parallel_size=2, dtype="float32", kv_cache_memory=0.01, threads=2
@@ -67,10 +69,10 @@ async def test_a_model_in_ranks_sleeps_at_level_2(tiny_model: Callable[[str], Pa
             with pytest.raises(InvalidRequest, match="a model in ranks cannot give its KV cache back alone"):
                 await engine.sleep(1)
             assert engine.ready
-            children = _children()
+            children = set(rank_pids())
             assert len(children) >= 2
             await engine.sleep(2)
-            assert not children & _children()
+            assert not children & set(rank_pids())
             await engine.wake_up()
             assert await said(engine, "The sea") == expected
 
@@ -92,8 +94,3 @@ def test_the_memory_comes_back(tmp_path: Path) -> None:
     assert mebibytes["awake"] > mebibytes["open"] - 0.1 * cache, mebibytes
     assert mebibytes["open"] - mebibytes["level 2"] > 0.9 * (cache + weights), mebibytes
     assert mebibytes["again"] > mebibytes["open"] - 0.1 * (cache + weights), mebibytes
-
-
-def _children() -> set[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}

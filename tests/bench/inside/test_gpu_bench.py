@@ -133,8 +133,8 @@ def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.Mon
     pages: list[weakref.ref[torch.Tensor]] = []
     allocate, make = TorchStepModel.allocate_kv, gpu_bench._make_runner
 
-    def noted(self: TorchStepModel, block_count: int, slot_count: int) -> None:
-        allocate(self, block_count, slot_count)
+    def noted(self: TorchStepModel, *sizes: Any) -> None:
+        allocate(self, *sizes)
         assert self.storage is not None
         pages.extend(map(weakref.ref, self.storage.pages))
 

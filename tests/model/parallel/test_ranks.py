@@ -15,7 +15,6 @@ import torch
 from msgspec.structs import replace
 
 from trioserve.contracts.adapter import AdapterId, AdapterRef
-from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
@@ -27,7 +26,7 @@ from trioserve.model.loading.names import tensor_shapes
 from trioserve.model.parallel.rank_adapter import rank_adapter
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.shares import share_of
-from trioserve.model.runner import DraftSource, ModelRunner
+from trioserve.model.runner import ModelRunner
 from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
 from trioserve.testing.automaton_guide import AutomatonGuide
@@ -412,15 +411,6 @@ def test_ranks_have_their_share_of_weights_and_kv(
         # The native kernels fill some matrices up with zeros.
         assert runner.step_weight_bytes * 2 == pytest.approx(whole.step_weight_bytes, rel=0.1)
     whole.close()
-
-
-def test_ranks_do_not_draft(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType) -> None:
-    checkpoint = open_checkpoint(tiny_checkpoint("llama"))
-    draft = DraftSource("small", checkpoint, settings(), 4)
-    with pytest.raises(StartupError, match="small is to draft for a model that 2 ranks compute"):
-        ModelRunner.load(
-            RankCheckpoint(checkpoint, 0, 2), settings(), draft=draft, collectives=thread_ranks.thread_group(2)[0]
-        )
 
 
 def test_weights_in_half_formats_are_summed_alike_in_all_ranks(

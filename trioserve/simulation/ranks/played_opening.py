@@ -21,8 +21,8 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 __all__ = ["PlayedOpening"]
 
 # What is promised: from a first sign until it is judged; until the process of a connection that ended is waited for;
-# and from the end of the step timeout until a rank that hangs is named.
-SIGNS_SECONDS, EXIT_SECONDS, HANG_SECONDS = 0.02, 0.05, 1.0
+# and from the end of the step timeout until a rank that hangs is named. Until it has loaded, it has at least so long.
+SIGNS_SECONDS, EXIT_SECONDS, HANG_SECONDS, START_SECONDS = 0.02, 0.05, 1.0, 60.0
 MOMENT_SECONDS = 1e-6
 PIDS_OF_ONE = 100
 
@@ -34,14 +34,17 @@ class _Harmed:
         self.harm = harm
         self.rank = rank
         self.at = trio.current_time()
+        patience = stage.answer_seconds_max
+        if harm.moment in LOADING:
+            patience = max(patience, START_SECONDS)
         seconds = {
             "kill": 2 * stage.ending_seconds + SIGNS_SECONDS,
             "end": 2 * stage.ending_seconds + SIGNS_SECONDS,
             "break": SIGNS_SECONDS,
             "refuse": SIGNS_SECONDS,
             "garble": EXIT_SECONDS + SIGNS_SECONDS,
-            "stop": stage.answer_seconds_max + HANG_SECONDS,
-            "hang": stage.answer_seconds_max + HANG_SECONDS,
+            "stop": patience + HANG_SECONDS,
+            "hang": patience + HANG_SECONDS,
             "stray": 0.0,
         }
         self.by = self.at + seconds[harm.kind] + MOMENT_SECONDS
