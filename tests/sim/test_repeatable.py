@@ -35,10 +35,10 @@ def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode) or "core")
-@pytest.mark.parametrize("seed", [3, 11])
+@pytest.mark.parametrize("seed", [3, 5])
 def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
     first = trace_of(seed, 1, *mode)
-    assert first.count(b"\n") > 20
+    assert first.count(b"\n") > 30
     assert trace_of(seed, 4242, *mode) == first
 
 

@@ -99,10 +99,21 @@ class PlacedRanks:
         door = RankDoor(host, free_port(host), secrets.token_hex(32))
         found: dict[int, socket.socket] = {}
 
-        async def wait() -> None:
+        is_open = trio.Event()
+
+        def note(awaited: list[int]) -> None:
+            is_open.set()
+            on_wait(awaited)
+
+        async def tell() -> None:
+            await is_open.wait()  # else a rank might come too early, and again only a second later
             await self._say(door)
+
+        async def wait() -> None:
             ranks = range(len(self.nodes))
-            found.update(await wait_for_ranks(door.host, door.port, ranks, door.key, on_wait=on_wait))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(tell)
+                found.update(await wait_for_ranks(door.host, door.port, ranks, door.key, on_wait=note))
 
         try:
             await self._unless_failed(wait)
