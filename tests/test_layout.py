@@ -449,6 +449,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.asyncio", "torch trio h2 msgspec"),
         ("trioserve.core.engine", "torch trio"),
         ("trioserve.asgi", "torch ray"),
+        ("trioserve.assemble", "torch ray trioserve.model.runner trioserve_kernels.native"),
         ("trioserve.cli", "torch trio h2 ray"),
         ("trioserve.config", "torch trio h2"),
         ("trioserve.text.tokenizer", "torch trio"),

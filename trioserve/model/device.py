@@ -34,6 +34,7 @@ __all__ = [
     "step_weight_bytes",
     "token_flops",
     "torch_now",
+    "with_images",
 ]
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,12 @@ def pick_vision_dtype(dtype: Dtype, device: DeviceType, root: Path = Path("/")) 
     a CPU that does not multiply bfloat16: it takes torch half the time (AVX-512) or a quarter (AVX2)."""
     is_replaced = device == "cpu" and dtype == "bfloat16" and not multiplies_bfloat16(root)
     return "float32" if is_replaced else dtype
+
+
+def with_images(arithmetic: str, dtype: Dtype, vision_dtype: Dtype | None) -> str:
+    """StepModel.arithmetic of a model that computes in `dtype`, and whose images are encoded in vision_dtype; None: it
+    sees none."""
+    return arithmetic if vision_dtype in (None, dtype) else f"{arithmetic}, images in {vision_dtype}"
 
 
 def multiplies_bfloat16(root: Path = Path("/")) -> bool:

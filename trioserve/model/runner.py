@@ -34,6 +34,7 @@ from trioserve.model.device import (
     takes_every_cpu,
     token_flops,
     torch_now,
+    with_images,
 )
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
@@ -62,7 +63,7 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
-__all__ = ["DraftSource", "ModelRunner", "load_vision", "with_images"]
+__all__ = ["DraftSource", "ModelRunner", "load_vision"]
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class ModelRunner:
     def arithmetic(self) -> str:
         """What decides about the bits of a result besides tokens and weights; see StepModel."""
         assert self._model is not None, "arithmetic after close"
-        return with_images(self._model.arithmetic, self.dtype, self.vision)
+        return with_images(self._model.arithmetic, self.dtype, None if self.vision is None else self.vision.dtype)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -603,11 +604,6 @@ class _Step:
                     rows = range(row + 1, row + 1 + len(after))
                     draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
-
-
-def with_images(arithmetic: str, dtype: Dtype, vision: VisionTower | None) -> str:
-    """See StepModel.arithmetic, of a model that computes in `dtype`, and whoever makes rows of images for it."""
-    return arithmetic if vision is None or vision.dtype == dtype else f"{arithmetic}, images in {vision.dtype}"
 
 
 def load_vision(

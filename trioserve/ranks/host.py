@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trioserve.model.parallel.shared_memory import Arrivals, make_shared_memory
 from trioserve.ranks.link import RankLink, RankProcess, SocketConnection
 from trioserve.ranks.messages import RankPlace, Report
 
@@ -35,6 +34,8 @@ class HostRanks:
         self._stage_size = stage_size
         self._memories, self._elsewhere = memories, elsewhere
         self._cpus = cpu_shares(at_once)
+        from trioserve.model.parallel.shared_memory import Arrivals  # late: see host_ranks
+
         self._arrivals = [Arrivals(memory, stage_size) for memory in memories]
 
     def make_links(
@@ -101,6 +102,9 @@ def host_ranks(
     """For a group that is opened and left inside of this. size: of this machine's ranks. shows_kv: KV caches can be
     read from here, if all ranks are here. stage_count: see RankSetup. at_once: how many compute at the same time, and
     share the CPUs; None: all."""
+    # Late: it needs the kernels, which a process that has no ranks loads beside other things.
+    from trioserve.model.parallel.shared_memory import make_shared_memory
+
     stage_size = (size + len(elsewhere)) // stage_count
     stages_here = size // stage_size  # as wholes: of one that is on several machines none
     descriptors: list[int] = []

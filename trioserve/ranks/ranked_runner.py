@@ -9,8 +9,8 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import KVPages
+from trioserve.model.device import with_images
 from trioserve.model.number_formats import Dtype
-from trioserve.model.runner import with_images
 from trioserve.ranks.messages import Loaded
 from trioserve.ranks.rank_pages import HeadRange, RankPages, StagePages
 
@@ -41,7 +41,9 @@ class RankedRunner:
         self.dtype: Dtype = loaded.dtype
         self.kv_dtype = loaded.kv_dtype
         self.computed_by = loaded.computed_by + self._in_ranks
-        self.arithmetic = with_images(loaded.arithmetic + self._in_ranks, self.dtype, vision)
+        self.arithmetic = with_images(
+            loaded.arithmetic + self._in_ranks, self.dtype, None if vision is None else vision.dtype
+        )
         self.is_batch_invariant = loaded.is_batch_invariant
         self.block_size = block_size
         self.block_count = loaded.block_count
