@@ -3,6 +3,7 @@ and nobody is left."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -234,4 +235,6 @@ def test_no_rank_outlives_a_server_that_is_killed(is_stopped: bool) -> None:
             ended, _, _ = select.select([exit_file], [], [], SECONDS_MAX)
             assert ended, "the rank has outlived its server"
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             os.close(exit_file)
