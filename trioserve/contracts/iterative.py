@@ -36,7 +36,7 @@ class IterativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     two rows of it, with the prompt and without, in the same forward pass. encode_work, denoise_work, decode_work: what
     each phase costs, of a denoising step each row, at least 1; in units of the caller's, which only have to be those of
     IterativeSettings.step_work_max. partial_every: after so many denoising steps, each time, what has become of it so
-    far is wanted; None: never.
+    far is wanted; None: never. task: what the executor has to know besides; the core does not look at it.
     """
 
     id: RequestId
@@ -48,6 +48,7 @@ class IterativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     denoise_work: int = 1
     decode_work: int = 1
     partial_every: int | None = None
+    task: object = None
 
     def work(self, phase: IterativePhase) -> int:
         """What it adds to a forward pass of this phase."""

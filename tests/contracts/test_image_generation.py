@@ -1,0 +1,57 @@
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, Picture
+
+
+def picture(width: int, height: int) -> Picture:
+    return Picture(width, height, bytes(3 * width * height))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("width", 0),
+        ("height", "8"),
+        ("steps", 0),
+        ("n", 0),
+        ("n", True),
+        ("partial_images", 17),
+        ("partial_images", -1),
+        ("seed", 2**64),
+        ("guidance", -0.5),
+        ("guidance", float("nan")),
+        ("guidance", "7"),
+        ("negative_prompt", 3),
+        ("sampler", 3),
+        ("image", b"png"),
+    ],
+)
+def test_what_no_model_could_do_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        ImageParams(**{name: value})  # type: ignore[arg-type]  # that is what is tested
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize("strength", [0, -1, 1.01, float("nan")])
+def test_strength_is_above_0_and_up_to_1(strength: float) -> None:
+    with pytest.raises(InvalidRequest, match="strength"):
+        ImageParams(image=picture(8, 8), strength=strength)
+    assert ImageParams(image=picture(8, 8), strength=1.0).strength == 1
+
+
+def test_what_belongs_to_an_image_needs_one() -> None:
+    for name, value in (("mask", picture(8, 8)), ("strength", 0.5)):
+        with pytest.raises(InvalidRequest, match="without an image") as refused:
+            ImageParams(**{name: value})  # type: ignore[arg-type]
+        assert refused.value.param == name
+
+
+def test_a_mask_has_the_size_of_its_image() -> None:
+    with pytest.raises(InvalidRequest, match="8x16"):
+        ImageParams(image=picture(8, 16), mask=picture(16, 8))
+
+
+def test_limits_are_at_least_1() -> None:
+    with pytest.raises(StartupError, match="n_max is 0"):
+        ImageRequestLimits(n_max=0)
