@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -293,6 +294,64 @@ def test_merging_keeps_order_and_the_end() -> None:
     )  # fmt: skip
     without_tokens = Delta(index=1, text="", token_ids=(), finish_reason=FinishReason.ABORT)
     assert merge(first, without_tokens).logprobs == logprobs_of([1])
+
+
+@hypothesis.settings(deadline=None, database=None, max_examples=200)
+@hypothesis.given(
+    token_ids=token_lists,
+    sizes=strategies.lists(strategies.integers(1, 4), min_size=30, max_size=30),
+    updates=strategies.dictionaries(strategies.integers(0, 29), strategies.sampled_from(["a", "b"])),
+    stop=strategies.lists(strategies.sampled_from(["e", "he "]), max_size=1),
+    merges=strategies.lists(strategies.booleans(), min_size=32, max_size=32),
+)
+def test_each_token_knows_which_weights_sampled_it(
+    token_ids: list[int],
+    sizes: list[int],
+    updates: dict[int, str],
+    stop: list[str],
+    merges: list[bool],
+    byte_level: Tokenizer,
+) -> None:
+    output = ChoiceOutput(byte_level, SamplingParams(stop=tuple(stop)), index=0)
+    version, sampled_by, place = "default", [], 0
+    deltas: list[Delta] = []
+    for step, size in enumerate(sizes):
+        if step in updates:
+            version = updates[step]
+            output.use_weights(version)
+        tokens = tuple(token_ids[place : place + size])
+        place += size
+        end = finished() if place >= len(token_ids) else None
+        sampled_by += [version] * len(tokens)
+        if (delta := output.feed(tokens, None, end)) is not None:
+            if deltas and merges[step]:
+                delta = merge(deltas.pop(), delta)
+            deltas.append(delta)
+        if output.ended or end is not None:
+            break
+    told: list[str] = []
+    for delta in deltas:
+        runs = delta.weight_versions or (("default", len(delta.token_ids)),)
+        assert sum(count for _, count in runs) == len(delta.token_ids)
+        assert all(before[0] != after[0] for before, after in itertools.pairwise(runs)), "two runs that are one"
+        told += [name for name, count in runs for _ in range(count)]
+    assert told == sampled_by[: len(told)]
+    assert stop or told == sampled_by
+
+
+def test_a_delta_has_no_versions_until_weights_are_replaced(byte_level: Tokenizer) -> None:
+    output = ChoiceOutput(byte_level, SamplingParams(), index=0)
+    tokens = characters(byte_level, "abc")
+    before = output.feed((tokens[0],), None, None)
+    output.use_weights("step 1")
+    after = output.feed((tokens[1],), None, None)
+    assert before is not None
+    assert after is not None
+    assert (before.weight_versions, after.weight_versions) == ((), (("step 1", 1),))
+    assert merge(before, after).weight_versions == (("default", 1), ("step 1", 1))
+    end = Delta(index=0, text="", token_ids=(), finish_reason=FinishReason.ABORT)
+    assert merge(after, end).weight_versions == (("step 1", 1),)
+    assert merge(before, end).weight_versions == ()
 
 
 def test_deltas_that_do_not_follow_each_other_are_not_merged() -> None:

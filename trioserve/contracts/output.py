@@ -6,6 +6,7 @@ import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.weights import WeightVersions
 
 __all__ = ["REQUEST_POISONED", "Delta"]
 
@@ -23,7 +24,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     ended it, the name of the deadline that passed, of one that may go on elsewhere "server_stopping", of one that
     nobody is to try once more REQUEST_POISONED; None for the model's own end token. message: says what happened when
     finish_reason is ERROR, ABORT or DEADLINE. kv_transfer: on the last delta, how another engine gets at the KV of this
-    choice, if it is held for that.
+    choice, if it is held for that. weight_versions: which weights sampled token_ids; empty as long as the engine has
+    those that it was opened with.
     """
 
     index: int
@@ -34,3 +36,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     message: str | None = None
     kv_transfer: KVTransferParams | None = None
+    weight_versions: WeightVersions = ()

@@ -68,7 +68,7 @@ class NobodyWatches:
 
 class Delivery:
     """wake: called when the step loop may have something new to see to. step_watch: told of each step. cancels: told
-    of each cancel."""
+    of each cancel. weight_version: of the weights that sample; None: they were never replaced."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Delivery:
         wake: Callable[[], None],
         step_watch: StepWatch | None = None,
         cancels: WatchesCancels | None = None,
+        weight_version: str | None = None,
     ) -> None:
         self._cancels = cancels or NobodyWatches()
         self._core = core
@@ -93,6 +94,7 @@ class Delivery:
         self._faults_told: set[TransferFault] = set()
         self._plans: deque[StepPlan] = deque()  # that have not been delivered, the oldest first
         self.has_brought = False  # a step has brought somebody something
+        self._weight_version = weight_version
         core.tell_hold_ends(self._on_hold_end)
 
     def __len__(self) -> int:
@@ -112,6 +114,14 @@ class Delivery:
         """The core has the choice's sequence now."""
         self._choices[choice.sequence_id] = choice
         choice.request.core_count += 1
+        if self._weight_version is not None:
+            choice.output.use_weights(self._weight_version)
+
+    def use_weights(self, version: str) -> None:
+        """What steps bring from here on was sampled by weights of this version."""
+        self._weight_version = version
+        for choice in self._choices.values():
+            choice.output.use_weights(version)
 
     # --- ends that come from outside ---
 
@@ -389,6 +399,7 @@ def _text_failed(choice: Choice, token_ids: tuple[int, ...], error: Exception) -
         index=choice.index,
         text="",
         token_ids=token_ids,
+        weight_versions=choice.output.weights_of(len(token_ids)),
         finish_reason=FinishReason.ERROR,
         message=f"the response could not be turned into text: {error}",
     )

@@ -472,6 +472,7 @@ class OpenRequest:
                 stop_reason=stop_reason,
                 message=message,
                 kv_transfer=kv_transfer,
+                weight_versions=held_back.weight_versions if held_back else (),
             )
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.weights import INITIAL_WEIGHTS, WeightVersions, joined_versions
 from trioserve.text.stop_strings import StopStringFinder
 from trioserve.text.tokenizer import Tokenizer
 
@@ -35,6 +36,8 @@ class ChoiceOutput:
         # Since the last delta: tokens whose text is not complete yet.
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
+        self._versions: WeightVersions = ()
+        self._next_version: WeightVersions = ()  # of one token; empty until use_weights
 
     def feed(
         self,
@@ -52,8 +55,9 @@ class ChoiceOutput:
             self.token_count += 1
             text = self._decoder.push(token_ids[0])
             if text:
-                return Delta(index=self._index, text=text, token_ids=token_ids)
+                return Delta(index=self._index, text=text, token_ids=token_ids, weight_versions=self._next_version)
             self._token_ids.append(token_ids[0])
+            self._versions = self._next_version
             return None
         if self.ended:
             raise RuntimeError("fed a choice that has ended")
@@ -62,6 +66,8 @@ class ChoiceOutput:
         text = ""
         for index, token_id in enumerate(token_ids):
             self.token_count += 1
+            if self._next_version:
+                self._versions = joined_versions(self._versions, len(self._token_ids), self._next_version, 1)
             self._token_ids.append(token_id)
             if self._logprobs is not None and logprobs is not None:
                 self._logprobs.append(logprobs[index])
@@ -72,6 +78,16 @@ class ChoiceOutput:
         if finished is not None:
             return self._finish(text, finished)
         return self._delta(text) if text else None
+
+    def use_weights(self, version: str) -> None:
+        """What is fed from here on was sampled by weights of this version."""
+        if self._token_ids and not self._versions:
+            self._versions = ((INITIAL_WEIGHTS, len(self._token_ids)),)
+        self._next_version = ((version, 1),)
+
+    def weights_of(self, token_count: int) -> WeightVersions:
+        """Which weights sampled so many tokens that come now."""
+        return tuple((version, token_count) for version, _ in self._next_version)
 
     def take_known(self, token_ids: Sequence[int], finished: RequestFinished | None) -> list[Delta]:
         """Tokens that were given before, and the end if that was, too: what follows goes on behind them. Returns what
@@ -145,8 +161,10 @@ class ChoiceOutput:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             message=message,
+            weight_versions=self._versions,
         )
         self._token_ids.clear()
+        self._versions = ()
         if self._logprobs is not None:
             self._logprobs.clear()
         return delta
@@ -168,4 +186,7 @@ def merge(first: Delta, second: Delta) -> Delta:
         stop_reason=second.stop_reason,
         message=second.message,
         kv_transfer=second.kv_transfer,
+        weight_versions=joined_versions(
+            first.weight_versions, len(first.token_ids), second.weight_versions, len(second.token_ids)
+        ),
     )
