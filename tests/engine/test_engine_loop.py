@@ -11,6 +11,7 @@ import trio
 
 from trioserve.contracts.events import EngineEvent, FinishReason
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import TransferEvent
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
@@ -54,6 +55,11 @@ class Stage:
                 seed=0,
             )
         )
+        self.loop.wake()
+
+    def report(self, event: TransferEvent) -> None:
+        """A connector's; at any moment, also while a step runs."""
+        self.on_ended(self.core.on_transfer(event, trio.current_time()))
         self.loop.wake()
 
     # --- as a Delivery ---
@@ -109,7 +115,7 @@ async def test_kv_that_arrives_wakes_the_loop(autojump_clock):
     async with running(stage) as begun_at:
         stage.add()
         await trio.sleep(2.0)
-        stage.loop.on_transfer(stage.connector.loaded(A))
+        stage.report(stage.connector.loaded(A))
         await trio.sleep(0.5)
         assert stage.events[-1][0] - begun_at == 2.0
         assert stage.events[-1][1].reason is FinishReason.LENGTH
@@ -120,7 +126,7 @@ async def test_a_load_that_fails_passes_the_end_on_at_once(autojump_clock):
     async with running(stage):
         stage.add()
         await trio.sleep(2.0)
-        stage.loop.on_transfer(stage.connector.load_failed(A))
+        stage.report(stage.connector.load_failed(A))
         assert [event.reason for _, event in stage.events] == [FinishReason.ERROR]
 
 
@@ -130,7 +136,7 @@ async def test_a_hold_that_nobody_releases_ends_while_nothing_else_happens(autoj
     async with running(stage):
         stage.add(8)
         await trio.sleep(0.1)
-        stage.loop.on_transfer(stage.connector.loaded(A))
+        stage.report(stage.connector.loaded(A))
         await trio.sleep(2.8)
         assert stage.core.stats().blocks_held == 2
         await trio.sleep(0.3)

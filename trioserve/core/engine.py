@@ -153,6 +153,10 @@ class EngineCore:
         self._begin(plan, lives, now)
         return plan
 
+    @property
+    def plans_ahead(self) -> bool:
+        return self.settings.overlap_steps
+
     def schedule_ahead(self, now: float) -> StepPlan | None:
         """What to compute after the one step that is in flight, as if every request of it went on: a token that it
         samples is named by its place (ScheduledChunk.awaits_token). A request that will have all its tokens by then is

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import trio
 
-from trioserve.contracts.kv_transfer import TransferEvent
-from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult
-from trioserve.core.engine import EngineCore
-from trioserve.engine.delivery import Delivery
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.engine.overlapped_step import OverlappedSteps
 from trioserve.engine.step_gate import StepGate
-from trioserve.engine.step_times import StepTimes
+from trioserve.engine.stepped_core import (
+    AnyPlan,
+    ComputesPlans,
+    NotesSteps,
+    StepDelivery,
+    SteppedCore,
+    StepRunnerOf,
+)
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
@@ -30,31 +34,28 @@ READER_TURNS = 3  # in one readers answer, in the next the flusher writes; withi
 WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
 
 
-class StepRunner(Protocol):
-    """An executor as seen from the event loop."""
+StepRunner = StepRunnerOf[StepPlan, StepResult]
+"""Of the plans of an EngineCore."""
 
-    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
-        """Hand a plan over, to be computed after those that were handed over before, at the latest when it is awaited;
-        which has to happen, in that order. That ends with the result, even when cancelled, or with None once
-        is_abandoned has said so. Raises what the executor raises; whatever was handed over behind that is not computed,
-        and its result is None."""
-        ...
+Plan = TypeVar("Plan", bound=AnyPlan)
+Result = TypeVar("Result")
+Event = TypeVar("Event")
 
 
-class ThreadedExecutor:
+class ThreadedExecutor(Generic[Plan, Result]):
     """Runs an executor's steps in the compute thread. takes_cpu: a step begins on the event loop's CPU. For steps
     that take every CPU, and do not overlap."""
 
-    def __init__(self, executor: Executor, thread: WorkerThread, *, takes_cpu: bool = False) -> None:
+    def __init__(self, executor: ComputesPlans[Plan, Result], thread: WorkerThread, *, takes_cpu: bool = False) -> None:
         self._executor = executor
         self._thread = thread
         self._takes_cpu = takes_cpu
         self._is_broken = False
 
-    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+    def run_step(self, plan: Plan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, Result | None]:
         return self._thread.begin(self._execute, plan, is_abandoned, here=self._takes_cpu)
 
-    def _execute(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
+    def _execute(self, plan: Plan, is_abandoned: IsAbandoned) -> Result | None:
         if self._is_broken:
             return None
         try:
@@ -64,7 +65,7 @@ class ThreadedExecutor:
             raise
 
 
-class EngineLoop:
+class EngineLoop(Generic[Plan, Result, Event]):
     """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
     own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
     steps have no such moment.
@@ -75,17 +76,17 @@ class EngineLoop:
 
     def __init__(
         self,
-        core: EngineCore,
-        steps: StepRunner,
-        delivery: Delivery,
+        core: SteppedCore[Plan, Result, Event],
+        steps: StepRunnerOf[Plan, Result],
+        delivery: StepDelivery[Plan, Event],
         *,
         readers_first: bool = False,
         when_idle: WhenIdle | None = None,
         after_step: Callable[[], None] = lambda: None,
-        step_times: StepTimes | None = None,
+        step_times: NotesSteps[Plan] | None = None,
         gate: StepGate | None = None,
     ) -> None:
-        self._step_times = step_times = step_times or StepTimes()
+        self._step_times = step_times
         self._gate = gate = gate or StepGate()
         self._when_idle = when_idle
         self._after_step = after_step
@@ -94,9 +95,7 @@ class EngineLoop:
         self._steps = steps
         self._delivery = delivery
         self._overlapped = (
-            OverlappedSteps(core, steps.run_step, delivery, after_step, step_times, gate)
-            if core.settings.overlap_steps
-            else None
+            OverlappedSteps(core, steps.run_step, delivery, after_step, step_times, gate) if core.plans_ahead else None
         )
         self._work_arrived = trio.Event()
         self._is_woken = False
@@ -105,11 +104,6 @@ class EngineLoop:
         """There may be something to do. Costs nothing while steps run."""
         self._is_woken = True
         self._work_arrived.set()
-
-    def on_transfer(self, event: TransferEvent) -> None:
-        """A connector reports; at any moment, also while a step runs."""
-        self._delivery.on_ended(self._core.on_transfer(event, trio.current_time()))
-        self.wake()
 
     async def run(self) -> None:
         """Runs until cancelled. Whatever a step raises rises here: it is a fault of the engine."""
@@ -138,7 +132,7 @@ class EngineLoop:
             for _ in range(self._reader_turns if self._overlapped is None else 0):
                 await trio.lowlevel.checkpoint()
 
-    async def _step(self, plan: StepPlan, now: float) -> None:
+    async def _step(self, plan: Plan, now: float) -> None:
         """Compute a plan, and whatever overlaps it, and deliver it. now: when its planning began."""
         self._delivery.on_plan(plan)
         if self._overlapped is not None:
@@ -154,13 +148,14 @@ class EngineLoop:
         updated_at = trio.current_time()
         self._delivery.on_events(events, updated_at - started_at)
         self._after_step()
-        self._step_times.note(
-            plan,
-            schedule_at=now,
-            planned_at=started_at,
-            forward_at=started_at,
-            computed_at=computed_at,
-            updated_at=updated_at,
-            delivered_at=trio.current_time(),
-            is_dropped=result is None,
-        )
+        if self._step_times is not None:
+            self._step_times.note(
+                plan,
+                schedule_at=now,
+                planned_at=started_at,
+                forward_at=started_at,
+                computed_at=computed_at,
+                updated_at=updated_at,
+                delivered_at=trio.current_time(),
+                is_dropped=result is None,
+            )

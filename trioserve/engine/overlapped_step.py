@@ -10,45 +10,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import trio
 
-from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
-from trioserve.core.engine import EngineCore
-from trioserve.engine.delivery import Delivery
 from trioserve.engine.step_gate import StepGate
-from trioserve.engine.step_times import StepTimes
+from trioserve.engine.stepped_core import AnyPlan, NotesSteps, RunStep, StepDelivery, SteppedCore
 
 __all__ = ["OverlappedSteps"]
 
-RunStep = Callable[[StepPlan, IsAbandoned], Coroutine[Any, Any, StepResult | None]]
-"""StepRunner.run_step: hands a plan over at once, and is awaited for its result."""
+Plan = TypeVar("Plan", bound=AnyPlan)
+Result = TypeVar("Result")
+Event = TypeVar("Event")
 
 
-class _StepInFlight:
+class _StepInFlight(Generic[Plan, Result]):
     """A plan that was handed over. at: when. schedule_at: when its planning began."""
 
     __slots__ = ("at", "plan", "result", "schedule_at")
 
-    def __init__(self, plan: StepPlan, result: Coroutine[Any, Any, StepResult | None], schedule_at: float) -> None:
+    def __init__(self, plan: Plan, result: Coroutine[Any, Any, Result | None], schedule_at: float) -> None:
         self.plan = plan
         self.result = result
         self.schedule_at = schedule_at
         self.at = trio.current_time()
 
 
-class OverlappedSteps:
+class OverlappedSteps(Generic[Plan, Result, Event]):
     """after_step: called when a step was delivered. step_times: told where the time of each went. gate: while it is
     closed nothing is planned behind the step in flight."""
 
     def __init__(
         self,
-        core: EngineCore,
-        run_step: RunStep,
-        delivery: Delivery,
+        core: SteppedCore[Plan, Result, Event],
+        run_step: RunStep[Plan, Result],
+        delivery: StepDelivery[Plan, Event],
         after_step: Callable[[], None],
-        step_times: StepTimes,
+        step_times: NotesSteps[Plan] | None,
         gate: StepGate,
     ) -> None:
         self._core = core
@@ -58,7 +56,7 @@ class OverlappedSteps:
         self._run_step = run_step
         self._delivery = delivery
 
-    async def run(self, plan: StepPlan, schedule_at: float) -> None:
+    async def run(self, plan: Plan, schedule_at: float) -> None:
         """Compute this plan, and whatever can be planned behind it, and behind that, until nothing can; the plan is the
         core's, and told of. schedule_at: when its planning began. When cancelled, no further step is planned, and those
         in flight are waited for: returns then, too. Whatever a step raises rises here, when no step is in flight."""
@@ -77,10 +75,10 @@ class OverlappedSteps:
                 await step.result  # its blocks are being written
             raise
 
-    def _hand_over(self, plan: StepPlan, schedule_at: float) -> _StepInFlight:
+    def _hand_over(self, plan: Plan, schedule_at: float) -> _StepInFlight[Plan, Result]:
         return _StepInFlight(plan, self._run_step(plan, self._core.abandonment(plan)), schedule_at)
 
-    def _hand_over_behind(self) -> list[_StepInFlight]:
+    def _hand_over_behind(self) -> list[_StepInFlight[Plan, Result]]:
         now = trio.current_time()
         self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
         if not self._gate.is_open or trio.current_effective_deadline() == -math.inf:
@@ -91,7 +89,9 @@ class OverlappedSteps:
         self._delivery.on_plan(plan)
         return [self._hand_over(plan, now)]
 
-    def _take(self, step: _StepInFlight, result: StepResult | None, forward_at: float, computed_at: float) -> None:
+    def _take(
+        self, step: _StepInFlight[Plan, Result], result: Result | None, forward_at: float, computed_at: float
+    ) -> None:
         if result is None:
             events = self._core.drop_plan(step.plan, computed_at)
         else:
@@ -99,13 +99,14 @@ class OverlappedSteps:
         updated_at = trio.current_time()
         self._delivery.on_events(events, computed_at - forward_at)
         self._after_step()
-        self._step_times.note(
-            step.plan,
-            schedule_at=step.schedule_at,
-            planned_at=step.at,
-            forward_at=forward_at,
-            computed_at=computed_at,
-            updated_at=updated_at,
-            delivered_at=trio.current_time(),
-            is_dropped=result is None,
-        )
+        if self._step_times is not None:
+            self._step_times.note(
+                step.plan,
+                schedule_at=step.schedule_at,
+                planned_at=step.at,
+                forward_at=forward_at,
+                computed_at=computed_at,
+                updated_at=updated_at,
+                delivered_at=trio.current_time(),
+                is_dropped=result is None,
+            )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import trio
 
-from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.step import IsAbandoned, never_abandoned
+from trioserve.engine.stepped_core import AnyPlan, ComputesPlans
 
 __all__ = ["ControlledSteps"]
 
+Plan = TypeVar("Plan", bound=AnyPlan)
+Result = TypeVar("Result")
 
-class ControlledSteps:
+
+class ControlledSteps(Generic[Plan, Result]):
     """Runs an executor's steps in the event loop (a StepRunner), so that Trio's autojump clock sees all there is.
 
     seconds: what each takes, in the clock's time. hold(): the next step that begins stays open until release(); to be
@@ -20,11 +24,11 @@ class ControlledSteps:
     handed_over_at: when the engine handed the open step over; with overlapping steps that is before it began.
     """
 
-    def __init__(self, executor: Executor, *, seconds: float = 0.0) -> None:
+    def __init__(self, executor: ComputesPlans[Plan, Result], *, seconds: float = 0.0) -> None:
         self.executor = executor
         self.seconds = seconds
         self.fault: Exception | None = None
-        self.plan: StepPlan | None = None  # of the step that is open
+        self.plan: Plan | None = None  # of the step that is open
         self.step_count = 0
         self.handed_over_at = 0.0
         self._is_broken = False
@@ -45,18 +49,16 @@ class ControlledSteps:
         """Whether a step has begun since hold()."""
         return self._gate is not None and self._begun.is_set()
 
-    async def entered(self) -> StepPlan:
+    async def entered(self) -> Plan:
         """Wait until a step is held open; returns its plan."""
         await self._begun.wait()
         assert self.plan is not None
         return self.plan
 
-    def run_step(
-        self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned
-    ) -> Coroutine[Any, Any, StepResult | None]:
+    def run_step(self, plan: Plan, is_abandoned: IsAbandoned = never_abandoned) -> Coroutine[Any, Any, Result | None]:
         return self._run(plan, is_abandoned, trio.current_time())
 
-    async def _run(self, plan: StepPlan, is_abandoned: IsAbandoned, handed_over_at: float) -> StepResult | None:
+    async def _run(self, plan: Plan, is_abandoned: IsAbandoned, handed_over_at: float) -> Result | None:
         if self._is_broken:
             await trio.lowlevel.cancel_shielded_checkpoint()
             return None

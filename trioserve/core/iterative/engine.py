@@ -103,6 +103,26 @@ class IterativeCore:
         self._steps_total += 1
         return plan
 
+    # --- what a step loop asks of any core: this one waits for nobody, and plans nothing ahead ---
+
+    @property
+    def plans_ahead(self) -> bool:
+        return False
+
+    def schedule_ahead(self, now: float) -> IterativePlan | None:
+        return None
+
+    def progress(self, now: float) -> list[IterativeEvent]:
+        return []
+
+    def expire(self, now: float) -> list[IterativeEvent]:
+        return []
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    # --- a step that is in flight ---
+
     def is_abandoned(self, plan: IterativePlan) -> bool:
         """Whether the plan is in flight and every request in it was aborted."""
         return self.flights.is_abandoned(plan)
