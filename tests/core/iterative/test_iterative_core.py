@@ -144,6 +144,35 @@ def test_one_that_only_has_to_be_decoded_keeps_its_slot():
     check("a1 | | b1!", "ae | a0 | ad | be | b0 | bd", slots=1)
 
 
+def test_a_slot_that_is_given_back_brings_a_step_whoever_comes_meanwhile():
+    """A better priority comes each time that the large one has its slot again. It takes two of the step's work, and so
+    each time it is left out once."""
+    driven = Driven(slots=2, kept=1, work=2)
+    driven.add("a4+ b12!")
+    driven.step(3)
+    for name in "cdefgh":
+        while RequestId("a") not in driven.core.scheduler.running:
+            driven.step()
+        driven.add(f"{name}1!")
+        driven.step()
+    told = [event.steps_done for event in driven.said if isinstance(event, StepDone) and event.request_id == "a"]
+    assert told == [1, 2, 3, 4]
+    assert driven.core.stats().preemptions_total == 3
+    driven.run()
+
+
+def test_what_costs_a_whole_step_gets_its_turn_among_many_that_cost_little():
+    driven = Driven(slots=5, work=4)
+    driven.add("a2 b2 c2")
+    driven.add("z2", encode_work=4, denoise_work=4, decode_work=4)
+    driven.add("d2 e2 f2 g2")
+    driven.run()
+    assert " | ".join(driven.steps) == (
+        "ae be ce | a0 b0 c0 | ze | a1 b1 c1 | ad bd cd | de ee fe ge | z0 | d0 e0 f0 g0 | z1 | zd | "
+        "d1 e1 f1 g1 | dd ed fd gd"
+    )
+
+
 def test_progress_is_told_after_each_step_and_partial_results_where_wanted():
     driven = Driven()
     driven.add("a4", partial_every=2)

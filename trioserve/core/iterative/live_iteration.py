@@ -15,9 +15,10 @@ __all__ = ["LiveIteration"]
 
 
 class LiveIteration(RequestLife[IterativeRequest]):
-    """last_turn: when it was computed or got its slot, in steps; whoever waited longest has the smallest."""
+    """last_turn: when it was computed or got its slot, in steps; whoever waited longest has the smallest.
+    has_had_turn: it was computed since it got its slot."""
 
-    __slots__ = ("is_encoded", "kept_slot", "last_turn", "slot", "steps_done")
+    __slots__ = ("has_had_turn", "is_encoded", "kept_slot", "last_turn", "slot", "steps_done")
 
     def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
         super().__init__(request, arrival_index)
@@ -26,6 +27,7 @@ class LiveIteration(RequestLife[IterativeRequest]):
         self.is_encoded = False
         self.steps_done = 0
         self.last_turn = 0
+        self.has_had_turn = False
 
     @property
     def phase(self) -> IterativePhase:

@@ -8,7 +8,12 @@ who has a slot starves, whatever it costs and whoever else comes.
 A slot is given to the head of the line, by priority and arrival, and nobody overtakes it. It gets one when it is
 encoded; one that was preempted gets it with the next step, whatever that computes. Where no slot is free the last in
 order leaves its own to a better priority, if its latent can be kept. One that has nothing left but to be decoded is not
-preempted: its slot is free soon, anyway.
+preempted: its slot is free soon, anyway. Nor is one that was not computed since it got its slot.
+
+Priorities are strict, as in an engine of tokens. So the first in order of all always makes progress: it has a slot, or
+gets the next one that is left or given up. Whoever is behind better priorities waits for as long as these come, with
+its latent kept, and its deadline is what ends that. But no slot is given in vain: every time that a request has one, it
+gets a step further, however much a step of it costs. So it is preempted no more often than it has steps.
 """
 
 from __future__ import annotations
@@ -68,6 +73,7 @@ class IterativeScheduler:
                 self._steps_total += 1
                 for live in lives:
                     live.last_turn = self._steps_total
+                    live.has_had_turn = True
                 return FilledStep(phase, lives, moves, admitted, preempted)
         assert not self.running, "requests run, and nothing can be computed"
         assert not self.waiting, "requests wait, and nobody runs"
@@ -127,6 +133,7 @@ class IterativeScheduler:
         else:
             self.slots.take(live)
         live.last_turn = self._steps_total  # behind those who have a slot: otherwise whoever comes back goes first
+        live.has_had_turn = False
         live.move(RequestStatus.RUNNING)
         self.running[live.request.id] = live
         admitted.append(live.request.id)
@@ -139,7 +146,7 @@ class IterativeScheduler:
         worse = [
             other
             for other in self.running.values()
-            if other.request.priority > priority and other.phase is IterativePhase.DENOISE
+            if other.request.priority > priority and other.phase is IterativePhase.DENOISE and other.has_had_turn
         ]
         return max(worse, key=lambda other: other.order, default=None)
 

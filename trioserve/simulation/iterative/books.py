@@ -21,7 +21,9 @@ OTHER_PHASES = 2
 
 
 class ExpectedIteration:
-    """place: where it is. left_out: steps of its phase in a row that did not compute it, while it had a slot."""
+    """place: where it is. left_out: steps of its phase in a row that did not compute it, while it had a slot.
+    has_had_turn: since it got that slot it was computed. stood_still: steps in a row that did not compute it, while it
+    was the first of all, and had a slot or could have had one. preempted_count: how often it lost its slot."""
 
     def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
         self.request = request
@@ -30,6 +32,9 @@ class ExpectedIteration:
         self.is_encoded = False
         self.steps_done = 0
         self.left_out = 0
+        self.has_had_turn = False
+        self.stood_still = 0
+        self.preempted_count = 0
         self.is_computed = False  # by the step in flight
         self.aborted_for: FinishReason | None = None
         self.finished: RequestFinished | None = None
@@ -53,6 +58,11 @@ class ExpectedIteration:
         )
 
     @property
+    def can_leave(self) -> bool:
+        """Its slot to a better priority."""
+        return self.due is DENOISE and self.has_had_turn
+
+    @property
     def wants_partial(self) -> bool:
         """Of the step that it does next."""
         done = self.steps_done + 1
@@ -74,6 +84,9 @@ class StepRules:
         self._check_works(plan, live)
         self._check_line(plan, live.values())
         self._check_turns(plan, live.values())
+        self._check_first(live.values())
+        for work in plan.works:
+            live[work.request.id].has_had_turn = True  # only now: slots were given before anything was computed
 
     def leave(self, name: str) -> None:
         """It has ended, wherever it was."""
@@ -90,8 +103,11 @@ class StepRules:
             assert entry.place == "slot", f"{name} has no slot, and is preempted"
             assert entry.due is DENOISE, f"{name} is preempted, and only has to be decoded"
             assert min(other.order[0] for other in admitted) < entry.order[0], f"{name} is preempted by its equals"
+            assert entry.has_had_turn, f"{name} is preempted, and got nothing of its slot"
+            entry.preempted_count += 1
+            assert entry.preempted_count <= entry.request.step_count, f"{name} is preempted once more"
             for other in staying:
-                assert other.due is not DENOISE or other.order < entry.order, f"{name} is not the last in order"
+                assert not other.can_leave or other.order < entry.order, f"{name} is not the last in order"
         moved = [self._move(source=move.source, target=move.target) for move in plan.moves]
         restored = [entry.request.id for entry in admitted if entry.place == "kept"]
         assert sorted(moved) == sorted([*plan.preempted, *restored]), f"{moved} are moved"
@@ -102,6 +118,7 @@ class StepRules:
             assert entry.place != "slot", f"{entry.request.id} has a slot, and gets one"
             entry.place = "slot"
             entry.left_out = 0
+            entry.has_had_turn = False
         assert self._count("slot", live.values()) <= self._world.slots, "more run than there are slots"
         assert self._count("kept", live.values()) <= self._world.kept, "more is kept than there is room for"
 
@@ -162,6 +179,19 @@ class StepRules:
             self._waited[phase] = self._waited[phase] + 1 if phase in due and phase is not plan.phase else 0
             assert self._waited[phase] <= OTHER_PHASES, f"to {phase.value} waits for {self._waited[phase]} other steps"
 
+    def _check_first(self, live: Iterable[ExpectedIteration]) -> None:
+        """A turn of all who have slots, in every phase, and one more until somebody may leave his."""
+        first = min(live, key=lambda entry: entry.order)
+        is_held_up = first.place == "slot" or (
+            self._count("kept", live) < self._world.kept
+            and any(entry.order[0] > first.order[0] and entry.due is DENOISE for entry in live if entry.place == "slot")
+        )
+        for entry in live:
+            goes_on = entry is not first or entry.is_computed or not is_held_up
+            entry.stood_still = 0 if goes_on else entry.stood_still + 1
+        steps_max = (OTHER_PHASES + 1) * (self._world.slots + 1)
+        assert first.stood_still <= steps_max, f"{first.request.id} is the first, and stands still"
+
     def _head_with_room(self, live: Iterable[ExpectedIteration]) -> ExpectedIteration | None:
         """The head of the line, if it could have a slot."""
         head = min((entry for entry in live if entry.place != "slot"), key=lambda entry: entry.order, default=None)
@@ -169,7 +199,7 @@ class StepRules:
             return head
         can_keep = self._count("kept", live) < self._world.kept
         worse = [entry for entry in live if entry.place == "slot" and entry.order[0] > head.order[0]]
-        return head if can_keep and any(entry.due is DENOISE for entry in worse) else None
+        return head if can_keep and any(entry.can_leave for entry in worse) else None
 
     @staticmethod
     def _count(place: str, live: Iterable[ExpectedIteration]) -> int:
