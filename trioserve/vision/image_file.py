@@ -16,7 +16,7 @@ from trioserve.contracts.images import ImageLimits
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageHeader", "pixels_of", "read_header", "why_no_images"]
+__all__ = ["ImageHeader", "pixels_of", "read_header", "transparency_of", "why_no_images"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _ORIENTATION = 274  # the tag of EXIF
@@ -60,6 +60,33 @@ def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
 def pixels_of(content: bytes, place: str) -> Image:
     """In RGB and upright; what shines through stands on white. The header has been read before. Raises InvalidRequest
     for a file that breaks off or is damaged."""
+    image = _opened(content, place)
+    orientation = _orientation(image)
+    try:
+        image.load()
+        return _upright(_rgb(image), orientation)
+    except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
+        raise _damaged(place, error) from error
+
+
+def transparency_of(content: bytes, place: str) -> Image | None:
+    """How far each pixel lets through what is behind it: one byte, 255 for all of it; upright. None: the file has no
+    pixel that could. As above otherwise."""
+    import PIL.ImageChops
+
+    image = _opened(content, place)
+    orientation = _orientation(image)
+    try:
+        image.load()
+        if not _may_let_through(image):
+            return None
+        alpha = image.convert("RGBA").getchannel("A")
+        return _upright(PIL.ImageChops.invert(alpha), orientation)
+    except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
+        raise _damaged(place, error) from error
+
+
+def _upright(pixels: Image, orientation: int) -> Image:
     from PIL.Image import Transpose
 
     turns = {
@@ -71,14 +98,8 @@ def pixels_of(content: bytes, place: str) -> Image:
         7: Transpose.TRANSVERSE,
         8: Transpose.ROTATE_90,
     }
-    image = _opened(content, place)
-    turn = turns.get(_orientation(image))
-    try:
-        image.load()
-        pixels = _rgb(image)
-        return pixels if turn is None else pixels.transpose(turn)
-    except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
-        raise _damaged(place, error) from error
+    turn = turns.get(orientation)
+    return pixels if turn is None else pixels.transpose(turn)
 
 
 def _opened(content: bytes, place: str) -> Image:
@@ -118,6 +139,10 @@ def _orientation(image: Image) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
+def _may_let_through(image: Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
 def _rgb(image: Image) -> Image:
     import PIL.Image
 
@@ -126,7 +151,7 @@ def _rgb(image: Image) -> Image:
 
         values = np.asarray(image).astype(np.float64)
         image = PIL.Image.fromarray((values.clip(0, 65_535) / 256).astype(np.uint8))
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
+    if _may_let_through(image):
         image = image.convert("RGBA")
         white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = PIL.Image.alpha_composite(white, image)

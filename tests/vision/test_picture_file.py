@@ -1,0 +1,107 @@
+"""Pictures as files, and files as pictures: what is lost, what is upright, and what a mask says."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.images import ImageLimits
+from trioserve.vision.picture_file import (
+    PICTURE_FORMATS,
+    PictureFormat,
+    decoded_mask,
+    decoded_picture,
+    encoded_picture,
+)
+
+LIMITS = ImageLimits(pixels_max=4096, side_max=1024, image_bytes_max=100_000)
+SIZE = (8, 4)
+
+
+def gradient() -> Picture:
+    """Wider than high, so that an exchange of both is seen."""
+    width, height = SIZE
+    rgb = bytes(value for y in range(height) for x in range(width) for value in (x * 30, y * 60, 128))
+    return Picture(width, height, rgb)
+
+
+def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def bright(mask: Picture) -> list[list[bool]]:
+    """By row."""
+    values = mask.rgb[::3]
+    return [[value >= 128 for value in values[y * mask.width : (y + 1) * mask.width]] for y in range(mask.height)]
+
+
+@pytest.mark.parametrize("kind", PICTURE_FORMATS)
+def test_a_picture_becomes_a_file_of_its_kind_and_size(kind: Any) -> None:
+    content = encoded_picture(gradient(), PictureFormat(kind))
+    image = Image.open(io.BytesIO(content))
+    assert (image.format, image.size) == (kind.upper(), SIZE)
+
+
+@pytest.mark.parametrize("kind", PICTURE_FORMATS)
+def test_colours_stay_what_they_are(kind: Any) -> None:
+    colour = (200, 40, 90)
+    picture = Picture(*SIZE, bytes(colour) * (SIZE[0] * SIZE[1]))
+    again = decoded_picture(encoded_picture(picture, PictureFormat(kind)), LIMITS, "image")
+    # JPEG and WebP round where they change to other axes of colours.
+    assert max(abs(one - other) for one, other in zip(again.rgb, picture.rgb, strict=True)) <= (
+        0 if kind == "png" else 4
+    )
+
+
+def test_a_png_loses_nothing_and_less_quality_makes_smaller_files() -> None:
+    assert decoded_picture(encoded_picture(gradient(), PictureFormat("png")), LIMITS, "image") == gradient()
+    for kind in ("jpeg", "webp"):
+        sizes = [len(encoded_picture(gradient(), PictureFormat(kind, quality))) for quality in (100, 5)]
+        assert sizes[1] < sizes[0]
+
+
+def test_a_mask_is_bright_where_its_file_is_transparent() -> None:
+    image = Image.new("RGBA", SIZE, (9, 9, 9, 255))
+    image.paste((9, 9, 9, 0), (0, 0, 3, 4))
+    expect = [[x < 3 for x in range(8)] for _ in range(4)]
+    assert bright(decoded_mask(saved(image), LIMITS, "mask")) == expect
+    assert bright(decoded_mask(saved(image, "WEBP", lossless=True), LIMITS, "mask")) == expect
+
+
+def test_a_mask_without_transparency_is_bright_where_it_may_change() -> None:
+    image = Image.new("L", SIZE, 0)
+    image.paste(255, (5, 0, 8, 4))
+    expect = [[x >= 5 for x in range(8)] for _ in range(4)]
+    assert bright(decoded_mask(saved(image), LIMITS, "mask")) == expect
+
+
+def test_a_mask_is_turned_as_its_header_says() -> None:
+    image = Image.new("RGBA", SIZE, (9, 9, 9, 255))
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    exif = Image.Exif()
+    exif[274] = 6  # to be turned to the right: the top left comes to the top right
+    mask = decoded_mask(saved(image, exif=exif), LIMITS, "mask")
+    assert (mask.width, mask.height) == (4, 8)
+    assert [(x, y) for y, row in enumerate(bright(mask)) for x, is_bright in enumerate(row) if is_bright] == [(3, 0)]
+
+
+@pytest.mark.parametrize("decode", [decoded_picture, decoded_mask])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        pytest.param(b"GIF89a no", "mask", id="no image"),
+        pytest.param(saved(Image.new("RGBA", (100, 100))), "100 x 100 pixels; allowed are 4096 in all", id="too large"),
+        pytest.param(saved(Image.new("RGBA", (60, 60), (1, 2, 3, 4)))[:80], "damaged", id="cut off"),
+    ],
+)
+def test_what_cannot_be_read_is_the_callers_fault(decode: Any, content: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        decode(content, LIMITS, "mask")
+    assert refused.value.param == "mask"
