@@ -100,7 +100,7 @@ ROOMS = {
     "api": Room(
         rooms=words("contracts text metrics trio_tools store http engine admission"),
         packages=words("trio multipart"),
-        only_in={"multipart": words("upload.py")},
+        only_in={"multipart": words("form.py")},
         without=words("asyncio"),
     ),
     # Its own surface, the API of a router, speaks the bodies and errors of api.

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from trioserve.api.files.upload import FIELD_BYTES_MAX, FIELDS_MAX, parsed_upload
+from trioserve.api.files.upload import parsed_upload
+from trioserve.api.form import FIELD_BYTES_MAX, PARTS_MAX
 from trioserve.contracts.errors import InvalidRequest
 
 CONTENT = b'{"custom_id": "a"}\r\n--not the boundary\r\n'
@@ -80,7 +81,7 @@ def part(name: str, content: str = "x", more: str = "") -> str:
     "parts",
     [
         part("purpose") * 2,
-        "".join(part(f"p{index}") for index in range(FIELDS_MAX + 1)),
+        "".join(part(f"p{index}") for index in range(PARTS_MAX + 1)),
         part("purpose", "batch") + part("file"),  # without a filename it is a text
         part("purpose", "batch"),
         "--b\r\nX: y\r\n\r\nx\r\n",

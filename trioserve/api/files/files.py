@@ -19,6 +19,7 @@ from trioserve.api.files.stored_files import (
     required_store,
 )
 from trioserve.api.files.upload import parsed_upload
+from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
@@ -29,7 +30,6 @@ __all__ = ["FILE_LIST_MAX", "create_file", "delete_file", "list_files", "read_fi
 
 FILE_LIST_MAX = 10_000  # as in OpenAI's API; a page has LIST_MAX at most all the same, and says that there are more
 SHOWN_PURPOSES = (*PURPOSES, "batch_output")
-INLINE_BYTES_MAX = 65_536  # taking apart a form of this size costs less than going to a thread
 
 
 async def create_file(context: RequestContext) -> None:
