@@ -104,6 +104,10 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     def paths(self) -> Iterable[str]:
         """What there is, for those who ask for something else."""
 
+    def not_found(self, path: str) -> Refusal:
+        """What is said of a path where there is nothing."""
+        return _not_found(path, self.paths())
+
     @abc.abstractmethod
     def new_context(self, exchange: Exchange) -> ContextType: ...
 
@@ -193,7 +197,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
                 context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
             if route is None:
-                raise _not_found(context.exchange.path, self.paths())
+                raise self.not_found(context.exchange.path)
             self._check_may_read(context, route.path)
             await self.operate(context, route.operation(context.exchange.method))
 

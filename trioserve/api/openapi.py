@@ -3,12 +3,13 @@ does and may answer from the tables of the APIs. It is served, and tests hold it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
 from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
+from trioserve.api.app import Route
 from trioserve.api.batches.descriptions import OPERATIONS as BATCH_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
 from trioserve.api.decisions.descriptions import OPERATIONS as DECISIONS_OPERATIONS
@@ -24,10 +25,6 @@ from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATI
 from trioserve.api.streams.descriptions import OPERATIONS as STREAM_OPERATIONS
 from trioserve.contracts.sampling import Range
 from trioserve.contracts.version import VERSION
-
-if TYPE_CHECKING:
-    from trioserve.api.app import Route
-    from trioserve.api.request_context import RequestContext
 
 __all__ = ["OPERATIONS", "openapi_document"]
 
@@ -83,15 +80,19 @@ _REQUEST_ID = {
 }
 
 
-def openapi_document(routes: Iterable[Route[RequestContext]]) -> dict[str, Any]:
-    """The description of these routes, ready to become JSON."""
-    components = _components()
+Operations = Mapping[tuple[str, str], DescribedOperation]
+"""By method and path."""
+
+
+def openapi_document(routes: Iterable[Route[Any]], operations: Operations = OPERATIONS) -> dict[str, Any]:
+    """The description of these routes, ready to become JSON. operations: what they do, and no others."""
+    components = _components(operations)
     return {
         "openapi": "3.1.0",
         "info": {"title": "trioserve", "version": VERSION, "license": {"name": "Apache-2.0"}},
         "paths": {
             route.path: {
-                method.lower(): _operation(OPERATIONS[method, route.path], route, method) for method in route.operations
+                method.lower(): _operation(operations[method, route.path], route, method) for method in route.operations
             }
             for route in routes
         },
@@ -109,7 +110,7 @@ def openapi_document(routes: Iterable[Route[RequestContext]]) -> dict[str, Any]:
     }
 
 
-def _operation(described: DescribedOperation, route: Route[RequestContext], method: str) -> dict[str, Any]:
+def _operation(described: DescribedOperation, route: Route[Any], method: str) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [_REQUEST_ID]
     if described.path_parameter:
         name = route.path.partition("{")[2].partition("}")[0]
@@ -189,9 +190,9 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
     return responses
 
 
-def _components() -> dict[str, Any]:
+def _components(operations: Operations) -> dict[str, Any]:
     used: dict[str, type] = {}
-    for described in OPERATIONS.values():
+    for described in operations.values():
         kinds = (
             described.body,
             described.response,
@@ -209,7 +210,7 @@ def _components() -> dict[str, Any]:
         for field, reason in REFUSED.items():
             if field in schema.get("properties", ()) and field not in taken:
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}
-    for described in OPERATIONS.values():
+    for described in operations.values():
         if described.body is not None:
             properties = components[described.body.__name__]["properties"]
             for field, reason in described.refused.items():

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import msgspec
 import trio
 
-from trioserve.api.caller import AccessRules, check_model
-from trioserve.api.generation import KeepAlive
-from trioserve.api.openai.request_types import decode_body
-from trioserve.api.responder import Responder
-from trioserve.api.sse import KEEP_ALIVE
-from trioserve.contracts.errors import UnknownModel
+from trioserve.api.caller import AccessRules
+from trioserve.api.engine_context import EngineContext
 from trioserve.contracts.prompt import Cut
-from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
@@ -70,10 +64,7 @@ class AsksPooling(Protocol):
     def timeout(self) -> float | None: ...
 
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-
-class RequestContext(Responder):
+class RequestContext(EngineContext):
     """Handlers get one of these, and answer it once.
 
     trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.
@@ -81,11 +72,11 @@ class RequestContext(Responder):
     store: what outlives its request is kept there; None: nothing is. background: responses that go on by themselves.
     batches: those that have not ended; batch_endpoints: what may be asked in one. uploads: of forms that are taken
     apart in threads.
-    rules: what the operator has decided.
-    priority_least: no request of this one runs with a better priority, whatever its body says.
     detached: streams that go on without a client. router_streams: those that go on without the router that asked.
-    routers_heard: which routers ask for its load. page: the live page.
+    page: the live page.
     """
+
+    engine: Engine
 
     def __init__(
         self,
@@ -106,41 +97,25 @@ class RequestContext(Responder):
         rules: AccessRules,
         page: Page,
     ) -> None:
-        super().__init__(exchange, clock_and_ids)
+        super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
         self.page = page
         self.engine = engine
-        self.rules = rules
         self.store = store
         self.background = background
         self.batches = batches
         self.batch_endpoints = batch_endpoints
         self.uploads = uploads
-        self.priority_least = PRIORITY_MIN
         self.detached = detached
         self.router_streams = router_streams
-        self.routers_heard = routers_heard
-        self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
         self.adapter: str | None = None  # that the request's model is; known when model_name was asked
 
-    async def body(self, kind: type[Body]) -> Body:
-        """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""
-        return decode_body(await self.exchange.body(), kind)
-
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with: the one asked for, or else the first that is served. An adapter's name has what the
-        request asks for computed with it. Raises UnknownModel, and InvalidRequest where one has to be named."""
-        served = self.served_names
-        check_model(self.rules, asked, served)
-        if asked is None:
-            return served[0]
+        """As everywhere; an adapter's name has what the request asks for computed with it."""
+        name = super().model_name(asked)
         self.adapter = asked if asked in self.engine.adapters.names else None
-        if asked not in served:
-            raise UnknownModel(
-                f'the model "{asked}" is not served here; served are: {", ".join(served)}', param="model"
-            )
-        return asked
+        return name
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -219,14 +194,3 @@ class RequestContext(Responder):
         )
         self.streams.append(stream)
         return stream
-
-    @property
-    def named_tenant(self) -> str | None:
-        """Whose this is, as the request says; what that counts for, the caller tells."""
-        return self.exchange.headers.get(self._tenant_header)
-
-    @property
-    def keep_alive(self) -> KeepAlive:
-        """A comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
-        noticed by what it does not take."""
-        return KeepAlive(lambda: self.exchange.send(KEEP_ALIVE), self.engine.call_at)

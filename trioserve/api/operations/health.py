@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.operations.kv_events import told_load
-from trioserve.api.request_context import RequestContext
 from trioserve.contracts.version import VERSION
 
 __all__ = ["read_health", "read_load", "read_metrics", "read_ready", "read_version"]
@@ -13,7 +13,7 @@ __all__ = ["read_health", "read_load", "read_metrics", "read_ready", "read_versi
 STEP_OVERDUE = "step_overdue"
 
 
-async def read_health(context: RequestContext) -> None:
+async def read_health(context: EngineContext) -> None:
     """200 as long as the event loop turns, unless a step hangs: who restarts dead servers asks this.
 
     A restart ends every stream, so a step has to be much older for this than for /ready.
@@ -26,7 +26,7 @@ async def read_health(context: RequestContext) -> None:
     await context.respond_json(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
 
 
-async def read_ready(context: RequestContext) -> None:
+async def read_ready(context: EngineContext) -> None:
     """200 if requests are taken, else 503 and the reason: who spreads traffic asks this."""
     message = None
     if context.engine.fault is not None:
@@ -50,16 +50,16 @@ async def read_ready(context: RequestContext) -> None:
     await context.respond_json(status, status=503, headers=((REASON_HEADER, reason),))
 
 
-async def read_load(context: RequestContext) -> None:
+async def read_load(context: EngineContext) -> None:
     """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much. To one
     that says its name it tells which others it has heard from."""
     await context.respond_json(told_load(context, is_asked=True))
 
 
-async def read_version(context: RequestContext) -> None:
+async def read_version(context: EngineContext) -> None:
     await context.respond_json({"version": VERSION})
 
 
-async def read_metrics(context: RequestContext) -> None:
+async def read_metrics(context: EngineContext) -> None:
     metrics = context.engine.metrics
     await context.respond_bytes(metrics.expose(), metrics.content_type)

@@ -13,6 +13,7 @@ import msgspec
 import trio
 
 from trioserve.api.caller import check_is_admin
+from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.operations.routers_heard import ROUTER_HEADER
 from trioserve.api.query import Query
@@ -56,7 +57,7 @@ async def stream_kv_events(context: RequestContext) -> None:
     await context.finish()
 
 
-async def _stream_load(context: RequestContext) -> None:
+async def _stream_load(context: EngineContext) -> None:
     engine = context.engine
     changes = engine.load_changes
     if changes.is_over:
@@ -74,7 +75,7 @@ async def _stream_load(context: RequestContext) -> None:
     await context.finish()
 
 
-def told_load(context: RequestContext, *, is_asked: bool = False) -> EndpointLoad:
+def told_load(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad:
     """With the clock, and for a router that says its name, with those that the server has heard from. is_asked: it asks
     right now, and so it lives. One that is only told may be gone, and its connection not know."""
     router = context.exchange.headers.get(ROUTER_HEADER)

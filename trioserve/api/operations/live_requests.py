@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import AbortBody, decode_body
 from trioserve.api.request_context import RequestContext
@@ -46,7 +47,7 @@ async def list_requests(context: RequestContext) -> None:
     await context.respond_json({"object": "list", "data": [_shown(view) for view in views]})
 
 
-async def abort_request(context: RequestContext) -> None:
+async def abort_request(context: EngineContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
     await serve_abort(context, context.engine.abort)
 
@@ -72,7 +73,7 @@ def unknown_request(request_id: str) -> Refusal:
     )
 
 
-async def abort_requests(context: RequestContext) -> None:
+async def abort_requests(context: EngineContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
     await serve_aborts(context, context.engine.abort)
 

@@ -12,7 +12,7 @@ from trioserve.api.openai.request_types import PauseBody, decode_body
 from trioserve.api.query import Query
 
 if TYPE_CHECKING:
-    from trioserve.api.request_context import RequestContext
+    from trioserve.api.engine_context import EngineContext
 
 __all__ = ["continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
 
@@ -20,7 +20,7 @@ MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": 
 SGLANG_MODES: dict[str, Literal["abort", "keep"]] = {"abort": "abort", "in_place": "keep"}
 
 
-async def pause(context: RequestContext) -> None:
+async def pause(context: EngineContext) -> None:
     """Responds when no step is in flight, and with mode=wait when what had begun has ended."""
     _check_may(context)
     mode = Query(context.exchange.query).choice("mode", tuple(MODES), "abort")
@@ -28,18 +28,18 @@ async def pause(context: RequestContext) -> None:
     await context.respond_json({"status": "paused"})
 
 
-async def resume(context: RequestContext) -> None:
+async def resume(context: EngineContext) -> None:
     _check_may(context)
     context.engine.resume_generation()
     await context.respond_json({"status": "resumed"})
 
 
-async def read_is_paused(context: RequestContext) -> None:
+async def read_is_paused(context: EngineContext) -> None:
     _check_may(context)
     await context.respond_json({"is_paused": context.engine.is_paused})
 
 
-async def pause_generation(context: RequestContext) -> None:
+async def pause_generation(context: EngineContext) -> None:
     """The same with SGLang's names, where a body may be left out."""
     _check_may(context)
     raw = await context.exchange.body()
@@ -48,11 +48,11 @@ async def pause_generation(context: RequestContext) -> None:
     await context.respond_json({"message": "Generation paused successfully.", "status": "ok"})
 
 
-async def continue_generation(context: RequestContext) -> None:
+async def continue_generation(context: EngineContext) -> None:
     _check_may(context)
     context.engine.resume_generation()
     await context.respond_json({"message": "Generation continued successfully.", "status": "ok"})
 
 
-def _check_may(context: RequestContext) -> None:
+def _check_may(context: EngineContext) -> None:
     check_is_admin(context.caller, "the engine is paused with the admin's API key: see --admin-api-key")

@@ -1,0 +1,117 @@
+"""One request to a server with an engine, whatever that makes: what operators and routers ask is the same of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+import msgspec
+
+from trioserve.api.caller import AccessRules, check_model
+from trioserve.api.generation import KeepAlive
+from trioserve.api.openai.request_types import decode_body
+from trioserve.api.responder import TENANT_HEADER, Responder
+from trioserve.api.sse import KEEP_ALIVE
+from trioserve.contracts.errors import UnknownModel
+from trioserve.contracts.request import PRIORITY_MIN
+from trioserve.http.clock_and_ids import ClockAndIds
+
+if TYPE_CHECKING:
+    from trioserve.api.operations.routers_heard import RoutersHeard
+    from trioserve.contracts.endpoint import EndpointLoad
+    from trioserve.contracts.errors import EngineFault
+    from trioserve.contracts.events import AbortOutcome
+    from trioserve.engine.load_changes import LoadChanges
+    from trioserve.engine.step_watch import StepWatch
+    from trioserve.http.exchange import Exchange
+    from trioserve.metrics.registry import Metrics
+    from trioserve.trio_tools.deadline_keeper import Alarm
+
+__all__ = ["EngineContext", "ServedEngine"]
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class ServedEngine(Protocol):
+    """What is asked of every engine, as Engine has it."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def step_watch(self) -> StepWatch: ...
+    @property
+    def load_changes(self) -> LoadChanges: ...
+    @property
+    def fault(self) -> EngineFault | None: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def is_sleeping(self) -> bool: ...
+    @property
+    def reopens_at(self) -> float | None: ...
+    @property
+    def holds_up(self) -> bool: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def is_paused(self) -> bool: ...
+    async def pause_generation(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None: ...
+    def resume_generation(self) -> None: ...
+    def load(self) -> EndpointLoad: ...
+    def abort(self, request_ids: Iterable[str], /, *, owner: str | None) -> dict[str, AbortOutcome]: ...
+    def call_at(self, at: float, function: Callable[[], None], /) -> Alarm: ...
+
+
+class EngineContext(Responder):
+    """rules: what the operator has decided. routers_heard: which routers ask for its load. tenant_header: whose values
+    tell tenants apart. priority_least: no request of this one runs with a better priority, whatever its body says."""
+
+    engine: ServedEngine
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        clock_and_ids: ClockAndIds,
+        *,
+        rules: AccessRules,
+        routers_heard: RoutersHeard,
+        tenant_header: str = TENANT_HEADER,
+    ) -> None:
+        super().__init__(exchange, clock_and_ids)
+        self.rules = rules
+        self.routers_heard = routers_heard
+        self.priority_least = PRIORITY_MIN
+        self._tenant_header = tenant_header
+
+    async def body(self, kind: type[Body]) -> Body:
+        """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""
+        return decode_body(await self.exchange.body(), kind)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What a request may call the model."""
+        raise NotImplementedError
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with: the one asked for, or else the first that is served. Raises UnknownModel, and
+        InvalidRequest where one has to be named."""
+        served = self.served_names
+        check_model(self.rules, asked, served)
+        if asked is None:
+            return served[0]
+        if asked not in served:
+            raise UnknownModel(
+                f'the model "{asked}" is not served here; served are: {", ".join(served)}', param="model"
+            )
+        return asked
+
+    @property
+    def named_tenant(self) -> str | None:
+        """Whose this is, as the request says; what that counts for, the caller tells."""
+        return self.exchange.headers.get(self._tenant_header)
+
+    @property
+    def keep_alive(self) -> KeepAlive:
+        """A comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
+        noticed by what it does not take."""
+        return KeepAlive(lambda: self.exchange.send(KEEP_ALIVE), self.engine.call_at)
