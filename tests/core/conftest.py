@@ -11,6 +11,7 @@ A script is a list of steps divided by "|". What stands in a step happens before
     ?a         a fails in this step
     +a  +a4    what a loads has come, all of it or 4 tokens          -a      its load has failed
     _9         9 seconds pass
+    ^          everybody gives its blocks back               %       what is computed is a hit for nobody
 
 What is expected is written the same way: "-b" for a request that lost its blocks, then the chunks in the order of the
 plan, "a0-7" for the tokens at positions 0 to 7, "a8*" for one that samples, and "." for a step that had nothing to do.
@@ -128,6 +129,13 @@ class Driver:
         self.check()
         return results
 
+    def preempt_all(self) -> list[RequestId]:
+        """Nobody who lives has a block afterwards."""
+        preempted = self.core.preempt_all(self.now)
+        self.check()
+        assert self.core.stats().blocks_used == 0
+        return preempted
+
     def step(self, *, abort: Iterable[str] = (), fail: Iterable[str] = ()) -> StepPlan | None:
         """One whole step; `abort` happens while it runs."""
         plan = self.core.schedule(self.now)
@@ -237,6 +245,11 @@ def run_script(script: str, expect: str, **settings: object) -> Driver:
                 driver.report(driver.connector.load_failed(RequestId(word[1:])))
             elif word[0] == "_":
                 driver.wait(float(word[1:]))
+            elif word == "^":
+                driver.preempt_all()
+            elif word == "%":
+                driver.core.forget_prefixes()
+                driver.check()
             elif (arrived := ARRIVED.fullmatch(word)) is not None:
                 count = None if arrived["count"] is None else int(arrived["count"])
                 driver.report(driver.connector.loaded(RequestId(arrived["name"]), count))

@@ -15,10 +15,12 @@ from trioserve.simulation.core.history import (
     Break,
     Drain,
     Fail,
+    Forget,
     Forward,
     History,
     Inquire,
     Report,
+    Retract,
     Update,
     Wait,
     World,
@@ -72,6 +74,8 @@ EVERYTHING = History(
         Report(id="a.1", what="read", waits=True),
         Inquire(),
         Break(calls=("start_load",)),
+        Retract(),
+        Forget(),
         Drain(seconds=1.0),
     ),
 )
@@ -85,9 +89,11 @@ CORE_MOMENTS = [
     *(f"ended: {reason.value}" for reason in FinishReason),
     "failed",
     "preempted",
+    "prefixes forgotten",
     "refused: draining",
     "refused: invalid",
     *(f"reports: {what}" for what in ("loaded", "failed", "released")),
+    "retractions",
     "steps abandoned",
 ]
 STACK_MOMENTS = [
@@ -297,9 +303,9 @@ def test_comments_and_empty_lines_are_skipped():
         ("begin", "begins with its world"),
         (script_of(EVERYTHING) * 2, "has one"),
         ("world block_count=8", "line 1"),
-        (script_of(EVERYTHING) + "abort ids=[1]", "line 14"),
-        (script_of(EVERYTHING) + "abort ids=", "line 14"),
-        (script_of(EVERYTHING) + "explode", "line 14"),
+        (script_of(EVERYTHING) + "abort ids=[1]", "line 16"),
+        (script_of(EVERYTHING) + "abort ids=", "line 16"),
+        (script_of(EVERYTHING) + "explode", "line 16"),
     ],
 )
 def test_a_script_that_cannot_be_read_says_where(script, match):

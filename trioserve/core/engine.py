@@ -233,6 +233,22 @@ class EngineCore:
             self.scheduler.model_drafts.note_times(plan, result)
         return events
 
+    def preempt_all(self, now: float) -> list[RequestId]:
+        """Whoever has blocks gives them back and waits again, in its old place: it is computed anew, with the tokens
+        that it has. Legal while no step is in flight. Whoever waits for KV from elsewhere does so no longer, and
+        computes it; blocks that are still written to are held for as long. What was computed can be found as before.
+        Returns those that ran."""
+        assert not self.flights, "a step reads their blocks"
+        if self.transfers is not None:
+            for live in self.transfers.give_up_loads(now):
+                self.scheduler.start_over(live)
+        return self.scheduler.preempt_all()
+
+    def forget_prefixes(self) -> None:
+        """Nothing that is computed by now is a hit for anybody. Legal at any moment: who uses blocks keeps them. What a
+        connector keeps elsewhere it keeps."""
+        self.cache.forget_all()
+
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
         """The connector reports; legal at any moment. What is about nothing is counted and ignored. Returns the end of
         a request that may not go on without its KV."""

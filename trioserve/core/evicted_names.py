@@ -106,6 +106,11 @@ class EvictedNames:
             del self._by_hash[entry.parent_hash]
             entry = parent
 
+    def clear(self) -> None:
+        """Nothing that was published can be found any more."""
+        self._by_hash.clear()
+        self._child_counts.clear()
+
     def check(self, published: Iterable[PublishedBlock]) -> None:
         """Assert that the counts agree, and that nothing is remembered for nobody. O(names): for tests."""
         assert len(self._by_hash) <= self._names_max

@@ -146,6 +146,18 @@ class PrefixCache:
             hashes.append(self._hash_block(parent, tokens[start : start + self._block_size]))
         return hashes[index]
 
+    def forget_all(self) -> None:
+        """Nothing that is published now is found again. What is published behind it, by whoever goes on, is not found
+        either: there is no way to it."""
+        by_hash, self._by_hash, self._hash_of = self._by_hash, {}, {}
+        self._evicted.clear()
+        for block_hash, entry in by_hash.items():
+            assert entry.block is not None
+            self._pool.withdraw(entry.block)
+            if self.on_residency is not None:
+                self.on_residency(block_hash, False)
+            self.on_forget(entry.content)
+
     def resident_hashes(self) -> list[BlockHash]:
         """The names of all blocks that can be found now, each once. O(blocks)."""
         return list(self._by_hash)

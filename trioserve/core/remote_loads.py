@@ -46,6 +46,11 @@ class RemoteLoads:
         return len(self._pending)
 
     @property
+    def pending(self) -> list[LiveRequest]:
+        """Who waits for KV."""
+        return [load.live for load in self._pending.values()]
+
+    @property
     def is_full(self) -> bool:
         """As many load as can run: more would only keep blocks from those that do. (Who is asked for this has room for
         a place, so nobody is `ready` at that moment.)"""
@@ -83,6 +88,13 @@ class RemoteLoads:
         live.blocks, live.reserved_blocks = blocks[:computed_block_count], blocks[computed_block_count:]
         live.move(RequestStatus.WAITING)
         self.ready.put_back(live)
+
+    def take_ready(self) -> list[LiveRequest]:
+        """Those whose KV has arrived, which are not `ready` from now on."""
+        ready = list(self.ready)
+        for live in ready:
+            self.ready.remove(live)
+        return ready
 
     def overdue(self, now: float) -> list[LiveRequest]:
         """Those whose patience has ended. They are still waited for: take() them."""

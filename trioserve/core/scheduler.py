@@ -230,6 +230,18 @@ class Scheduler:
         live.blocks_wanted = 0
         self.waiting.put_back(live)
 
+    def preempt_all(self) -> list[RequestId]:
+        """Whoever has blocks gives them back, and waits again in its old place. Returns those that ran."""
+        preempted = sorted(self.running.values(), key=lambda live: live.order, reverse=True)
+        for live in preempted:
+            self._preempt(live)
+        for live in [] if self._loads is None else self._loads.take_ready():
+            self._release_blocks(live)
+            live.loaded_token_count = 0
+            live.blocks_wanted = 0
+            self.waiting.put_back(live)
+        return [live.request.id for live in preempted]
+
     def _spans(self, state: OwnState, start: int, count: int) -> tuple[StateSpan, ...]:
         assert self.states is not None, "it runs, and has a state"
         return self.states.spans(state, start, count)

@@ -140,6 +140,13 @@ class Transfers:
             self._connector.hold_expired(hold.request_id, hold.kind)
         return unserved
 
+    def give_up_loads(self, now: float) -> list[LiveRequest]:
+        """Nobody waits for KV any more. Returns who did."""
+        lives = self.loads.pending
+        for live in lives:
+            self._abandon(live, now)
+        return lives
+
     def next_deadline(self) -> float | None:
         """When expire() has something to do; None: nothing is waited for."""
         deadlines = [self.holds.next_deadline(), self.loads.next_deadline()]

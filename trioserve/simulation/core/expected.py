@@ -151,6 +151,12 @@ class ExpectedSequence:
             assert result.finished is not None, f"{name}: no step reads its blocks, and its abort has to wait"
             self.take(result.finished)
 
+    def take_retraction(self) -> None:
+        """It has no blocks any more, nor what a connector had brought for it."""
+        self.is_running = False
+        if self.cached_count is None:
+            self.loaded_count = 0
+
     def take_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
         """All events of the step that it was in have been taken. tokens_before: how many it had before them."""
         name = self.request.id

@@ -22,9 +22,11 @@ from trioserve.simulation.core.history import (
     Drain,
     Event,
     Fail,
+    Forget,
     Forward,
     Inquire,
     Report,
+    Retract,
     Update,
     Wait,
     World,
@@ -37,6 +39,7 @@ from trioserve.testing.automaton_guide import Automaton
 __all__ = ["Generator"]
 
 INQUIRE, BEGIN, AHEAD, FORWARD, UPDATE = Inquire(), Begin(), Ahead(), Forward(), Update()
+RETRACT, FORGET = Retract(), Forget()
 INQUIRE_CHANCE = 0.3  # that the core asks for what the connector has to report, before the next step begins
 AHEAD_CHANCE = 0.5  # that a step is planned ahead before anything else happens to the one in flight
 SALTS = (None, None, None, None, None, "", "s")
@@ -56,6 +59,8 @@ GUIDED_WORLDS_SHARE = 0.4
 WINDOWED_WORLDS_SHARE = 0.3
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
+RETRACTING_WORLDS_SHARE = 0.2
+RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # there, for each event
 APART_WORLDS_SHARE = 0.4  # of those with steps that overlap
 DRAFT_MODEL_SHARE = 0.5
 DRAFT_HEAD_SHARE = 0.3  # of these
@@ -95,6 +100,9 @@ class Generator:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9, 40)))
         if self.world.overlaps and Random(line_of(self.world) + "apart").random() < APART_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, apart=True)
+        # The same holds for worlds in which nobody is told to give blocks back.
+        self._retract_rng = Random(line_of(self.world) + "retract")
+        self._retracts = self._retract_rng.random() < RETRACTING_WORLDS_SHARE
         self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
@@ -118,6 +126,8 @@ class Generator:
         self._families = [self._tokens(self.world.context_tokens_max) for _ in range(rng.choice((1, 2, 2)))]
 
     def next_event(self, simulation: Simulation) -> Event:
+        if self._retracts and (event := self._retraction(simulation)) is not None:
+            return event
         chance = self._random()
         for rate, drawn in self._kinds:
             if chance < rate:
@@ -139,6 +149,13 @@ class Generator:
         # The forward pass behind it need not wait for the update.
         is_next = len(flights) == 2 and not flights[1].is_computed
         return FORWARD if is_next and self._random() < 0.5 else UPDATE
+
+    def _retraction(self, simulation: Simulation) -> Event | None:
+        chance = self._retract_rng.random()
+        if chance < FORGET_CHANCE:
+            return FORGET
+        is_between = not simulation.flights
+        return RETRACT if is_between and chance < FORGET_CHANCE + RETRACT_CHANCE else None
 
     # --- the parts ---
 

@@ -25,10 +25,12 @@ __all__ = [
     "Drain",
     "Event",
     "Fail",
+    "Forget",
     "Forward",
     "History",
     "Inquire",
     "Report",
+    "Retract",
     "Update",
     "Wait",
     "World",
@@ -212,7 +214,30 @@ class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
     calls: tuple[str, ...]
 
 
-Event = Arrive | Abort | Begin | Ahead | Fail | Forward | Update | Wait | Drain | Report | Inquire | Break
+class Retract(msgspec.Struct, frozen=True, tag="retract"):
+    """Between two steps, whoever runs has to give its blocks back, and is computed anew."""
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """At any moment, what was computed is not to be a hit for anybody."""
+
+
+Event = (
+    Arrive
+    | Abort
+    | Begin
+    | Ahead
+    | Fail
+    | Forward
+    | Update
+    | Wait
+    | Drain
+    | Report
+    | Inquire
+    | Break
+    | Retract
+    | Forget
+)
 
 
 class History(msgspec.Struct, frozen=True):

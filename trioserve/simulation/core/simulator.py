@@ -37,9 +37,11 @@ from trioserve.simulation.core.history import (
     Drain,
     Event,
     Fail,
+    Forget,
     Forward,
     Inquire,
     Report,
+    Retract,
     Update,
     Wait,
     World,
@@ -378,6 +380,29 @@ class Simulation:
         self._abort_all([name for name, entry in self.live.items() if entry.cached_count is None], FinishReason.ABORT)
         heapq.heappush(self._deadlines, (self.now + event.seconds, 0, EVERYBODY))
 
+    def _retract(self, _event: Retract) -> None:
+        if self.flights:
+            return
+        ran = {name for name, entry in self.live.items() if entry.is_running}
+        findable = {name: self._findable_count(entry) for name, entry in self.live.items()}
+        preempted = self.core.preempt_all(self.now)
+        assert len(preempted) == len(ran), f"{ran} ran, and {preempted} were preempted"
+        assert set(preempted) == ran, f"{ran} ran, and {preempted} were preempted"
+        assert self.core.stats().blocks_used == 0, f"nobody runs, and {self.core.stats()}"
+        for name, entry in self.live.items():
+            entry.take_retraction()
+            assert self._findable_count(entry) >= findable[name], f"what {name} had computed was thrown away"
+        self._count("retractions")
+        self._count("preempted", len(preempted))
+
+    def _forget(self, _event: Forget) -> None:
+        used = self.core.stats().blocks_used
+        self.core.forget_prefixes()
+        assert not self.core.cache.resident_hashes(), "what is to be forgotten can be found"
+        stats = self.core.stats()
+        assert (stats.blocks_used, stats.blocks_cached) == (used, 0), f"{used} blocks were used, and now {stats}"
+        self._count("prefixes forgotten")
+
     # --- inside ---
 
     def _may_load(self, live: LiveRequest) -> bool:
@@ -484,6 +509,8 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Report: Simulation._report,
     Inquire: Simulation._inquire,
     Break: Simulation._break,
+    Retract: Simulation._retract,
+    Forget: Simulation._forget,
 }
 
 # The core sees nothing of the first three, and a wait checks after each thing that comes due.
