@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_ab
 from trioserve.simulation.lasting.plan import OWNERS, End, LastingPlan, Leave, Snoop, Watch, Work
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_requests import expected_tokens
+from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.invariants import check_core
 from trioserve.testing.memory_client import MemoryClient, MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -59,21 +60,15 @@ class _Book:
         return max(self.events, default=0)
 
 
-class LastingSimulation:
-    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+class LastingSimulation(TracedRun):
+    """One plan, once."""
 
     def __init__(self, plan: LastingPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        super().__init__(trace)
         self.plan = plan
-        self.counts: dict[str, int] = {}
-        self._trace = trace
-        self._digest = blake2b(digest_size=16)
         self._books: dict[int, _Book] = {}
         self._let_go: dict[str, float] = {}  # request ids that must not compute from then on
         self._left_at = math.inf
-
-    @property
-    def digest(self) -> str:
-        return self._digest.hexdigest()
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the server raises, when something is not as it has to be."""
@@ -382,14 +377,8 @@ class LastingSimulation:
             assert not is_left, f"{request_id} goes on without a reader while the server leaves"
         self.check(server)
 
-    def tell(self, line: str) -> None:
-        line = f"{trio.current_time():.3f} {line}"
-        self._digest.update(line.encode() + b"\n")
-        if self._trace is not None:
-            self._trace(line)
-
     def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+        super().count(what)
         self.tell(what)
 
 

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,6 +60,7 @@ from trioserve.simulation.ranks.played_opening import PlayedOpening
 from trioserve.simulation.ranks.wire_executor import LookingModel
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.simulation.stack.forms import compile_forms, guide_of
+from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_engine import byte_form_compiler, fake_adapter_digest
@@ -82,14 +82,12 @@ ADAPTER_SECONDS = 0.01
 READ = "read to the end"
 
 
-class RanksSimulation:
-    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+class RanksSimulation(TracedRun):
+    """One plan, once."""
 
     def __init__(self, plan: RanksPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        super().__init__(trace)
         self.plan = plan
-        self.counts: dict[str, int] = {}
-        self._trace = trace
-        self._digest = blake2b(digest_size=16)
         self._openings: list[PlayedOpening] = []
         self._streams: dict[int, RequestStream] = {}  # of the clients that are inside, by number
         self._aborted: set[int] = set()  # clients
@@ -99,10 +97,6 @@ class RanksSimulation:
         self._is_live = self._was_open = False
         self._violations: list[AssertionError] = []
         self._expected = ReferenceEngine(LookingModel(vocab_size=plan.stage.vocab_size))
-
-    @property
-    def digest(self) -> str:
-        return self._digest.hexdigest()
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
@@ -534,15 +528,6 @@ class RanksSimulation:
 
     def _violate(self, what: str) -> None:
         self._violations.append(AssertionError(what))
-
-    def tell(self, line: str) -> None:
-        line = f"{trio.current_time():.3f} {line}"
-        self._digest.update(line.encode() + b"\n")
-        if self._trace is not None:
-            self._trace(line)
-
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
 
 
 class _JudgedSteps:

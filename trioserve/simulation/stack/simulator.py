@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from hashlib import blake2b
 
 import trio
 from trio.testing import MockClock
@@ -20,7 +19,7 @@ from trio.testing import MockClock
 from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, EngineFault, Overloaded, UnknownModel
-from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
@@ -29,16 +28,18 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_ab
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
+from trioserve.simulation.clients_inside import ClientsInside
+from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.simulation.stack.calls import CALL_TEMPLATE, CallingModel
 from trioserve.simulation.stack.forms import compile_forms, guide_of
 from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
-from trioserve.simulation.stack.idle_watch import IdleWatch
 from trioserve.simulation.stack.lending import Lending
 from trioserve.simulation.stack.pictures import encoded_prompt, prompt_of
 from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, Order, StackPlan, Stage, Unload
+from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
@@ -52,26 +53,20 @@ READ = "read to the end"
 BROKEN = "the engine was told to break"
 
 
-class StackSimulation:
-    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+class StackSimulation(TracedRun):
+    """One plan, once."""
 
     def __init__(self, plan: StackPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        super().__init__(trace)
         self.plan = plan
-        self._trace = trace
-        self._digest = blake2b(digest_size=16)
-        self.counts: dict[str, int] = {}
-        self._streams: dict[int, RequestStream] = {}  # of the clients inside, by number
+        self._inside = ClientsInside[RequestStream](
+            lambda stream: stream.completion_token_count, tell=self.tell, count=self.count
+        )
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
         self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
-        self._used_ids: set[str] = set()
-        self._token_counts: dict[int, int] = {}  # of those that were aborted by id, at that moment
         self._http: HttpServer | None = None
         self._idle_watch = IdleWatch()
         self._lending = Lending(plan.stage, tell=self.tell, count=self.count)
-
-    @property
-    def digest(self) -> str:
-        return self._digest.hexdigest()
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
@@ -98,9 +93,9 @@ class StackSimulation:
                     tool_call_parser=stage.family or "auto",
                     **{"tokenizer": byte_tokenizer(CALL_TEMPLATE), **self._lending.engine_options()},
                 ) as fake:
-                    self._idle_watch.engine = fake
+                    self._idle_watch.who_waits = lambda: _waits_in_vain(fake)
                     await self._live(fake)
-                    self._idle_watch.engine = None
+                    self._idle_watch.stop()
         except EngineFault as fault:
             if BROKEN not in str(fault):
                 raise (fault.__cause__ or fault) from None  # a check failed inside of a step
@@ -187,10 +182,8 @@ class StackSimulation:
             adapter=client.adapter or None,
         )
         outcome = "left early"
-        is_new_id = client.id not in self._used_ids
         # It may have to wait in the queue until it is inside, and is the engine's from now on.
-        self._streams[client.number] = stream
-        self._used_ids.add(client.id)
+        is_new_id = self._inside.begin(client.number, stream)
         self._lending.begin(client, stream)
         try:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
@@ -207,10 +200,9 @@ class StackSimulation:
             is_new_id = False  # it had a place for a moment
             outcome = "refused: no such adapter"
         finally:
-            if is_new_id and not stream._request.choices:  # refused at once: it never had a place
-                self._used_ids.remove(client.id)
+            is_refused = is_new_id and not stream._request.choices  # at once: it never had a place
             # However it leaves: from this moment on nothing of it computes but the step in flight.
-            self._streams.pop(client.number, None)
+            self._inside.end(client.number, unused_id=client.id if is_refused else None)
             self._lending.end(client)
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
@@ -257,7 +249,7 @@ class StackSimulation:
             assert reason is whole_reason, f"{name} ended with {reason}, the reference with {whole_reason}"
             assert is_complete, f"{name} is said to be complete"
         elif reason is FinishReason.ABORT:
-            is_meant = client.number in self._token_counts or self._lending.may_be_ended(client)
+            is_meant = self._inside.was_aborted(client.number) or self._lending.may_be_ended(client)
             assert is_meant, f"{name} was aborted by nobody"
         else:
             assert reason is FinishReason.DEADLINE, f"{name} ended with {reason}"
@@ -270,9 +262,7 @@ class StackSimulation:
             assert live is None or (live.steps_in_flight and live.abort_reason is not None), (
                 f"client {client.number} has left, and {choice.sequence_id} goes on"
             )
-        before = self._token_counts.pop(client.number, None)
-        count = stream.completion_token_count
-        assert before in (None, count), f"client {client.number} got {count} tokens, {before} before its abort"
+        self._inside.check_left(client.number, stream)
         self.check(fake)
 
     async def _be_operator(self, fake: FakeEngine, order: Order) -> None:
@@ -282,7 +272,7 @@ class StackSimulation:
             fake.drain()
             assert self._http is not None
             self._http.drain()
-            for number, stream in self._streams.items():
+            for number, stream in self._inside.streams.items():
                 request = stream._request
                 has_begun = any(choice.has_run for choice in request.choices) or not request.core_count
                 assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
@@ -293,23 +283,7 @@ class StackSimulation:
         if order.ends_all:
             self._end_all(fake)
             return
-        unfinished = {
-            number: stream
-            for number, stream in self._streams.items()
-            if stream.id in order.ids and not stream.is_finished
-        }
-        outcomes = fake.abort(order.ids)
-        assert list(outcomes) == list(dict.fromkeys(order.ids))
-        for name, outcome in outcomes.items():
-            self.tell(f"abort {name}: {outcome.value}")
-            self.count(f"aborts: {outcome.value}")
-            numbers = [number for number, stream in unfinished.items() if stream.id == name]
-            known = AbortOutcome.ALREADY_FINISHED if name in self._used_ids else AbortOutcome.UNKNOWN
-            expected = AbortOutcome.ABORTED if numbers else known
-            assert outcome is expected, f"the abort of {name} says {outcome}, with clients {numbers} unfinished"
-            for number in numbers:
-                assert unfinished[number].is_finished, f"client {number} was aborted, and goes on"
-                self._token_counts[number] = unfinished[number].completion_token_count
+        self._inside.abort(fake.abort, order.ids)
         self.check(fake)
 
     def _end_all(self, fake: FakeEngine) -> None:
@@ -326,10 +300,8 @@ class StackSimulation:
 
     def _before_abort(self, request_id: str) -> bool:
         """It is about to be aborted by this id. Whether a client has used it."""
-        for number, stream in self._streams.items():
-            if stream.id == request_id and not stream.is_finished:
-                self._token_counts[number] = stream.completion_token_count
-        return request_id in self._used_ids
+        self._inside.note_abort(request_id)
+        return self._inside.is_used(request_id)
 
     # --- what is noted ---
 
@@ -340,7 +312,7 @@ class StackSimulation:
         self._lending.check(fake)
         stage, engine, now = self.plan.stage, fake, trio.current_time()
         own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
-        assert len(own) == len(self._streams), "the engine knows other requests than are inside"
+        assert len(own) == len(self._inside.streams), "the engine knows other requests than are inside"
         if self._http is not None:
             self._http.check()
         live_count = len(list(fake.core.live_requests()))
@@ -349,7 +321,7 @@ class StackSimulation:
         unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
         live_max = stage.max_num_seqs + stage.waiting_requests_max
         assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
-        for number, stream in self._streams.items():
+        for number, stream in self._inside.streams.items():
             timeout = self._clients[number].timeout
             is_over = timeout is not None and now > stream._request.entered_at + timeout
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
@@ -359,15 +331,6 @@ class StackSimulation:
         self._lending.check_step(fake, (chunk.request.adapter for chunk in plan.chunks))
         if any(chunk.request.given for chunk in plan.chunks):
             self.count("steps with images")
-
-    def tell(self, line: str) -> None:
-        line = f"{trio.current_time():.3f} {line}"
-        self._digest.update(line.encode() + b"\n")
-        if self._trace is not None:
-            self._trace(line)
-
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
 
 
 class _WatchedSteps:
@@ -394,6 +357,12 @@ class _WatchedSteps:
         self._fake.steps.seconds = next(self._seconds)
         self._simulation.check_borrowed(self._fake, plan)
         return self._fake.executor.execute(plan, is_abandoned)
+
+
+def _waits_in_vain(fake: FakeEngine) -> str | None:
+    """Whoever waits for an image that is encoded does not."""
+    is_encoding = fake.image_encoder is not None and fake.image_encoder.encoding_count > 0
+    return None if is_encoding else waits_for_a_step(fake)
 
 
 def _model_of(stage: Stage) -> FakeModel:

@@ -1,0 +1,33 @@
+"""What is common to all that is simulated in virtual time: what came to pass is told, counted, and made a digest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from hashlib import blake2b
+
+import trio
+
+__all__ = ["TracedRun"]
+
+
+class TracedRun:
+    """counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+
+    def __init__(self, trace: Callable[[str], None] | None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._trace = trace
+        self._digest = blake2b(digest_size=16)
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def tell(self, line: str) -> None:
+        line = f"{trio.current_time():.3f} {line}"
+        self._digest.update(line.encode() + b"\n")
+        if self._trace is not None:
+            self._trace(line)
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
