@@ -57,6 +57,7 @@ from trioserve.simulation.routers.world import RoutersWorld
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
+from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Wake
 from trioserve.simulation.stack.plan import Client, Load, Order, StackPlan, Stage, Unload, stack_plan_of
 from trioserve.simulation.stack.plan import script_of as stack_script_of
 
@@ -170,6 +171,31 @@ LENDING = StackPlan(
         Client(number=1, id="r1", at=0.001, prompt=(3,), output=4, images=(0, 2), patience=0.02),
         Client(number=2, id="r2", at=0.006, prompt=(3,), output=4, adapter="a", images=(1,)),
         Unload(at=0.01, name="a", seconds=0.05),
+    ),
+)
+HALTS = StackPlan(
+    Stage(
+        block_count=20,
+        max_num_seqs=2,
+        step_tokens_max=6,
+        waiting_requests_max=8,
+        step_seconds=(0.01,),
+        schedule_seed=3,
+        opening_seconds=0.05,
+    ),
+    (
+        Client(number=0, id="r0", at=0.0, prompt=(1, 2), output=8),
+        Client(number=1, id="r1", at=0.04, prompt=(3,), output=8, patience=0.03),
+        Connection(number=0),
+        AskOverHttp(number=0, connection=0, prompts=((4, 5),), output=12, id="h0", streamed=True),
+        Pause(at=0.01, mode="wait", patience=0.005),
+        Resume(at=0.02),
+        Sleep(at=0.03, level=2, mode="keep", patience=0.015),
+        Wake(at=0.06),
+        Pause(at=0.06),
+        Sleep(at=0.12),
+        Pause(at=0.15, mode="abort"),
+        Wake(at=0.2, patience=0.01),
     ),
 )
 ROUTER_MOMENTS = [
@@ -320,13 +346,13 @@ def test_a_history_means_something_whatever_is_missing(missing):
         assert runs_of("core").run_script(script_of(History(EVERYTHING.world, kept))).failure is None
 
 
-@pytest.mark.parametrize("plan", [STACK, LENDING], ids=["connections", "lending"])
+@pytest.mark.parametrize("plan", [STACK, LENDING, HALTS], ids=["connections", "lending", "halts"])
 def test_a_script_of_the_stack_says_everything(plan):
     assert stack_plan_of(stack_script_of(plan)) == plan
 
 
 @pytest.mark.parametrize(
-    ("plan", "missing"), [(plan, missing) for plan in (STACK, LENDING) for missing in range(len(plan.parts))]
+    ("plan", "missing"), [(plan, missing) for plan in (STACK, LENDING, HALTS) for missing in range(len(plan.parts))]
 )
 def test_a_plan_of_the_stack_means_something_whatever_is_missing(plan, missing):
     parts = plan.parts[:missing] + plan.parts[missing + 1 :]

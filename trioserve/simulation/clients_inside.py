@@ -53,7 +53,7 @@ class ClientsInside(Generic[Stream]):
             self._used_ids.remove(unused_id)
 
     def was_aborted(self, number: int) -> bool:
-        """By its id, or with all others."""
+        """By its id, or with all others, or otherwise by no wish of its client."""
         return number in self._progress_at_abort
 
     def is_used(self, request_id: str) -> bool:
@@ -62,7 +62,11 @@ class ClientsInside(Generic[Stream]):
     def note_abort(self, request_id: str) -> None:
         """It is about to be aborted by this id."""
         for number in self._unfinished(request_id):
-            self._progress_at_abort[number] = self._progress(self.streams[number])
+            self.note_end(number)
+
+    def note_end(self, number: int) -> None:
+        """It is about to be ended, whatever its id."""
+        self._progress_at_abort[number] = self._progress(self.streams[number])
 
     def check_left(self, number: int, stream: Stream) -> None:
         """Assert that nothing was made for it since its abort. It is forgotten then."""

@@ -19,12 +19,14 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters, ReadAdapter
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.engine.model_description import PooledModel
+from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import Metrics
@@ -231,6 +233,16 @@ class FakeEngine(Engine):
     # --- what is left ---
 
     @property
+    def current_core(self) -> EngineCore:
+        """`core`, but of an engine that sleeps or is opened anew one that has nobody."""
+        return self._core
+
+    @property
+    def open_requests(self) -> list[OpenRequest]:
+        """Those that are entered and not left."""
+        return list(self._requests)
+
+    @property
     def first_unfinished_id(self) -> str | None:
         """Of those that are entered, in the queue or beyond it, one that has not had the end of its response; None:
         nobody."""
@@ -325,7 +337,7 @@ async def open_fake_engine(
     model: FakeModel | None = None,
     tokenizer: Tokenizer | None = None,
     served_names: tuple[str, ...] = ("fake",),
-    new_executor: type[FakeExecutor] = FakeExecutor,
+    new_executor: Callable[..., FakeExecutor] = FakeExecutor,
     deadlines: Deadlines | None = None,
     deadlines_max: Deadlines | None = None,
     step_seconds_max: float | None = None,

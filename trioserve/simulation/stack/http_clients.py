@@ -274,6 +274,9 @@ class HttpClients:
         }
         is_aborted = response.headers.get("x-request-id") in self._server.aborted_ids
         reasons |= dict.fromkeys(("503 request_aborted", "200 request_aborted"), is_aborted)
+        for reason, ids in self._server.ended_ids.items():
+            is_ended = response.headers.get("x-request-id") in ids
+            reasons |= dict.fromkeys((f"503 {reason}", f"200 {reason}"), is_ended)
         reasons |= dict.fromkeys(("500 engine_fault", "200 engine_fault"), engine.fault is not None)
         reasons |= dict.fromkeys(("504 timeout", "200 timeout"), ask.timeout is not None)
         reasons |= dict.fromkeys(("504 queue_timeout", "200 queue_timeout"), ask.queue_timeout is not None)

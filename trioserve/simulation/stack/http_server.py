@@ -38,7 +38,7 @@ class HttpServer:
 
     Keys name who asks: h1 is ask number 1, d1 an operator. begun: whose exchange has begun. untold: who waits for an
     answer. excused: who may not take it, and need not be told of a fault. left_at: who has left. sent_at: when the last
-    byte of a request was sent; inf: not yet.
+    byte of a request was sent; inf: not yet. ended_ids: by a pause, or by leaving in a pause.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class HttpServer:
         self.sent_at: dict[str, float] = {}
         self.promised: dict[str, set[AbortOutcome]] = {}  # to operators, whatever the response says must be among it
         self.aborted_ids: set[str] = set()
+        self.ended_ids: dict[str, set[str]] = {"paused": set(), "server_stopping": set()}
         self.drained_at: float | None = None
         self._server = FrontendServer(self._handle, limits=self.limits, clock_and_ids=clock_and_ids)
         self._app = App(fake, clock_and_ids=clock_and_ids)
@@ -205,7 +206,7 @@ class HttpServer:
 
     def _check_let_go(self, ask: Ask) -> None:
         """Its exchange has ended, however: nothing of it computes but the step in flight."""
-        for live in self.fake.core.live_requests():
+        for live in self.fake.current_core.live_requests():
             if ask.id is not None and live.request.id.split("/")[1] == ask.id:
                 is_marked = live.steps_in_flight and live.abort_reason is not None
                 assert is_marked, f"the exchange of {ask.id} has ended, and {live.request.id} goes on"

@@ -32,6 +32,7 @@ from trioserve.simulation.stack.lending_draws import (
     drawn_shelf,
     drawn_unloads,
 )
+from trioserve.simulation.stack.pause_plan import Halt, drawn_halts
 from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.vision.image_file import why_no_images
@@ -113,7 +114,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     the model knows; of few it makes text that can be drafted. schedule_seed: decides who goes first among the tasks
     that can run. front: what clients over HTTP find. family: how the model writes calls of tools; "":
     nobody offers it any. adapters_max: that may be loaded; load_seconds: what reading one takes. room_tiles: of which
-    the model's rows are kept; 0: it sees no images. tile_seconds: what encoding one takes."""
+    the model's rows are kept; 0: it sees no images. tile_seconds: what encoding one takes. opening_seconds: what waking
+    up takes."""
 
     block_count: int
     max_num_seqs: int
@@ -131,9 +133,10 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     load_seconds: float = 0.0
     room_tiles: int = 0
     tile_seconds: float = 0.0
+    opening_seconds: float = 0.0
 
 
-Part = Client | Order | Load | Unload | Connection | Ask | Delete
+Part = Client | Order | Load | Unload | Connection | Ask | Delete | Halt
 
 
 class StackPlan(msgspec.Struct, frozen=True):
@@ -178,7 +181,8 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),
     )
-    return _with_lending(_with_seams(_with_calls(StackPlan(stage, _with_forms(stage, parts)))), draws)
+    plan = _with_seams(_with_calls(StackPlan(stage, _with_forms(stage, parts))))
+    return _with_halts(_with_lending(plan, draws), draws)
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
@@ -242,6 +246,16 @@ def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
         stage = msgspec.structs.replace(stage, block_count=stage.block_count + IMAGE_BLOCKS, **drawn_room(rng))
         parts = tuple(_asking_for(part, images=drawn_pictures(rng)) for part in parts)
     return StackPlan(stage, parts)
+
+
+def _with_halts(plan: StackPlan, draws: _Draws) -> StackPlan:
+    """Pauses and sleeps, from the last source of their own."""
+    rng = Random(f"halts {line_of(plan.stage)}")
+    halts = drawn_halts(rng, draws.moment, draws.span)
+    if not halts:
+        return plan
+    stage = msgspec.structs.replace(plan.stage, opening_seconds=rng.choice((0.0, 0.005, 0.05)))
+    return StackPlan(stage, (*plan.parts, *halts))
 
 
 def _asking_for(part: Part, **what: Any) -> Part:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import trio
 from trio.testing import MockClock
@@ -26,6 +27,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.clients_inside import ClientsInside
@@ -37,12 +39,14 @@ from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
 from trioserve.simulation.stack.lending import Lending
+from trioserve.simulation.stack.pause_plan import Halt
+from trioserve.simulation.stack.pauses import Pauses
 from trioserve.simulation.stack.pictures import encoded_prompt, prompt_of
 from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, Order, StackPlan, Stage, Unload
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core
 from trioserve.testing.task_order import seeded_schedule
 
@@ -65,15 +69,25 @@ class StackSimulation(TracedRun):
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
         self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
         self._http: HttpServer | None = None
+        self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
+        self._pauses = Pauses(
+            tell=self.tell,
+            count=self.count,
+            note_ended=self._note_ended,
+            step_seconds_max=max(plan.stage.step_seconds),
+        )
         self._idle_watch = IdleWatch()
+        self._step_seconds = itertools.cycle(plan.stage.step_seconds)
+        self._fake: FakeEngine | None = None
         self._lending = Lending(plan.stage, tell=self.tell, count=self.count)
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
         with seeded_schedule(self.plan.stage.schedule_seed):
             clock = MockClock(autojump_threshold=0)
-            trio.run(self._main, clock=clock, instruments=[self._idle_watch])
+            trio.run(self._main, clock=clock, instruments=[self._idle_watch, self._pauses])
         self._idle_watch.check()
+        self._pauses.check()
 
     async def _main(self) -> None:
         stage = self.plan.stage
@@ -91,11 +105,16 @@ class StackSimulation(TracedRun):
                     overlap_steps=stage.overlaps,
                     model=_model_of(stage),
                     tool_call_parser=stage.family or "auto",
+                    new_executor=functools.partial(_WatchedExecutor, self),
+                    step_seconds=next(self._step_seconds),
+                    opening_seconds=stage.opening_seconds,
                     **{"tokenizer": byte_tokenizer(CALL_TEMPLATE), **self._lending.engine_options()},
                 ) as fake:
-                    self._idle_watch.who_waits = lambda: _waits_in_vain(fake)
+                    self._fake = self._pauses.engine = fake
+                    self._idle_watch.who_waits = lambda: self._waits_in_vain(fake)
                     await self._live(fake)
                     self._idle_watch.stop()
+                    self._pauses.engine = None
         except EngineFault as fault:
             if BROKEN not in str(fault):
                 raise (fault.__cause__ or fault) from None  # a check failed inside of a step
@@ -121,7 +140,6 @@ class StackSimulation(TracedRun):
             )
             connections = (part for part in parts if isinstance(part, Connection))
             clients = HttpClients(http, asks, connections, family=self.plan.stage.family)
-            fake.steps.executor = _WatchedSteps(self, fake, http)
             fake.on_fault = functools.partial(self._pass_on_fault, fake)
             async with trio.open_nursery() as nursery:
                 for number, part in enumerate(parts):
@@ -136,6 +154,8 @@ class StackSimulation(TracedRun):
                     elif isinstance(part, Delete):
                         nursery.start_soon(clients.be_operator, part, number)
                 clients.start(nursery)
+                if halts := [part for part in parts if isinstance(part, Halt)]:
+                    nursery.start_soon(self._pauses.operate, fake, halts)
             await fake.wait_until_idle()
             await trio.sleep(2)  # the step that is in flight may still read blocks; connections say GOAWAY
             fake.assert_all_free()
@@ -251,24 +271,28 @@ class StackSimulation(TracedRun):
         elif reason is FinishReason.ABORT:
             is_meant = self._inside.was_aborted(client.number) or self._lending.may_be_ended(client)
             assert is_meant, f"{name} was aborted by nobody"
+            told = self._stop_reasons.get(client.number, delta.stop_reason)
+            assert delta.stop_reason == told, f"{name} ended with {delta.stop_reason}, and not {told}"
         else:
             assert reason is FinishReason.DEADLINE, f"{name} ended with {reason}"
             assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
 
     def _check_left(self, fake: FakeEngine, client: Client, stream: RequestStream) -> None:
-        sequences = {live.request.id: live for live in fake.core.live_requests()}
+        sequences = {live.request.id: live for live in fake.current_core.live_requests()}
         for choice in stream._request.choices:
             live = sequences.get(choice.sequence_id)
             assert live is None or (live.steps_in_flight and live.abort_reason is not None), (
                 f"client {client.number} has left, and {choice.sequence_id} goes on"
             )
         self._inside.check_left(client.number, stream)
+        self._stop_reasons.pop(client.number, None)
         self.check(fake)
 
     async def _be_operator(self, fake: FakeEngine, order: Order) -> None:
         await trio.sleep(order.at)
         if order.drains:
             self.tell("drain")
+            self._pauses.note_drained(fake)
             fake.drain()
             assert self._http is not None
             self._http.drain()
@@ -303,19 +327,30 @@ class StackSimulation(TracedRun):
         self._inside.note_abort(request_id)
         return self._inside.is_used(request_id)
 
+    def _note_ended(self, request: OpenRequest, stop_reason: str) -> None:
+        """A pause is about to end it."""
+        for number, stream in self._inside.streams.items():
+            if stream._request is request:
+                self._inside.note_end(number)
+                self._stop_reasons[number] = stop_reason
+                return
+        assert self._http is not None
+        self._http.ended_ids[stop_reason].add(request.id)
+
     # --- what is noted ---
 
     def check(self, fake: FakeEngine) -> None:
         """What has to hold at any moment."""
-        check_core(fake.core)
+        check_core(fake.current_core)
         self._idle_watch.check()
+        self._pauses.check()
         self._lending.check(fake)
         stage, engine, now = self.plan.stage, fake, trio.current_time()
         own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
         assert len(own) == len(self._inside.streams), "the engine knows other requests than are inside"
         if self._http is not None:
             self._http.check()
-        live_count = len(list(fake.core.live_requests()))
+        live_count = len(list(fake.current_core.live_requests()))
         given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
         assert live_count <= given_count, f"the core has {live_count} sequences, and was given {given_count}"
         unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
@@ -326,43 +361,47 @@ class StackSimulation(TracedRun):
             is_over = timeout is not None and now > stream._request.entered_at + timeout
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
 
-    def check_borrowed(self, fake: FakeEngine, plan: StepPlan) -> None:
-        """What this step needs is there."""
+    def _waits_in_vain(self, fake: FakeEngine) -> str | None:
+        """While it pauses nobody does, nor does who waits for an image that is encoded, nor, while what has begun ends,
+        who has not."""
+        is_encoding = fake.image_encoder is not None and fake.image_encoder.encoding_count > 0
+        if is_encoding or self._pauses.is_closed or fake.current_core.flights:
+            return None
+        if self._pauses.holds_up and not any(fake.current_core.live_requests()):
+            return None
+        return waits_for_a_step(fake)
+
+    def begin_step(self, plan: StepPlan, *, is_abandoned: bool) -> None:
+        """It is about to be computed. Says how long the next one takes, and breaks."""
+        fake, http = self._fake, self._http
+        assert fake is not None
+        assert http is not None
+        self.check(fake)
+        # What was planned ahead may have been left since: then it is the last step that computes it.
+        http.check_step((chunk.request.id for chunk in plan.chunks), fake.steps.handed_over_at)
+        self.count("steps planned ahead" if plan.is_ahead else "steps")
+        if any(chunk.draft for chunk in plan.chunks):
+            self.count("steps with draft tokens")
+        chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
+        self.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned else ''}")
+        if plan.step_index == self.plan.stage.fault_at:
+            raise RuntimeError(BROKEN)
+        fake.step_seconds = next(self._step_seconds)
         self._lending.check_step(fake, (chunk.request.adapter for chunk in plan.chunks))
         if any(chunk.request.given for chunk in plan.chunks):
             self.count("steps with images")
 
 
-class _WatchedSteps:
-    """The executor, with a look at the core before it computes. Says how long the next step takes, and breaks."""
+class _WatchedExecutor(FakeExecutor):
+    """With a look at the stack before it computes."""
 
-    def __init__(self, simulation: StackSimulation, fake: FakeEngine, http: HttpServer) -> None:
+    def __init__(self, simulation: StackSimulation, **options: Any) -> None:
+        super().__init__(**options)
         self._simulation = simulation
-        self._fake = fake
-        self._http = http
-        self._seconds = itertools.cycle(simulation.plan.stage.step_seconds)
-        fake.steps.seconds = next(self._seconds)
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
-        self._simulation.check(self._fake)
-        # What was planned ahead may have been left since: then it is the last step that computes it.
-        self._http.check_step((chunk.request.id for chunk in plan.chunks), self._fake.steps.handed_over_at)
-        self._simulation.count("steps planned ahead" if plan.is_ahead else "steps")
-        if any(chunk.draft for chunk in plan.chunks):
-            self._simulation.count("steps with draft tokens")
-        chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
-        self._simulation.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned() else ''}")
-        if plan.step_index == self._simulation.plan.stage.fault_at:
-            raise RuntimeError(BROKEN)
-        self._fake.steps.seconds = next(self._seconds)
-        self._simulation.check_borrowed(self._fake, plan)
-        return self._fake.executor.execute(plan, is_abandoned)
-
-
-def _waits_in_vain(fake: FakeEngine) -> str | None:
-    """Whoever waits for an image that is encoded does not."""
-    is_encoding = fake.image_encoder is not None and fake.image_encoder.encoding_count > 0
-    return None if is_encoding else waits_for_a_step(fake)
+        self._simulation.begin_step(plan, is_abandoned=is_abandoned())
+        return super().execute(plan, is_abandoned)
 
 
 def _model_of(stage: Stage) -> FakeModel:

@@ -1,0 +1,67 @@
+"""Who pauses the engine of a simulated stack, has it sleep, and has it go on: drawn from a seed beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Halt", "Pause", "Resume", "Sleep", "Wake", "drawn_halts"]
+
+PAUSE_SHARE = 0.45
+HALTS_MAX = 7
+
+Mode = Literal["abort", "wait", "keep"]
+MODES: tuple[Mode, ...] = ("abort", "wait", "keep")
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pause"):
+    """mode: what becomes of those that have begun. patience: seconds until who asked leaves; None: never."""
+
+    at: float
+    mode: Mode = "keep"
+    patience: float | None = None
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="resume"):
+    at: float
+
+
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sleep"):
+    """See Pause. level: 1 keeps the weights."""
+
+    at: float
+    level: int = 1
+    mode: Mode = "keep"
+    patience: float | None = None
+
+
+class Wake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wake"):
+    at: float
+    patience: float | None = None
+
+
+Halt = Pause | Resume | Sleep | Wake
+
+
+def drawn_halts(rng: Random, moment: Callable[[float], float], span: float) -> list[Halt]:
+    """Mostly none. moment: one in so many seconds."""
+    if rng.random() >= PAUSE_SHARE:
+        return []
+    sleeps = rng.random() < 0.6
+    halts: list[Halt] = []
+    for _ in range(rng.randint(1, HALTS_MAX)):
+        at, mode = moment(1.5 * span), rng.choice(MODES)
+        patience = round(moment(span / 2), 3) if rng.random() < 0.3 else None
+        what = rng.choice(("pause", "pause", "resume", "sleep", "wake") if sleeps else ("pause", "pause", "resume"))
+        if what == "pause":
+            halts.append(Pause(at=at, mode=mode, patience=patience))
+        elif what == "resume":
+            halts.append(Resume(at=at))
+        elif what == "sleep":
+            halts.append(Sleep(at=at, level=rng.choice((1, 2)), mode=mode, patience=patience))
+        else:
+            halts.append(Wake(at=at, patience=patience))
+    return halts

@@ -1,0 +1,295 @@
+"""Pauses and sleeps in a simulation of the stack, by books of the simulation's own.
+
+The books follow from what operators have asked, and are compared with the engine after every turn of a task: whether it
+pauses and sleeps, that no step begins meanwhile, that nobody new gets to the core, that who is to end has ended, and
+that a caller who leaves takes back what it may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import trio
+from trio.lowlevel import Task
+
+from trioserve.contracts.errors import Draining, EngineFault
+from trioserve.core.engine import EngineCore
+from trioserve.engine.open_request import OpenRequest
+from trioserve.simulation.stack.pause_plan import Halt, Pause, Resume, Sleep, Wake
+from trioserve.testing.fake_engine import FakeEngine
+
+__all__ = ["Pauses"]
+
+STEPS_IN_FLIGHT_MAX = 2
+ROUNDING_SECONDS = 1e-6
+
+
+class Pauses(trio.abc.Instrument):
+    """An instrument of trio.run, which changes nothing. tell, count: of the simulation. note_ended: hears of a request
+    that is about to be ended, and the stop_reason that it is told. step_seconds_max: what a step takes at most.
+
+    state: "runs", "drains" (what has begun goes on, and nothing new begins) or "paused". level: of its sleep, 0 while
+    it is awake. engine: to be set when there is one.
+    """
+
+    def __init__(
+        self,
+        *,
+        tell: Callable[[str], None],
+        count: Callable[[str], None],
+        note_ended: Callable[[OpenRequest, str], None],
+        step_seconds_max: float,
+    ) -> None:
+        self.engine: FakeEngine | None = None
+        self.state = "runs"
+        self.level = 0
+        self._tell, self._count, self._note_ended = tell, count, note_ended
+        self._step_seconds_max = step_seconds_max
+        self._is_of_sleep = False  # it pauses for a sleep alone, and goes on afterwards
+        self._is_woken = False
+        self._changes = {"resumed": 0, "woken": 0, "slept": 0}  # how often; who waits finds that others came before
+        self._admitted: set[str] = set()  # sequences that may be in the core while it is held up
+        self._closed_at: tuple[EngineCore, int] | None = None  # how many steps had begun by then
+        self._must_be_over: list[OpenRequest] = []
+        self._sleepers: dict[Task, Sleep] = {}  # who is inside of `sleep`
+        self._asks_later: set[Task] = set()  # of these, those that wait for it to be awake first
+        self._violation: str | None = None
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether nothing new may begin."""
+        return self.state != "runs" or self.level > 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no step may begin."""
+        return self.state == "paused" or self.level > 0
+
+    def check(self) -> None:
+        """Assert that nothing was amiss so far. (An instrument must not raise.)"""
+        assert self._violation is None, self._violation
+
+    # --- what operators do ---
+
+    async def operate(self, fake: FakeEngine, halts: Iterable[Halt]) -> None:
+        """All of that, and in the end it goes on."""
+        async with trio.open_nursery() as nursery:
+            for halt in halts:
+                nursery.start_soon(self._halt, fake, halt)
+        if fake.fault is None:
+            await self._wake(fake, Wake(at=0.0))
+        if fake.fault is None:
+            self._resume_engine(fake)
+        self.check()
+
+    async def _halt(self, fake: FakeEngine, halt: Halt) -> None:
+        await trio.sleep(halt.at)
+        what = type(halt).__name__.lower()
+        self._tell(what)
+        if isinstance(halt, Resume):
+            self._resume_engine(fake)
+            self._count("resumes")
+            return
+        act = {Pause: self._pause, Sleep: self._sleep, Wake: self._wake}[type(halt)]
+        is_over = fake.fault is not None or (fake.draining and not isinstance(halt, Wake))
+        try:
+            outcome = await act(fake, halt)  # type: ignore[operator]  # each takes its own
+        except (Draining, EngineFault):
+            assert is_over or fake.fault is not None, f"the {what} is refused without a reason"
+            outcome = "refused"
+        else:
+            is_refused = is_over and fake.fault is None
+            assert not is_refused, f"the {what} was to be refused, and is {outcome}"
+        self._tell(f"{what}: {outcome}")
+        self._count(f"{what}s: {outcome}")
+        self.check()
+
+    async def _pause(self, fake: FakeEngine, order: Pause) -> str:
+        asked_at, resumed = trio.current_time(), self._changes["resumed"]
+        if fake.fault is None and not fake.draining:
+            self._is_of_sleep = False
+            self._ask(fake, order.mode)
+        with trio.move_on_after(math.inf if order.patience is None else order.patience) as scope:
+            await fake.pause_generation(order.mode)
+        if scope.cancelled_caught:
+            return "left"
+        if fake.fault is not None or fake.draining or self._changes["resumed"] != resumed:
+            return "overtaken"
+        self.check()
+        assert self.state == "paused", f"a pause has returned, and the engine {self.state}"
+        assert not fake.current_core.flights, "a pause has returned, and a step is in flight"
+        late_at = asked_at + STEPS_IN_FLIGHT_MAX * self._step_seconds_max + ROUNDING_SECONDS
+        assert order.mode == "wait" or trio.current_time() <= late_at, "a pause takes longer than the steps in flight"
+        return order.mode
+
+    async def _sleep(self, fake: FakeEngine, order: Sleep) -> str:
+        task, before = trio.lowlevel.current_task(), dict(self._changes)
+        patience = order.patience
+        if fake.fault is None and not fake.draining:
+            self._sleepers[task] = order
+            if self.level and self._is_woken:
+                # Whoever is woken and cancelled at once has asked or has not, and nobody can say which: it stays.
+                self._asks_later.add(task)
+                patience = None
+            elif not self.level:
+                self._ask_for_sleep(fake, order)
+        try:
+            with trio.move_on_after(math.inf if patience is None else patience) as scope:
+                await fake.sleep(order.level, order.mode)
+        finally:
+            self._sleepers.pop(task, None)
+            self._asks_later.discard(task)
+        if scope.cancelled_caught:
+            if self._is_of_sleep and not self.level:
+                self._resume()
+            return "left"
+        if fake.fault is not None or fake.draining:
+            return "overtaken"
+        if any(self._changes[what] != before[what] for what in ("resumed", "woken")):
+            return "overtaken"
+        self.check()
+        assert self.level, "a sleep has returned, and the engine is awake"
+        assert fake.current_core is not fake.core, "a sleep has returned, and the KV cache is still there"
+        return f"level {order.level}"
+
+    async def _wake(self, fake: FakeEngine, order: Wake) -> str:
+        was, slept = self.level, self._changes["slept"]
+        self._changes["woken"] += 1
+        if self.level:
+            self._is_woken = True
+        with trio.move_on_after(math.inf if order.patience is None else order.patience) as scope:
+            await fake.wake_up()
+        if scope.cancelled_caught:
+            return "left"
+        is_up = not self.level or self._changes["slept"] != slept or fake.draining
+        assert is_up, "it was woken up, and sleeps"
+        return "done" if was else "nothing to do"
+
+    # --- the books ---
+
+    def note_drained(self, fake: FakeEngine) -> None:
+        """It is about to be drained: where it cannot go on, what it keeps ends."""
+        if self.is_closed:
+            for request in self._begun(fake):
+                self._must_be_over.append(request)
+                if request.has_run:
+                    self._note_ended(request, "server_stopping")
+
+    def _ask(self, fake: FakeEngine, mode: str) -> None:
+        """A pause is asked for, right now."""
+        begun = self._begun(fake)
+        self._hold_up(begun)
+        if mode != "wait":
+            self._close(fake)
+        elif self.state == "runs":
+            self.state = "drains"
+            self._settle(fake)
+        if mode == "abort":
+            for request in begun:
+                self._must_be_over.append(request)
+                self._note_ended(request, "paused")
+
+    def _ask_for_sleep(self, fake: FakeEngine, order: Sleep) -> None:
+        self._is_of_sleep = self._is_of_sleep or self.state == "runs"
+        self._ask(fake, order.mode)
+
+    def _hold_up(self, begun: Iterable[OpenRequest]) -> None:
+        if not self.holds_up:
+            self._admitted = {choice.sequence_id for request in begun for choice in request.choices}
+            fake = self.engine
+            assert fake is not None
+            self._admitted |= {live.request.id for live in fake.current_core.live_requests()}  # who has left, too
+
+    def _close(self, fake: FakeEngine) -> None:
+        if not self.is_closed:
+            self._closed_at = fake.current_core, fake.current_core.stats().steps_total
+        self.state = "paused"
+
+    def _resume(self) -> None:
+        self.state, self._is_of_sleep = "runs", False
+        self._changes["resumed"] += 1
+
+    def _resume_engine(self, fake: FakeEngine) -> None:
+        self._resume()
+        fake.resume_generation()
+
+    def _begun(self, fake: FakeEngine) -> list[OpenRequest]:
+        """Those with the core, and those that were, and that it gets again."""
+        ids = {live.request.id for live in fake.current_core.live_requests()}
+        return [
+            request
+            for request in fake.open_requests
+            if not request.is_finished
+            and (request.upcoming or any(choice.sequence_id in ids for choice in request.choices))
+        ]
+
+    # --- as an instrument ---
+
+    def before_task_step(self, task: Task) -> None:
+        fake = self.engine
+        if fake is None or task not in self._asks_later or (self.level and self._is_woken):
+            return
+        self._asks_later.discard(task)
+        if not self.level and fake.fault is None and not fake.draining:
+            self._ask_for_sleep(fake, self._sleepers[task])
+
+    def after_task_step(self, task: Task) -> None:
+        fake = self.engine
+        if fake is not None and fake.fault is None and self._violation is None:
+            self._settle(fake)
+            self._violation = self._follow_sleep(fake, task) or self._look(fake)
+            if self._violation is not None:
+                self._violation = f"at {trio.current_time():.3f}: {self._violation}"
+
+    def _settle(self, fake: FakeEngine) -> None:
+        """What has begun may have ended. Who has left, and is in the step in flight, need not be waited for."""
+        if self.state == "drains":
+            lives = list(fake.current_core.live_requests())
+            is_upcoming = any(request.upcoming for request in fake.open_requests)
+            goes_on = is_upcoming or any(live.abort_reason is None for live in lives)
+            if not (lives or is_upcoming) or (fake.is_paused and not goes_on):
+                self._close(fake)
+
+    def _follow_sleep(self, fake: FakeEngine, task: Task) -> str | None:
+        level = fake.sleep_level
+        if level == self.level:
+            return None
+        if level:
+            order = self._sleepers.get(task)
+            if order is None or order.level != level or self.level:
+                return f"it sleeps at level {level}, and nobody asked for that"
+            if self.state != "paused" or fake.current_core.flights:
+                return f"it falls asleep, and {self.state} with {len(fake.current_core.flights)} steps in flight"
+            self._is_woken = False
+            self._changes["slept"] += 1
+        elif not self._is_woken:
+            return "it is awake, and nobody woke it up"
+        self.level = level
+        if not level and self._is_of_sleep:
+            self._resume()
+        return None
+
+    def _look(self, fake: FakeEngine) -> str | None:
+        if fake.is_paused != (self.state == "paused"):
+            return f"it {'pauses' if fake.is_paused else 'does not pause'}, and ought to be {self.state}"
+        unended = [request.id for request in self._must_be_over if not request.is_finished]
+        self._must_be_over.clear()
+        if unended:
+            return f"{unended} were to end with the pause, and go on"
+        if fake.ready != (not self.holds_up and not fake.draining):
+            return (
+                f"it says that it is {'ready' if fake.ready else 'not ready'}, and {self.state}, asleep: {self.level}"
+            )
+        if not self.holds_up:
+            return None
+        core = fake.current_core
+        new = [live.request.id for live in core.live_requests() if live.request.id not in self._admitted]
+        if new:
+            return f"{new} began while it {self.state}, asleep: {self.level}"
+        if not self.is_closed:
+            return None
+        if self._closed_at is None or self._closed_at[0] is not core:
+            self._closed_at = core, 0
+        begun = core.stats().steps_total - self._closed_at[1]
+        return f"{begun} steps began in a pause" if begun else None
