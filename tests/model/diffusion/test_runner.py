@@ -1,0 +1,147 @@
+"""One request's failure is its own, an abandoned step ends soon, and pictures come of latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.iterative import IterativePlan, LatentMove
+from trioserve.contracts.step import IsAbandoned
+from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
+
+ENCODE, DENOISE, DECODE = IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE
+
+
+@pytest.fixture
+def dit(runner):
+    return runner("dit")
+
+
+def pictures(driver, count, **keywords):
+    return [
+        driver.request(f"r{index}", index, **{"size": (8, 8), "sampler": "ddim", "seed": index, **keywords})
+        for index in range(count)
+    ]
+
+
+def test_a_request_that_cannot_be_encoded_says_why_and_leaves_the_others(driver, dit):
+    good, bad = pictures(driver, 2)[1], driver.request("bad", 1000, size=(8, 8), sampler="ddim")
+    text = driver.request("text", "a cat", size=(8, 8), sampler="ddim")
+    sampler = driver.request("sampler", 3, size=(8, 8), sampler="heun")
+    many = driver.request("many", 3, size=(8, 8), sampler="ddim", steps=1001)
+    result = driver.Driver(dit, [good, bad, text, sampler, many]).run(ENCODE, [bad, good, text, sampler, many])
+    assert set(result.errors) == {"bad", "text", "sampler", "many"}
+    assert "classes 0 to 999" in result.errors["bad"]
+    assert "ddim, dpm++, euler" in result.errors["sampler"]
+    assert "1001 steps" in result.errors["many"]
+    assert dit.slots[0] is not None
+
+
+def test_what_is_no_number_ends_its_request_alone(driver, dit):
+    one, other = pictures(driver, 2)
+    (expected,) = driver.latents(dit, [other])
+    running = driver.Driver(dit, [one, other])
+    running.run(ENCODE, [one, other])
+    with torch.inference_mode():
+        dit.slots[0].latent[0, 0, 0, 0] = torch.nan
+    result = running.run(DENOISE, [one, other])
+    assert list(result.errors) == [one.id]
+    assert "no numbers" in result.errors[one.id]
+    running.finish([other])
+    assert torch.equal(running.latent(other), expected)
+
+
+class LeftAt(IsAbandoned):
+    """Says so when it was asked often enough."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(1)
+        self.count = count
+
+    def __call__(self) -> bool:
+        self.count -= 1
+        return self.count < 0
+
+
+def looks(driver, dit, requests, phase) -> int:
+    """How often a step of these asks."""
+    counting = LeftAt(10**6)
+    assert driver.Driver(dit, requests).run(phase, requests, is_abandoned=counting) is not None
+    return 10**6 - counting.count
+
+
+@pytest.mark.parametrize("phase", [ENCODE, DENOISE, DECODE], ids=["encode", "denoise", "decode"])
+def test_a_step_that_nobody_waits_for_ends_between_two_blocks(driver, dit, phase):
+    requests = pictures(driver, 2, steps=1)
+
+    def ready():
+        running = driver.Driver(dit, requests)
+        running.run(ENCODE, requests)
+        if phase is DECODE:
+            running.run(DENOISE, requests)
+        return running
+
+    counting = LeftAt(10**6)
+    assert ready().run(phase, requests, is_abandoned=counting) is not None
+    asked = 10**6 - counting.count
+    assert asked >= 2 + (phase is not ENCODE) * 2  # between requests or groups, and at blocks of a network
+    for count in range(asked):
+        assert ready().run(phase, requests, is_abandoned=LeftAt(count)) is None
+    (expected,) = driver.latents(dit, requests[:1])  # and what comes behind it is computed as ever
+    assert torch.isfinite(expected).all()
+
+
+def test_moves_are_done_before_a_step_is_abandoned(driver, dit):
+    (one,) = pictures(driver, 1)
+    running = driver.Driver(dit, [one])
+    running.run(ENCODE, [one])
+    state = dit.slots[0]
+    assert dit.execute(IterativePlan(1, DENOISE, (), 0, (LatentMove(0, 5),)), LeftAt(0)) is not None
+    assert dit.slots[5] is state
+    assert dit.slots[0] is None
+
+
+def test_a_request_becomes_a_picture_and_gives_its_slot_back(driver, dit):
+    (one,) = pictures(driver, 1, partial_every=2, steps=4)
+    running = driver.Driver(dit, [one])
+    running.run(ENCODE, [one])
+    partials = [running.run(DENOISE, [one]).partials for _ in range(4)]
+    assert [list(found) for found in partials] == [[], [one.id], [], [one.id]]
+    picture = running.run(DECODE, [one]).outputs[one.id]
+    assert (picture.width, picture.height, len(picture.rgb)) == (8, 8, 192)
+    assert partials[3][one.id] == picture  # what the last step expects is what comes
+    assert partials[1][one.id] != picture
+    assert dit.slots[0] is None
+
+
+def test_a_seed_decides_a_picture(driver, dit):
+    one, other, again = (
+        driver.request("a", 3, seed=seed, size=(8, 8), sampler="ddim") for seed in (2**64 - 1, 5, 2**64 - 1)
+    )
+    found = [driver.latents(dit, [request])[0] for request in (one, other, again)]
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
+def test_pictures_are_the_bytes_of_their_tensors():
+    picture = Picture(2, 1, bytes((0, 128, 255, 1, 2, 3)))
+    assert picture_of(picture_tensor(picture, 2, 1)[0]) == picture
+    assert picture_of(torch.full((3, 1, 1), 7.0)).rgb == b"\xff\xff\xff"
+    resized = picture_of(picture_tensor(picture, 8, 4)[0])
+    assert (resized.width, resized.height) == (8, 4)
+
+
+def test_a_mask_is_what_is_bright_by_the_mean_of_its_colours():
+    mask = Picture(4, 1, bytes((128, 128, 128, 127, 127, 127, 255, 129, 0, 255, 128, 0)))
+    assert mask_tensor(mask, 4, 1, 1).flatten().tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.slow
+def test_in_16_bits_a_picture_is_about_the_same(driver, checkpoint, dit):
+    (one,) = pictures(driver, 1, guidance=2.0)
+    (expected,) = driver.latents(dit, [one])
+    (found,) = driver.latents(driver.load(checkpoint("dit"), dtype="bfloat16"), [one])
+    assert found.dtype is torch.float32
+    assert float((found - expected).abs().max()) < 0.1 * float(expected.abs().max())

@@ -1,0 +1,142 @@
+"""Random models small enough for a test, as diffusers saves them, with tokenizers of a few letters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+NOISE = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+}
+
+
+def save_dit(path: Path, *, classes: int = 1000, learned_variance: bool = False, **scheduler: object) -> Path:
+    torch.manual_seed(7)
+    channels = 4
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=channels,
+        out_channels=channels * (2 if learned_variance else 1),
+        num_layers=2,
+        sample_size=4,
+        patch_size=2,
+        num_embeds_ada_norm=classes,
+        norm_num_groups=4,
+        attention_bias=True,
+    )
+    _shake(transformer)
+    pipeline = diffusers.DiTPipeline(
+        transformer, tiny_vae(channels), diffusers.DDIMScheduler(clip_sample=False, **scheduler)
+    )
+    pipeline.save_pretrained(path)
+    # The pipeline reads these names and does not write them.
+    index = json.loads((path / "model_index.json").read_text())
+    index["id2label"] = {str(label): f"{LETTERS[label % 26]}{label}" for label in range(classes)}
+    (path / "model_index.json").write_text(json.dumps(index))
+    return path
+
+
+def save_stable_diffusion(path: Path, scheduler: object = None, **unet: object) -> Path:
+    torch.manual_seed(8)
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=tiny_vae(4),
+        text_encoder=tiny_clip(32),
+        tokenizer=clip_tokenizer(path.parent),
+        unet=tiny_unet(cross_attention_dim=32, **unet),
+        scheduler=scheduler or diffusers.DDIMScheduler(clip_sample=False, steps_offset=1, **NOISE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.save_pretrained(path)
+    return path
+
+
+def tiny_unet(*, cross_attention_dim: int, **more: object) -> torch.nn.Module:
+    settings = {
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": 4,
+        "norm_num_groups": 4,
+        **more,
+    }
+    return diffusers.UNet2DConditionModel(cross_attention_dim=cross_attention_dim, **settings)
+
+
+def tiny_vae(channels: int) -> torch.nn.Module:
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=16,
+    )
+
+
+def tiny_clip(size: int) -> torch.nn.Module:
+    return transformers.CLIPTextModel(clip_config(size)).eval()
+
+
+def clip_config(size: int, **more: object) -> transformers.CLIPTextConfig:
+    return transformers.CLIPTextConfig(
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        hidden_size=size,
+        intermediate_size=37,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        vocab_size=64,
+        max_position_embeddings=12,
+        **more,
+    )
+
+
+def clip_tokenizer(_path: Path) -> transformers.CLIPTokenizer:
+    """Each letter is a token."""
+    names = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
+    return transformers.CLIPTokenizer(
+        vocab={name: index for index, name in enumerate(names)}, merges=[], model_max_length=12
+    )
+
+
+def _shake(network: torch.nn.Module) -> None:
+    """What is begun with zeros, so that a block does nothing before it has learned, is to do something."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.05)
+
+
+SAVES = {"dit": save_dit, "stable-diffusion": save_stable_diffusion}
+PROMPTS: dict[str, tuple[str | int, ...]] = {"dit": (3, 7, 1, 999, 0)}
+TEXTS = ("a cat", "two dogs at a lake", "", "q", "a very long text that is cut somewhere")
+
+
+def prompts(family: str) -> tuple[str | int, ...]:
+    """Five different ones."""
+    return PROMPTS.get(family, TEXTS)
+
+
+SIZES = {"dit": (8, 8), "stable-diffusion": (16, 24)}
+
+
+def has_guided_rows(family: str) -> bool:
+    return family != "flux"

@@ -1,0 +1,34 @@
+"""The VAE: pictures to latents of about unit variance, and back. One picture at a time, since it takes most memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Autoencoder"]
+
+
+class Autoencoder:
+    """network: an AutoencoderKL. Latents are float32 [1, channels, height, width]."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        config = network.config
+        self.scale: int = 2 ** (len(config.block_out_channels) - 1)  # pixels in the side of a latent pixel
+        self._factor: float = config.scaling_factor
+        self._shift: float = getattr(config, "shift_factor", None) or 0.0
+        self._dtype = next(network.parameters()).dtype
+
+    def encode(self, picture: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """picture: [1, 3, height, width], from -1 to 1. noise: decides which latent of its distribution it is."""
+        distribution = self._network.encode(picture.to(self._dtype)).latent_dist
+        latent: torch.Tensor = distribution.sample(generator=noise)
+        return (latent.float() - self._shift) * self._factor
+
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:
+        """[3, height, width], about -1 to 1."""
+        picture: torch.Tensor = self._network.decode(
+            (latent / self._factor + self._shift).to(self._dtype), return_dict=False
+        )[0]
+        return picture[0]

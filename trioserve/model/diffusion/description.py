@@ -1,0 +1,74 @@
+"""What a directory's model takes and does by itself, for whoever serves it."""
+
+from __future__ import annotations
+
+import time
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.image_generation import ImageModelDescription
+from trioserve.model.diffusion.directory import ImageDirectory
+
+__all__ = ["describe", "samplers_of"]
+
+SIDE_MAX = 2048  # in pixels, or twice what the model was made for: beyond that nothing good comes of it
+STEPS_WITHOUT_GUIDANCE = 4  # such a model is distilled to few steps
+SAMPLER_NAMES = {
+    "DDIMScheduler": "ddim",
+    "DPMSolverMultistepScheduler": "dpm++",
+    "EulerDiscreteScheduler": "euler",
+    "FlowMatchEulerDiscreteScheduler": "flow-euler",
+}
+
+
+def samplers_of(directory: ImageDirectory) -> tuple[str, ...]:
+    """Its own scheduler first. One that nobody has here leaves the others, by which any model of its kind can be
+    sampled."""
+    own = SAMPLER_NAMES.get(directory.scheduler["_class_name"])
+    allowed = directory.pipeline.samplers
+    return (own, *(name for name in allowed if name != own)) if own in allowed else allowed
+
+
+def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source: str) -> ImageModelDescription:
+    """Raises ModelLoadError for what no picture can be made by."""
+    pipeline = directory.pipeline
+    scale = directory.vae_scale
+    height, width = (side * scale for side in directory.latent_sides)
+    multiple = scale * pipeline.patch_side
+    side_min, side_max = multiple, max(SIDE_MAX, 2 * width, 2 * height) // multiple * multiple
+    if pipeline.has_one_size:
+        if width != height:
+            raise ModelLoadError(
+                f"{source} makes pictures of {width}x{height}, and a {pipeline.family} model square ones"
+            )
+        side_min = side_max = width
+    takes_guidance = pipeline.has_guided_rows or bool(directory.denoiser.get("guidance_embeds"))
+    return ImageModelDescription(
+        served_names=served_names,
+        source=source,
+        family=pipeline.family,
+        width=width,
+        height=height,
+        steps=pipeline.steps if takes_guidance else STEPS_WITHOUT_GUIDANCE,
+        guidance=pipeline.guidance if takes_guidance else 1.0,
+        samplers=samplers_of(directory),
+        side_multiple=multiple,
+        side_min=side_min,
+        side_max=side_max,
+        classes=None if pipeline.takes_texts else _classes(directory),
+        takes_guidance=takes_guidance,
+        has_guided_rows=pipeline.has_guided_rows,
+        takes_negative=pipeline.takes_texts and pipeline.has_guided_rows,
+        takes_images=pipeline.takes_images,
+        created_at=int(time.time()),
+    )
+
+
+def _classes(directory: ImageDirectory) -> tuple[str, ...]:
+    """Without a name for a class it has its number."""
+    count = directory.denoiser.get("num_embeds_ada_norm", 1000)  # what diffusers takes where nothing is said
+    labels = directory.labels
+    if not isinstance(count, int) or count < 1 or any(not 0 <= index < count for index in labels):
+        raise ModelLoadError(
+            f"{directory.path}: id2label names classes up to {max(labels, default=0)}, and the network knows {count}"
+        )
+    return tuple(labels.get(index, str(index)) for index in range(count))

@@ -1,0 +1,168 @@
+"""A directory that diffusers has saved: what it holds, read without torch and without diffusers."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.model.diffusion.registry import Pipeline, find_pipeline
+from trioserve.model.model_config import Dtype
+
+__all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
+
+INDEX_NAME = "model_index.json"
+JSON_BYTES_MAX = 16 * 2**20  # a description is small; labels of some thousand classes are a tenth of this
+WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
+DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def is_image_model(directory: str | Path) -> bool:
+    """Whether it is a directory of a model that makes pictures, of a kind that is served or of another."""
+    try:
+        return (Path(directory) / INDEX_NAME).is_file()
+    except OSError:  # such as a name that is too long for a file
+        return False
+
+
+def check_image_extra() -> None:
+    """Raises StartupError where what computes pictures is not installed. Imports nothing."""
+    for package in ("torch", "diffusers", "transformers", "PIL"):
+        if importlib.util.find_spec(package) is None:
+            raise StartupError(
+                f"a model that makes pictures needs {package}, which is not installed: pip install 'trioserve[image]'"
+            )
+
+
+class ImageDirectory:
+    """Raises ModelLoadError if it is none, or one of a kind that is not served.
+
+    labels: of class-conditional models, by index.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not is_image_model(self.path):
+            raise ModelLoadError(
+                f"{path} has no {INDEX_NAME}: name a directory that diffusers' save_pretrained has written"
+            )
+        self._index = _read_json(self.path / INDEX_NAME)
+        class_name = str(self._index.get("_class_name"))
+        self.pipeline: Pipeline = find_pipeline(class_name, str(path))
+        for component, allowed in self.pipeline.classes.items():
+            self._check_component(component, allowed)
+        self.denoiser = self.config(self.pipeline.denoiser)
+        self.vae = self.config("vae")
+        self.scheduler = self._scheduler()
+
+    @property
+    def labels(self) -> dict[int, str]:
+        found = self._index.get("id2label")
+        if not isinstance(found, dict):
+            return {}
+        try:
+            return {int(index): str(label) for index, label in found.items()}
+        except ValueError:
+            raise ModelLoadError(f"{self.path / INDEX_NAME}: id2label has an index that is no number") from None
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels in a side of what the VAE makes one latent pixel of."""
+        channels: list[int] = self._field("vae", self.vae, "block_out_channels", list)
+        return 1 << (len(channels) - 1)
+
+    @property
+    def latent_sides(self) -> tuple[int, int]:
+        """Height and width that it was made for, in latent pixels."""
+        size = self.denoiser.get("sample_size")
+        sides = [size, size] if isinstance(size, int) else size
+        if not (
+            isinstance(sides, list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+        ):
+            raise ModelLoadError(
+                f"{self.path / self.pipeline.denoiser / 'config.json'}: sample_size is {size!r}, it must be one or two"
+            )
+        return sides[0], sides[1]
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of the network that denoises."""
+        variant = self.variant(self.pipeline.denoiser)
+        ending = "*.safetensors" if variant is None else f"*.{variant}*.safetensors"
+        files = sorted((self.path / self.pipeline.denoiser).glob(ending))
+        return _stored_dtype(files[0])
+
+    def variant(self, component: str) -> str | None:
+        """Which of the weights that a component may have are there; None: the plain ones. Raises ModelLoadError if
+        there are none that can be read without running code."""
+        folder = self.path / component
+        for variant in (None, "bf16", "fp16", "fp32"):
+            ending = "" if variant is None else f".{variant}"
+            for name in WEIGHT_NAMES:
+                if any(
+                    (folder / f"{name}{found}").is_file()
+                    for found in (f"{ending}.safetensors", f".safetensors.index{ending}.json")
+                ):
+                    return variant
+        raise ModelLoadError(f"{folder} has no weights in safetensors: save the pipeline with safe_serialization=True")
+
+    def component(self, name: str) -> tuple[str, str]:
+        """Its library and its class."""
+        library, class_name = self._index[name]
+        return library, class_name
+
+    def config(self, component: str) -> dict[str, Any]:
+        return _read_json(self.path / component / "config.json")
+
+    def _check_component(self, component: str, allowed: tuple[str, ...]) -> None:
+        entry = self._index.get(component)
+        found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+        if found not in allowed:
+            raise ModelLoadError(
+                f"{self.path / INDEX_NAME}: {component} is {found or 'missing'}, and a {self.pipeline.family} model "
+                f"takes {' or '.join(allowed)}: take a checkpoint that has one"
+            )
+
+    def _scheduler(self) -> dict[str, Any]:
+        entry = self._index.get("scheduler")
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
+            raise ModelLoadError(f"{self.path / INDEX_NAME} names no scheduler: save the pipeline with one")
+        config = _read_json(self.path / "scheduler" / "scheduler_config.json")
+        config["_class_name"] = entry[1]
+        if self.pipeline.corrects_scheduler:
+            config = {**config, "steps_offset": 1, "clip_sample": False}
+        return config
+
+    def _field(self, component: str, config: dict[str, Any], name: str, kind: type) -> Any:
+        value = config.get(name)
+        if not isinstance(value, kind) or not value:
+            raise ModelLoadError(f"{self.path / component / 'config.json'}: {name} is {value!r}, which says nothing")
+        return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > JSON_BYTES_MAX:
+            raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are read")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read ({error.strerror}): the directory is not complete") from None
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"{path} is not a JSON object: {error}") from None
+
+
+def _stored_dtype(path: Path) -> Dtype:
+    """Of the first tensor with numbers of its own; float32 where the file does not say."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > JSON_BYTES_MAX:
+            raise ModelLoadError(f"{path}: the header has {length} bytes, at most {JSON_BYTES_MAX} are read")
+        header = msgspec.json.decode(file.read(length), type=dict[str, Any])
+    for name, entry in header.items():
+        if name != "__metadata__" and entry.get("dtype") in DTYPES:
+            return DTYPES[entry["dtype"]]
+    return "float32"

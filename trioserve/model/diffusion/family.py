@@ -1,0 +1,65 @@
+"""What a family of models has to say: how a prompt becomes inputs of the network, and how the network is called."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from trioserve.contracts.image_generation import ImageTask
+from trioserve.model.diffusion.latent_state import Inputs
+
+__all__ = ["BadTask", "Family", "Parts", "clip_tokens", "prompt_of"]
+
+
+class BadTask(Exception):
+    """A task that this model cannot do; its text is for the client."""
+
+
+class Parts:
+    """The components of a directory, by their names in model_index.json, in evaluation mode and on their device."""
+
+    def __init__(self, components: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+        self._components = components
+        self.device = device
+        self.dtype = dtype
+
+    def __getitem__(self, name: str) -> Any:
+        return self._components[name]
+
+    def networks(self) -> list[torch.nn.Module]:
+        return [part for part in self._components.values() if isinstance(part, torch.nn.Module)]
+
+
+class Family(Protocol):
+    """Made of a directory's parts. channels: of its latents. network: computes the steps. apart: modules of it that
+    compute the same for every row, from tensors without rows."""
+
+    channels: int
+    network: Any
+    apart: tuple[torch.nn.Module, ...]
+
+    def __init__(self, parts: Parts) -> None: ...
+
+    def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
+        """The inputs of its rows: with the prompt, and, if it is guided, without. Raises BadTask."""
+        ...
+
+    def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """latents: [rows, channels, height, width] in the network's dtype; timesteps: float32 [rows]; inputs: of all
+        rows. Returns what the network makes of them, shaped as the latents."""
+        ...
+
+
+def prompt_of(task: ImageTask) -> str:
+    """Raises BadTask for the index of a class."""
+    if not isinstance(task.prompt, str):
+        raise BadTask(f"the prompt is {task.prompt!r}, this model takes a text")
+    return task.prompt
+
+
+def clip_tokens(tokenizer: Any, text: str, device: torch.device) -> Any:
+    """What its text encoder takes of a text; the rest is cut."""
+    return tokenizer(
+        text, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    ).to(device)

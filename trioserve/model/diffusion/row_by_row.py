@@ -1,0 +1,133 @@
+"""A forward pass over several rows in which no row's bits depend on the others.
+
+What multiplies matrices, convolves or normalizes chooses how to add up by the size of what it gets, and what computes
+exp or sin does the last numbers of a tensor by another code than the others. Such functions are called for each row.
+Additions, products and moves are rounded the same way wherever a number stands, so they are done for all rows at once,
+and with them goes most of what a small network's pass costs.
+
+A function that is in neither list may be either, so none of it is guessed: UnknownFunction ends the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["RowByRow", "UnknownFunction"]
+
+ALIGNMENT = 64  # bytes: on it torch puts what it allocates, and products may begin otherwise elsewhere
+
+FIRST_HOLDS_ROWS = """
+__pow__ conv1d conv2d cos gelu group_norm layer_norm linear mean pow rms_norm rsqrt sigmoid silu sin softmax std tanh
+var
+"""
+TWO_HOLD_ROWS = "__matmul__ bmm matmul"
+THREE_HOLD_ROWS = "baddbmm scaled_dot_product_attention"
+BY_ROW = {
+    name: count
+    for count, names in enumerate((FIRST_HOLDS_ROWS, TWO_HOLD_ROWS, THREE_HOLD_ROWS), start=1)
+    for name in names.split()
+}
+HOLD_ROWS = frozenset(("attn_mask", "input", "key", "query", "value"))  # where they are named
+
+EXACT = """
+__add__ __eq__ __ge__ __gt__ __iadd__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __neg__ __radd__
+__rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ abs add add_ clamp div div_ mul mul_ rsub sqrt sub sub_ where
+bfloat16 bool cpu double float half int long to type type_as
+"""
+MOVES = """
+__getitem__ __setitem__ cat chunk clone contiguous detach dropout einsum embedding expand expand_as flatten interpolate
+narrow pad permute pixel_shuffle repeat repeat_interleave reshape select split split_with_sizes squeeze stack swapaxes t
+transpose unbind unflatten unsqueeze view view_as
+"""
+LOOKS = """
+__get__ __len__ __set__ dim element_size is_complex is_contiguous is_floating_point ndimension numel size
+storage_offset stride
+"""
+# Of these only what holds no rows is made: positions, frequencies and masks, the same in every pass.
+MAKES = "__rpow__ arange as_tensor empty exp full new_ones new_zeros ones outer tensor zeros zeros_like ones_like"
+AS_IT_IS = frozenset(" ".join((EXACT, MOVES, LOOKS, MAKES)).split())
+
+
+class UnknownFunction(Exception):
+    """Nobody has said whether it may be called for all rows at once."""
+
+
+class RowByRow(TorchFunctionMode):
+    """`with RowByRow(rows): network(...)`: whose tensors hold `rows` rows along their first dimension, each as many
+    entries one after the other.
+
+    apart: modules that compute the same for every row, and get tensors that hold none.
+    """
+
+    def __init__(self, rows: int, apart: Iterable[torch.nn.Module] = ()) -> None:
+        super().__init__()
+        self._rows = rows
+        self._apart = tuple(apart)
+        self._depth = 0  # of calls of such modules
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for module in self._apart:
+            self._handles.append(module.register_forward_pre_hook(self._go_in))
+            self._handles.append(module.register_forward_hook(self._come_out, always_call=True))
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # nor here
+
+    def _go_in(self, *_: object) -> None:
+        self._depth += 1
+
+    def _come_out(self, *_: object) -> None:
+        self._depth -= 1
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if self._depth or name in AS_IT_IS:
+            self._check(name, args, kwargs)
+            return function(*args, **kwargs)
+        count = BY_ROW.get(name)
+        if count is None:
+            raise UnknownFunction(name)
+        return self._by_row(function, count, args, kwargs)
+
+    def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of those that are a move with some arguments only."""
+        if self._depth == 0 and (
+            (name == "einsum" and len(args) > 2)
+            or (name == "interpolate" and kwargs.get("mode", "nearest") not in ("nearest", "nearest-exact"))
+        ):
+            raise UnknownFunction(f"{name} that adds up")
+
+    def _by_row(self, function: Callable[..., Any], count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = [self._parts(argument) for argument in args[:count]]
+        named = {
+            key: self._parts(value)
+            for key, value in kwargs.items()
+            if key in HOLD_ROWS and isinstance(value, torch.Tensor)
+        }
+        if not parts and not named:
+            raise UnknownFunction("a call without rows")
+        rest = args[count:]
+        results = []
+        for row in range(self._rows):
+            mine = {key: named[key][row] if key in named else value for key, value in kwargs.items()}
+            results.append(function(*(part[row] for part in parts), *rest, **mine))
+        return torch.cat(results)
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[0] % self._rows:
+            raise UnknownFunction(f"a call whose tensor holds no {self._rows} rows")
+        return [part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in tensor.chunk(self._rows)]

@@ -1,0 +1,292 @@
+"""Computes IterativePlans: an IterativeExecutor over the components of a diffusers directory.
+
+A denoising step is one forward pass for all requests whose latents and inputs have the same shape, whatever timestep,
+number of steps, solver and guidance each has. Guidance adds a row. What lies in a slot is all that is known of a
+request, so whoever moves it moves the request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.image_generation import ImageTask, Picture
+from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentWork
+from trioserve.contracts.step import IsAbandoned, never_abandoned
+from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu
+from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
+from trioserve.model.diffusion.autoencoder import Autoencoder
+from trioserve.model.diffusion.components import load_parts, make_family
+from trioserve.model.diffusion.description import samplers_of
+from trioserve.model.diffusion.directory import ImageDirectory
+from trioserve.model.diffusion.family import BadTask, Family, Parts
+from trioserve.model.diffusion.latent_state import Inputs, LatentState, Original
+from trioserve.model.diffusion.noise import step_noise
+from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
+from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
+from trioserve.model.diffusion.settings import ImageModelSettings
+from trioserve.model.diffusion.solver_steps import SolverStep
+from trioserve.model.diffusion.solvers import Solver
+from trioserve.model.number_formats import Dtype
+from trioserve.model.torch_formats import TORCH_DTYPES
+
+__all__ = ["DiffusionRunner"]
+
+logger = logging.getLogger(__name__)
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class DiffusionRunner:
+    """One model; an IterativeExecutor. Every method is called in one thread.
+
+    In float32 a request's bytes do not depend on the other requests (see row_by_row). In 16 bits they are about equal.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        parts: Parts,
+        solvers: dict[str, Solver],
+        *,
+        slot_count: int,
+        patch_side: int = 1,
+    ) -> None:
+        self.family = family
+        self._autoencoder = Autoencoder(parts["vae"])
+        self.solvers = solvers
+        self._device, self._dtype = parts.device, parts.dtype
+        self._patch_side = patch_side
+        self.slots: list[LatentState | None] = [None] * slot_count
+        self._abandoning = Abandoning(parts.networks())
+        self._is_row_by_row = parts.dtype is torch.float32
+        self.computes_rows_alone = False
+        self.device: str = parts.device.type
+        self.takes_every_cpu = False
+
+    @classmethod
+    def load(
+        cls,
+        directory: ImageDirectory,
+        settings: ImageModelSettings,
+        *,
+        progress: Callable[[str], None] = lambda component: None,
+    ) -> DiffusionRunner:
+        """Call it in the thread that will compute. progress: see load_parts. Raises ModelLoadError, StartupError."""
+        placing = settings.placing()
+        device = pick_device(placing)
+        set_torch_threads(placing)
+        dtype: Dtype = directory.dtype if settings.dtype == "auto" else settings.dtype
+        if settings.dtype == "auto" and device == "cpu" and dtype == "float16":
+            dtype = "float32"
+        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        solvers = {name: Solver(name, directory.scheduler) for name in samplers_of(directory)}
+        parts = load_parts(directory, place, TORCH_DTYPES[dtype], progress)
+        runner = cls(
+            make_family(directory, parts),
+            parts,
+            solvers,
+            slot_count=settings.slot_count,
+            patch_side=directory.pipeline.patch_side,
+        )
+        runner.takes_every_cpu = takes_every_cpu(placing, device)
+        return runner
+
+    @property
+    def dtype(self) -> Dtype:
+        return next(name for name, kind in TORCH_DTYPES.items() if kind is self._dtype)
+
+    @property
+    def computed_by(self) -> str:
+        return f"diffusers ({default_thread_count()} threads)" if self.device == "cpu" else "diffusers"
+
+    def close(self) -> None:
+        """Let the latents go."""
+        self.slots = [None] * len(self.slots)
+
+    @torch.inference_mode()
+    def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
+        for move in plan.moves:
+            assert self.slots[move.source] is not None, f"nothing lies in slot {move.source}, and it is moved"
+            self.slots[move.target] = self.slots[move.source]
+            self.slots[move.source] = None
+        result = IterativeResult(outputs={}, partials={}, errors={})
+        self._abandoning.begin(is_abandoned)
+        try:
+            if plan.phase is IterativePhase.ENCODE:
+                self._encode(plan.works, result)
+            elif plan.phase is IterativePhase.DENOISE:
+                self._denoise(plan.works, result)
+            else:
+                self._decode(plan.works, result)
+        except Abandoned:
+            return None
+        finally:
+            self._abandoning.begin(never_abandoned)
+        return result
+
+    def _encode(self, works: tuple[LatentWork, ...], result: IterativeResult) -> None:
+        for work in works:
+            self._abandoning.check()
+            try:
+                self.slots[work.slot] = self._begun(work.request)
+            except BadTask as error:
+                self.slots[work.slot] = None
+                result.errors[work.request.id] = str(error)
+
+    def _begun(self, request: IterativeRequest) -> LatentState:
+        task = request.task
+        assert isinstance(task, ImageTask), f"{request.id} is no picture"
+        scale = self._autoencoder.scale
+        height, width = task.height // scale, task.width // scale
+        solver = self.solvers.get(task.sampler)
+        if solver is None:
+            raise BadTask(f"the sampler is {task.sampler!r}, this model has {', '.join(self.solvers)}")
+        try:
+            schedule = solver.schedule(
+                task.step_count, task.step_count - request.step_count, height * width // self._patch_side**2
+            )
+        except ValueError as error:
+            raise BadTask(f"{task.step_count} steps cannot be made by {task.sampler}: {error}") from None
+        rows = self.family.encode(task, is_guided=request.is_guided)
+        # As diffusers' pipelines draw it: first what a given picture's latent needs, then the noise.
+        generator = torch.Generator().manual_seed(request.seed)
+        given = None
+        if task.image is not None:
+            picture = picture_tensor(task.image, task.width, task.height).to(self._device)
+            given = self._autoencoder.encode(picture, generator)
+        noise = torch.randn((1, self.family.channels, height, width), generator=generator, dtype=self._dtype)
+        noise = noise.to(self._device).float()
+        original = None
+        if task.image is not None and task.mask is not None:
+            assert given is not None
+            mask = mask_tensor(task.mask, task.width, task.height, scale).to(self._device)
+            original = Original(given, noise, mask)
+        latent = noise * schedule.initial_scale
+        if given is not None and (original is None or request.step_count < task.step_count):
+            of_given, of_noise = schedule.noised[0]
+            latent = given * of_given + noise * of_noise
+        return LatentState(
+            request_id=request.id, steps_done=0, schedule=schedule, latent=latent, rows=rows, original=original
+        )
+
+    def _denoise(self, works: tuple[LatentWork, ...], result: IterativeResult) -> None:
+        groups: dict[Shapes, list[tuple[LatentWork, LatentState]]] = {}
+        for work in works:
+            state = self._state(work, work.step)
+            groups.setdefault(_shapes(state), []).append((work, state))
+        for group in groups.values():
+            self._abandoning.check()
+            predictions = self._predict([state for _, state in group])
+            for (work, state), predicted in zip(group, predictions, strict=True):
+                clean, after = _stepped(state, predicted, work)
+                # Also what is infinite: the next step makes no number of it.
+                if not bool(torch.isfinite(after.latent).all()):
+                    self.slots[work.slot] = None
+                    result.errors[work.request.id] = (
+                        f"step {work.step + 1} of {work.request.step_count} gave values that are no numbers: "
+                        "take less guidance, another sampler, or have the model served with dtype float32"
+                    )
+                    continue
+                self.slots[work.slot] = after
+                if work.wants_partial:
+                    self._abandoning.check()
+                    result.partials[work.request.id] = self._picture(clean)
+
+    def _predict(self, states: list[LatentState]) -> list[torch.Tensor]:
+        """What the network says of each latent, its guidance counted in: float32, shaped as the latent."""
+        latents: list[torch.Tensor] = []
+        timesteps: list[float] = []
+        rows: list[Inputs] = []
+        for state in states:
+            step = state.schedule.steps[state.steps_done]
+            scaled = (state.latent * step.input_scale).to(self._dtype)
+            for inputs in state.rows:
+                latents.append(scaled)
+                timesteps.append(step.timestep)
+                rows.append(inputs)
+        predicted = self._pass(latents, timesteps, rows)
+        found: list[torch.Tensor] = []
+        first = 0
+        for state in states:
+            found.append(predicted[first : first + len(state.rows)])
+            first += len(state.rows)
+        return found
+
+    def _pass(self, latents: list[torch.Tensor], timesteps: list[float], rows: list[Inputs]) -> torch.Tensor:
+        """float32 [rows, channels, height, width]."""
+        times = torch.tensor(timesteps, dtype=torch.float32, device=self._device)
+        if self._is_row_by_row and len(rows) > 1:
+            if not self.computes_rows_alone:
+                try:
+                    with RowByRow(len(rows), self.family.apart):
+                        return self.family.predict(torch.cat(latents), times, _joined(rows)).float()
+                except UnknownFunction as error:
+                    # Slower, and right: what one row gives is what it gives alone.
+                    logger.warning("each row is computed alone, since the network calls function=%s", error)
+                    self.computes_rows_alone = True
+            return torch.cat(
+                [
+                    self.family.predict(latent, times[row : row + 1].clone(), inputs).float()
+                    for row, (latent, inputs) in enumerate(zip(latents, rows, strict=True))
+                ]
+            )
+        return self.family.predict(torch.cat(latents), times, _joined(rows)).float()
+
+    def _decode(self, works: tuple[LatentWork, ...], result: IterativeResult) -> None:
+        for work in works:
+            self._abandoning.check()
+            state = self._state(work, work.request.step_count)
+            result.outputs[work.request.id] = self._picture(state.latent)
+            self.slots[work.slot] = None
+
+    def _picture(self, latent: torch.Tensor) -> Picture:
+        return picture_of(self._autoencoder.decode(latent))
+
+    def _state(self, work: LatentWork, steps_done: int) -> LatentState:
+        state = self.slots[work.slot]
+        assert state is not None, f"{work.request.id}: nothing lies in slot {work.slot}"
+        assert state.request_id == work.request.id, f"{work.request.id}: {state.request_id} lies in slot {work.slot}"
+        assert state.steps_done == steps_done, f"{work.request.id}: {state.steps_done} steps are done, not {steps_done}"
+        return state
+
+
+def _shapes(state: LatentState) -> Shapes:
+    inputs = sorted((name, tuple(tensor.shape)) for name, tensor in state.rows[0].items())
+    return (("latent", tuple(state.latent.shape)), *inputs)
+
+
+def _joined(rows: list[Inputs]) -> Inputs:
+    return {name: torch.cat([inputs[name] for inputs in rows]) for name in rows[0]}
+
+
+def _stepped(state: LatentState, predicted: torch.Tensor, work: LatentWork) -> tuple[torch.Tensor, LatentState]:
+    """What is expected at the end, and the state behind the step. predicted: [rows of the request, ...]."""
+    schedule, latent = state.schedule, state.latent
+    step: SolverStep = schedule.steps[state.steps_done]
+    output = predicted[:1]
+    if len(state.rows) > 1:
+        assert isinstance(work.request.task, ImageTask)
+        output = predicted[1:] + (output - predicted[1:]) * work.request.task.guidance
+    clean = latent * step.clean_of_latent + output * step.clean_of_output
+    if step.clean_limit is not None:
+        clean = clean.clamp(-step.clean_limit, step.clean_limit)
+    after = latent * step.next_of_latent + output * step.next_of_output + clean * step.next_of_clean
+    for weight, earlier in zip(step.next_of_earlier, state.earlier, strict=False):
+        after = after + earlier * weight
+    if step.next_of_noise:
+        after = after + step_noise(work.request.seed, work.step, latent) * step.next_of_noise
+    original = state.original
+    if original is not None:
+        kept = original.latent
+        if state.steps_done + 1 < len(schedule.steps):
+            of_original, of_noise = schedule.noised[state.steps_done + 1]
+            kept = kept * of_original + original.noise * of_noise
+        after = kept * (1 - original.mask) + after * original.mask
+    history = (clean, *state.earlier)[: schedule.history_count]
+    shown = clean if original is None else original.latent * (1 - original.mask) + clean * original.mask
+    return shown, msgspec.structs.replace(state, steps_done=state.steps_done + 1, latent=after, earlier=history)
