@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.weights import WeightVersions
 
-__all__ = ["REQUEST_POISONED", "Delta"]
+__all__ = ["AnyDelta", "REQUEST_POISONED", "Delta"]
 
 
 REQUEST_POISONED = "request_poisoned"
 """The stop_reason of a request that was ended since the engine broke whenever it was computed."""
+
+
+class AnyDelta(Protocol):
+    """What is new of one of the things that a request asked for: of a text a Delta, of a picture an ImageDelta."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.live_view import view_of
 from trioserve.engine.load_changes import LoadChanges
 from trioserve.engine.model_description import ModelDescription
-from trioserve.engine.open_request import Choice, OpenRequest, ScopeState
+from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.part_stream import PartStream
 from trioserve.engine.pausing import PauseState, Pausing
 from trioserve.engine.pooled_preparation import (
@@ -88,6 +88,7 @@ from trioserve.engine.request_trace import NO_TRACE, RequestTrace, SpannedReques
 from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.shell.request_scope import ScopeState
 from trioserve.engine.sleeping import LEVELS, Sleeping
 from trioserve.engine.step_gate import StepGate
 from trioserve.engine.step_times import StepTimes
@@ -165,7 +166,9 @@ class Engine:
         self.draining = False
         self.fault: EngineFault | None = None
         self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
-        self._kept_holds = RequestsById()  # finished and left, and what is held of them is still to be read
+        self._kept_holds = RequestsById[
+            OpenRequest
+        ]()  # finished and left, and what is held of them is still to be read
         self.step_watch = StepWatch(settings.step_seconds_max)
         self.step_times = StepTimes()
         self.tracer: Tracer = NO_TRACER
@@ -181,7 +184,7 @@ class Engine:
         self._guides = GuidePreparation(guides, text_threads, metrics)
         self._settings = settings
         self._new_request_id = new_request_id
-        self._requests = RequestsById()  # entered and not left
+        self._requests = RequestsById[OpenRequest]()  # entered and not left
         self._ended_ids = EndedIds()
         self._preparing_count = 0
         self._leased_count = 0  # of these, the ones whose turn has come

@@ -15,8 +15,7 @@ import trio
 
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.engine.overlapped_step import OverlappedSteps
-from trioserve.engine.step_gate import StepGate
-from trioserve.engine.stepped_core import (
+from trioserve.engine.shell.stepped_core import (
     AnyPlan,
     ComputesPlans,
     NotesSteps,
@@ -24,6 +23,7 @@ from trioserve.engine.stepped_core import (
     SteppedCore,
     StepRunnerOf,
 )
+from trioserve.engine.step_gate import StepGate
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]

@@ -110,8 +110,8 @@ class LiveFeed:
     def __init__(
         self,
         model: ModelDescription,
-        requests: RequestsById,
-        kept_holds: RequestsById,
+        requests: RequestsById[OpenRequest],
+        kept_holds: RequestsById[OpenRequest],
         metrics: Metrics,
         step_times: StepTimes,
         look: Callable[[], EngineLook],

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
-from trioserve.admission.local_endpoint import local_request
 from trioserve.contracts.errors import Draining, EngineReopening, Overloaded, StepOverdue
-from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.shell.request_scope import AnyScope
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["RequestAdmission"]
@@ -24,23 +23,16 @@ class RequestAdmission:
         self._dispatch = dispatch
         self._metrics = metrics
 
-    def begin(self, request: OpenRequest) -> AdmissionScope:
+    def begin(self, request: AnyScope) -> AdmissionScope:
         """A place in the queue, or a lease at once. The caller owes the dispatch a `leave`. Raises Overloaded, and then
         holds nothing."""
-        routed = local_request(
-            request.prompts,
-            tenant=request.tenant,
-            priority=request.priority,
-            sequences=max(1, request.sequence_count),
-            known_tokens=0 if request.resume is None else sum(map(len, request.resume.token_ids)),
-        )
         try:
-            return self._dispatch.begin(routed)
+            return self._dispatch.begin(request.routed())
         except Overloaded as refusal:
             self._note(request, refusal)
             raise
 
-    async def lease(self, request: OpenRequest, admission: AdmissionScope) -> None:
+    async def lease(self, request: AnyScope, admission: AdmissionScope) -> None:
         """Wait for the lease, and use it. Raises Overloaded: the queue is drained, or the request waited too long, or
         had to make room."""
         try:
@@ -76,6 +68,6 @@ class RequestAdmission:
             retry_after_seconds=RETRY_SECONDS,
         )
 
-    def _note(self, request: OpenRequest, refusal: Overloaded) -> None:
+    def _note(self, request: AnyScope, refusal: Overloaded) -> None:
         self._metrics.requests_rejected_total.labels(refusal.reason).inc()
         logger.info("refused request=%s reason=%s", request.id, refusal.reason)

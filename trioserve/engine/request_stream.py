@@ -1,77 +1,24 @@
-"""What a request's task holds: iterate for text, leave to abort.
-
-Entering takes a place in the waiting queue, before anything costly is done; leaving, in whichever way, is one
-synchronous call that ends what still runs.
-"""
+"""What a task holds of a request for text."""
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
-from types import TracebackType
-from typing import Self
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import Resume
 from trioserve.engine.open_request import OpenRequest
-from trioserve.trio_tools.own_run import OwnRun
+from trioserve.engine.shell.scope_stream import ScopeStream
 
 __all__ = ["RequestStream"]
 
 
-class RequestStream:
-    """`async with engine.generate(...) as stream: async for delta in stream: ...`.
-
-    Entering raises Overloaded, Draining, InvalidRequest or ContextTooLong, and then holds nothing. Iterating yields the
-    deltas of all choices until each has one with a finish_reason, and raises EngineFault when the engine broke, or
-    Draining when the server is leaving and the request had not begun to run. Several tasks may iterate over one stream:
-    each delta goes to one of them, and the end to all. All that waits for it belongs inside of the scope: whoever still
-    does when the scope is left, in whichever task, gets AlreadyEnded.
+class RequestStream(ScopeStream[OpenRequest, Delta]):
+    """`async with engine.generate(...) as stream: async for delta in stream: ...`. See ScopeStream; entering raises
+    ContextTooLong besides.
 
     A response may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
     the scope ends the hold like everything else, so whoever wants it read waits for that inside
     (wait_until_released), or says that it may outlive the scope (keep_hold). A hold takes no place and no lease.
     """
-
-    def __init__(
-        self,
-        request: OpenRequest,
-        *,
-        submit: Callable[[OpenRequest], Awaitable[None]],
-        leave: Callable[[OpenRequest], None],
-        own_run: OwnRun,
-    ) -> None:
-        self._request = request
-        self._own_run = own_run
-        self._submit = submit
-        self._leave = leave
-
-    async def __aenter__(self) -> Self:
-        self._own_run.check("entering a request")
-        self._request.enter()
-        try:
-            await self._submit(self._request)
-        except BaseException:
-            self._request.leave()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._request.leave()
-        self._leave(self._request)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    def __anext__(self) -> Awaitable[Delta]:  # not async: a call more for every delta would be seen
-        return self._request.next_delta()
-
-    @property
-    def id(self) -> str:
-        """The caller's own, or the one that it was given."""
-        return self._request.id
 
     @property
     def choice_count(self) -> int:
@@ -135,11 +82,6 @@ class RequestStream:
         return self._request.prompt_logprobs
 
     @property
-    def is_finished(self) -> bool:
-        """Every choice has had its last delta, or the request failed."""
-        return self._request.is_finished
-
-    @property
     def is_held(self) -> bool:
         """Whether a connector holds blocks of it for another engine: of a choice that is over."""
         return self._request.is_held
@@ -158,9 +100,3 @@ class RequestStream:
     def drop_hold(self) -> None:
         """Nobody is told how to read it: leaving the scope ends the hold."""
         self._request.is_hold_kept = False
-
-    async def wait_until_begun(self) -> Delta | None:
-        """Returns when the request runs; or, if it ended in the queue, the delta that says so, which is read as well.
-        Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose
-        the status."""
-        return await self._request.wait_until_begun()

@@ -6,14 +6,18 @@ The span ends when three things are over: the caller's scope, what the core has 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.output import Delta
+from trioserve.contracts.output import AnyDelta, Delta
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
 
 __all__ = ["NO_TRACE", "RequestTrace", "SpannedRequest", "sampling_attributes"]
+
+DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
 class RequestTrace:
@@ -46,8 +50,9 @@ class RequestTrace:
 
     def failed(self, error: Exception) -> None: ...
 
-    def told(self, delta: Delta) -> Delta:
-        """Its reader gets this. Returns it with what whoever takes the KV is to know of the trace."""
+    def told(self, delta: DeltaT) -> DeltaT:
+        """Its reader gets this, the last delta of a part. Returns it with what whoever takes the KV is to know of the
+        trace."""
         return delta
 
     def left(self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
@@ -145,12 +150,12 @@ class SpannedRequest(RequestTrace):
     def failed(self, error: Exception) -> None:
         self._error = type(error).__name__
 
-    def told(self, delta: Delta) -> Delta:
+    def told(self, delta: DeltaT) -> DeltaT:
         if delta.finish_reason is not None:
             self._reasons.append(delta.finish_reason.value)
             if delta.finish_reason is FinishReason.ERROR:
                 self._error = self._error or "request_failed"
-        if delta.kv_transfer is None:
+        if not isinstance(delta, Delta) or delta.kv_transfer is None:
             return delta
         traceparent = dict(self._span.headers()).get("traceparent")
         return msgspec.structs.replace(

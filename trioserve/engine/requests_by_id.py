@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
-from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.shell.request_scope import AnyScope
 
 __all__ = ["RequestsById"]
 
 
-class RequestsById:
+ScopeT = TypeVar("ScopeT", bound=AnyScope)
+
+
+class RequestsById(Generic[ScopeT]):
     """In the order in which they came, for each id."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, list[OpenRequest]] = {}
+        self._requests: dict[str, list[ScopeT]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._requests)
@@ -21,20 +25,20 @@ class RequestsById:
     def __len__(self) -> int:
         return sum(len(requests) for requests in self._requests.values())
 
-    def __iter__(self) -> Iterator[OpenRequest]:
+    def __iter__(self) -> Iterator[ScopeT]:
         """Of a moment: they may go while one iterates."""
         return iter([request for requests in self._requests.values() for request in requests])
 
-    def of(self, request_id: str) -> list[OpenRequest]:
+    def of(self, request_id: str) -> list[ScopeT]:
         return list(self._requests.get(request_id, ()))
 
-    def add(self, request: OpenRequest) -> None:
+    def add(self, request: ScopeT) -> None:
         self._requests.setdefault(request.id, []).append(request)
 
     def clear(self) -> None:
         self._requests.clear()
 
-    def remove(self, request: OpenRequest) -> None:
+    def remove(self, request: ScopeT) -> None:
         requests = self._requests[request.id]
         requests.remove(request)
         if not requests:

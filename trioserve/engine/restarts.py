@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
-from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.engine.shell.request_scope import AnyScope, RequestPart
 
 __all__ = ["FAULTS_OF_ONE_MAX", "Readmission", "RestartBudget"]
 
@@ -49,16 +50,19 @@ class RestartBudget:
         return BACKOFF_SECONDS * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
 
-class Readmission:
+ScopeT = TypeVar("ScopeT", bound=AnyScope)
+
+
+class Readmission(Generic[ScopeT]):
     """Who still has to begin in an engine that was opened anew. begin: hands a request's sequences to the core."""
 
-    def __init__(self, begin: Callable[[OpenRequest], None]) -> None:
+    def __init__(self, begin: Callable[[ScopeT], None]) -> None:
         self._begin = begin
-        self._suspects: deque[OpenRequest] = deque()
-        self._on_trial: OpenRequest | None = None
-        self._tried: list[tuple[Choice, int]] = []  # its choices, and how many tokens each had
+        self._suspects: deque[ScopeT] = deque()
+        self._on_trial: ScopeT | None = None
+        self._tried: list[tuple[RequestPart[Any], int]] = []  # its choices, and how far each was
 
-    def start(self, requests: Iterable[OpenRequest]) -> None:
+    def start(self, requests: Iterable[ScopeT]) -> None:
         """The engine runs: whoever was in no step that failed begins at once. In the order in which they are to be
         computed."""
         self.stop()
@@ -69,7 +73,7 @@ class Readmission:
                 self._begin(request)
         self.look()
 
-    def stop(self) -> list[OpenRequest]:
+    def stop(self) -> list[ScopeT]:
         """It broke again. Returns who had not begun yet."""
         waiting = [*self._suspects]
         self._suspects.clear()
@@ -89,12 +93,12 @@ class Readmission:
             request = self._suspects.popleft()
             if request.upcoming:  # otherwise it has left meanwhile
                 self._on_trial = request
-                self._tried = [(choice, choice.output.token_count) for choice, _ in request.upcoming]
+                self._tried = [(choice, choice.progress) for choice, _ in request.upcoming]
                 self._begin(request)
 
     def _has_passed(self) -> bool:
         """The core has none of it any more, or each of its sequences has gone beyond where it was, or is over."""
         request = self._on_trial
-        if request is None or not (request.core_count or request.upcoming):
+        if request is None or not request.has_begun:
             return True
-        return all(choice.is_ended or choice.output.token_count > count for choice, count in self._tried)
+        return all(choice.is_ended or choice.progress > count for choice, count in self._tried)
