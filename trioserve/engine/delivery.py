@@ -1,15 +1,11 @@
-"""What a step has brought, as text in the hands of the readers; and the end of a sequence, however it comes.
-
-Knows every sequence that the core knows, also those whose reader has left already. Everything here is synchronous and
-runs between two steps, or, ending a request, at any moment.
+"""What a step has brought, as text in the hands of the readers, and what is held of it for other engines. The ends that
+come from outside are CoreDelivery's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import trio
@@ -33,8 +29,9 @@ from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.request_metrics import WHOLE, RequestMetrics
+from trioserve.engine.shell.core_delivery import CoreDelivery, WatchesCancels
 from trioserve.engine.step_watch import StepWatch
-from trioserve.engine.token_timings import Cancelled, TokenTimings
+from trioserve.engine.token_timings import TokenTimings
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["Delivery"]
@@ -44,29 +41,7 @@ logger = logging.getLogger(__name__)
 MAY_BE_HELD = (*WHOLE, FinishReason.HANDED_OVER)
 
 
-class WatchesCancels(Protocol):
-    """Who wants to know what cancels free."""
-
-    def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
-        """A request ends by another hand than its own; ids: of its sequences that the core has, still with their
-        blocks. To be called also for one that is over; nothing to do then."""
-
-    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
-        """A sequence that was cancelled has no blocks any more: how many steps ended meanwhile, and how long it
-        took."""
-
-
-class NobodyWatches:
-    """The same for nobody."""
-
-    def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
-        pass
-
-    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
-        pass
-
-
-class Delivery:
+class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     """wake: called when the step loop may have something new to see to. step_watch: told of each step. cancels: told
     of each cancel. weight_version: of the weights that sample; None: they were never replaced."""
 
@@ -77,29 +52,18 @@ class Delivery:
         *,
         wake: Callable[[], None],
         step_watch: StepWatch | None = None,
-        cancels: WatchesCancels | None = None,
+        cancels: WatchesCancels[OpenRequest] | None = None,
         weight_version: str | None = None,
     ) -> None:
-        self._cancels = cancels or NobodyWatches()
+        self._timings = TokenTimings(metrics)
+        super().__init__(core, self._timings, wake=wake, step_watch=step_watch, cancels=cancels)
         self._core = core
         self._metrics = metrics
-        self._wake = wake
-        self._step_watch = step_watch or StepWatch()
-        self._choices: dict[RequestId, Choice] = {}
-        # Aborted while a step reads their blocks; None: it was their own text that ended them.
-        self._cancelled: dict[RequestId, Cancelled | None] = {}
-        self._timings = TokenTimings(metrics)
         self._requests = RequestMetrics(metrics)
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
-        self._plans: deque[StepPlan] = deque()  # that have not been delivered, the oldest first
-        self.has_brought = False  # a step has brought somebody something
         self._weight_version = weight_version
         core.tell_hold_ends(self._on_hold_end)
-
-    def __len__(self) -> int:
-        """Sequences that the core has."""
-        return len(self._choices)
 
     @property
     def held_count(self) -> int:
@@ -111,9 +75,7 @@ class Delivery:
         return sum(self._core.held_block_count(choice.sequence_id) for choice in request.choices if choice.is_held)
 
     def add(self, choice: Choice) -> None:
-        """The core has the choice's sequence now."""
-        self._choices[choice.sequence_id] = choice
-        choice.request.core_count += 1
+        super().add(choice)
         if self._weight_version is not None:
             choice.output.use_weights(self._weight_version)
 
@@ -124,26 +86,6 @@ class Delivery:
             choice.output.use_weights(version)
 
     # --- ends that come from outside ---
-
-    def end(self, request: OpenRequest, reason: FinishReason) -> None:
-        """Abort what of a request the core still has. From here on nothing of it is delivered, and no more begun."""
-        if not request.is_finished:
-            request.trace.cancelled(reason.value)
-        request.upcoming.clear()
-        cancelled = self._timings.cancelled(trio.current_time())
-        ids = [choice.sequence_id for choice in request.choices if choice.sequence_id in self._choices]
-        self._cancels.note_cancelled(request, ids, reason)
-        results = self._core.abort(ids, reason, now=cancelled.at)
-        now = trio.current_time()
-        for sequence_id, result in results.items():
-            if result.finished is not None:
-                self._let_go(result.finished, now, reason)
-                self._note_abort(result.finished, cancelled, now)
-            else:
-                self._cancelled.setdefault(sequence_id, cancelled)
-        if not request.core_count:
-            request.on_gone()
-        self._wake()  # what a connector still needs of them has a deadline
 
     def hand_over(self, request: OpenRequest) -> bool:
         """End a request that another engine goes on with, at the latest when the step in flight has come back: its
@@ -180,70 +122,55 @@ class Delivery:
         self._core.abort(ids, now=trio.current_time())
         self._wake()
 
-    def end_with_final_delta(
-        self, request: OpenRequest, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
+    def _push_last(
+        self,
+        request: OpenRequest,
+        choice: Choice,
+        reason: FinishReason,
+        message: str | None,
+        stop_reason: str | None,
     ) -> None:
-        """The same, and the reader gets, for each choice, what was held back of its text, and why it ended. Of one that
-        may go on elsewhere nothing held back is shown: it would be said again."""
-        request.preparation.cancel()
-        unfinished = [choice for choice in request.choices if not choice.is_ended]
-        self.end(request, reason)
-        for choice in unfinished:
-            held_back = None
-            if not choice.is_mute and not request.is_resumable:
-                finished = RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
-                try:
-                    held_back = choice.output.feed((), None, finished)
-                except Exception as error:
-                    held_back = _text_failed(choice, (), error)
-            request.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
-
-    def note_left_queue(self, count: int) -> None:
-        """So many sequences were aborted before the core had them: nothing had to be freed."""
-        self._timings.note_left_queue(count)
+        """It gets what was held back of its text, too. Of one that may go on elsewhere nothing held back is shown: it
+        would be said again."""
+        held_back = None
+        if not choice.is_mute and not request.is_resumable:
+            finished = RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
+            try:
+                held_back = choice.output.feed((), None, finished)
+            except Exception as error:
+                held_back = _text_failed(choice, (), error)
+        request.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
 
     # --- when the engine broke ---
 
-    def ids_in_flight(self) -> frozenset[RequestId]:
-        """Sequences of the steps that did not come back, or were not delivered."""
-        return frozenset(chunk.request.id for plan in self._plans for chunk in plan.chunks)
-
     def give_up(self) -> list[Choice]:
-        """The core is gone. Returns the choices whose sequences it had, in the order in which it got them; nothing of
-        them is known here any more. What was held is held no longer."""
-        choices = list(self._choices.values())
-        self._choices.clear()
+        """What was held is held no longer."""
+        choices = super().give_up()
         held, self._held = self._held, {}
         for choice in held.values():
             choice.is_held = False
             choice.request.note_released()
         return choices
 
-    def note_lost(self, request: OpenRequest) -> None:
-        """What has not ended of a request ends with the core that was given up."""
-        now = trio.current_time()
-        for choice in request.choices:
-            if not choice.is_ended:
-                self._requests.note_end(choice, FinishReason.ERROR, now)
-        self._requests.note_all_ended(request)
-
     # --- called by the step loop ---
 
-    def on_plan(self, plan: StepPlan) -> None:
-        now = trio.current_time()
-        self._plans.append(plan)
-        self._step_watch.begin(now)
-        for sequence_id in plan.admitted:
-            choice = self._choices[sequence_id]
-            if not choice.has_run:  # a preempted one is admitted again
-                choice.running_at = now
-                choice.request.note_run(now)
-                self._requests.note_run(choice, *self._core.prompt_saved(sequence_id), now)
+    def _ids_of(self, plan: StepPlan) -> Iterable[RequestId]:
+        return (chunk.request.id for chunk in plan.chunks)
 
-    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
-        now = trio.current_time()
-        self._step_watch.end(now)
-        self._timings.note_step(step_seconds)
+    def _count_run(self, choice: Choice, now: float) -> None:
+        self._requests.note_run(choice, *self._core.prompt_saved(choice.sequence_id), now)
+
+    def _count_step(self, plan: StepPlan, now: float) -> None:
+        self._timings.show(now)
+        self._metrics.step_tokens.observe(plan.token_count)
+
+    def _count_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
+        self._requests.note_end(choice, reason, now)
+
+    def _count_all_ended(self, request: OpenRequest) -> None:
+        self._requests.note_all_ended(request)
+
+    def _deliver(self, events: list[EngineEvent], now: float) -> None:
         choices = self._choices
         ready: TokensReady | None = None  # not fed yet: its request's end may come next
         for event in events:
@@ -264,9 +191,6 @@ class Delivery:
                 self._on_prompt_logprobs(event)
         if ready is not None:
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
-        self._timings.show(now)
-        self._metrics.step_tokens.observe(self._plans.popleft().token_count)
-        self.has_brought = self.has_brought or bool(events)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
         """Before each step: requests ended while none did, since the KV they waited for did not come."""
@@ -283,26 +207,22 @@ class Delivery:
                 logger.warning('transfer fault kind=%s first="%s"; more are only counted', fault.value, latest[fault])
 
     def _on_finished(self, event: RequestFinished, ready: TokensReady | None, now: float) -> None:
-        choice = self._choices[event.request_id]
         reason = event.reason
-        has_reader = event.request_id not in self._cancelled
-        if not has_reader:
-            cancelled = self._cancelled.pop(event.request_id)
-            if cancelled is not None:
-                self._note_abort(event, cancelled, now)
-        elif event.reason is FinishReason.ERROR:
+        has_reader = not self._is_cancelled(event, now)
+        if has_reader:
+            reason = self._tell_end(self._choices[event.request_id], event, ready, now)
+        self._let_go(event, now, reason, has_reader=has_reader)
+
+    def _tell_end(self, choice: Choice, event: RequestFinished, ready: TokensReady | None, now: float) -> FinishReason:
+        """Returns the reason that the reader was given."""
+        if event.reason is FinishReason.ERROR:
             choice.request.push_end(choice, FinishReason.ERROR, event.message)
         elif event.reason is FinishReason.HANDED_OVER:  # what was held back is said by who goes on
             choice.request.push_end(choice, FinishReason.HANDED_OVER, kv_transfer=event.kv_transfer)
         else:
             token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
-            reason = self._feed(choice, token_ids, logprobs, event, now) or reason
-        self._let_go(event, now, reason, has_reader=has_reader)
-
-    def _note_abort(self, event: RequestFinished, cancelled: Cancelled, now: float) -> None:
-        """The blocks of a sequence that was aborted are back."""
-        self._timings.note_abort(event.phase, cancelled, now)
-        self._cancels.note_freed(event.request_id, self._timings.steps_since(cancelled), now - cancelled.at)
+            return self._feed(choice, token_ids, logprobs, event, now) or event.reason
+        return event.reason
 
     def _feed(
         self,
@@ -359,28 +279,21 @@ class Delivery:
             request.prompt_logprobs = (request.prompt_logprobs or ()) + event.logprobs
 
     def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
-        """The core has let a sequence go; its blocks, too, unless they are held. reason: the one its reader is given,
-        since a last token may complete a stop string. has_reader: who gets to know how it is held."""
-        choice = self._choices.pop(event.request_id)
+        """Its blocks, too, unless they are held. reason: the one its reader is given, since a last token may complete a
+        stop string. has_reader: who gets to know how it is held."""
+        choice = self._choices[event.request_id]
         request = choice.request
         is_held = event.kv_transfer is not None and has_reader and reason in MAY_BE_HELD
         if is_held:
             request.trace.held()
-        request.core_count -= 1
-        if request.upcoming:
-            request.begin_next()
-        if not request.core_count:
-            request.on_gone()
+        request.note_cached(choice, event.cached_token_count)
+        super()._let_go(event, now, reason, has_reader=has_reader)
         if is_held:
             choice.is_held, choice.held_since = True, now
             self._held[event.request_id] = choice
             logger.debug("hold begins request=%s tokens=%d", request.id, len(request.prompt_token_ids))
         elif event.kv_transfer is not None:
             self._core.abort([event.request_id], now=now)
-        request.note_cached(choice, event.cached_token_count)
-        self._requests.note_end(choice, reason, now)
-        if not request.core_count and not request.upcoming:
-            self._requests.note_all_ended(request)
 
     def _on_hold_end(self, hold: Hold, expired: bool) -> None:
         choice = self._held.pop(hold.request_id, None) if hold.kind is HoldKind.SEND else None

@@ -1,4 +1,4 @@
-"""When tokens came and how long cancelled sequences kept their blocks, as metrics.
+"""When tokens came, as metrics, beside what StepTimings counts.
 
 What a step's tokens have in common is counted once a step: most of them follow one that came at the same time.
 """
@@ -6,35 +6,21 @@ What a step's tokens have in common is counted once a step: most of them follow 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
-from trioserve.contracts.events import IterativePhase, Phase
 from trioserve.engine.open_request import Choice
+from trioserve.engine.shell.step_timings import StepTimings
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["Cancelled", "TokenTimings"]
+__all__ = ["TokenTimings"]
 
 
-class Cancelled(NamedTuple):
-    """When a sequence was aborted, and how many steps had ended then."""
-
-    at: float
-    step_count: int
-
-
-class TokenTimings:
+class TokenTimings(StepTimings):
     """All times are seconds of Trio's clock."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._step_count = 0  # steps that have ended
+        super().__init__(metrics)
         self._token_count = 0  # of the step that is being delivered, without those in _followed
         self._followed: list[float] = []  # of each of its tokens that came alone, when the one before it had come
-
-    def note_step(self, step_seconds: float) -> None:
-        """A step has ended, and is delivered now."""
-        self._step_count += 1
-        self._metrics.step_seconds.observe(step_seconds)
 
     def note_tokens(self, choice: Choice, count: int, now: float) -> bool:
         """The step has brought a choice so many tokens. Returns whether these are its first."""
@@ -61,25 +47,3 @@ class TokenTimings:
         for before, count in Counter(self._followed).items():
             self._metrics.inter_token_latency_seconds.observe(now - before, count)
         self._followed.clear()
-
-    def cancelled(self, now: float) -> Cancelled:
-        """A sequence is aborted now; to be kept until its blocks are back."""
-        return Cancelled(now, self._step_count)
-
-    def steps_since(self, cancelled: Cancelled) -> int:
-        """How many have ended."""
-        return self._step_count - cancelled.step_count
-
-    def note_abort(self, phase: Phase | IterativePhase, cancelled: Cancelled, now: float) -> None:
-        """The blocks of a sequence that was aborted are back."""
-        self._metrics.aborts_total.labels(phase.value).inc()
-        self._metrics.cancel_to_free_seconds.labels(phase.value).observe(now - cancelled.at)
-        self._metrics.cancel_to_free_steps.labels(phase.value).observe(self.steps_since(cancelled))
-
-    def note_left_queue(self, count: int) -> None:
-        """So many sequences were aborted before the core had them: nothing had to be freed."""
-        phase = Phase.QUEUED.value
-        self._metrics.aborts_total.labels(phase).inc(count)
-        for _ in range(count):
-            self._metrics.cancel_to_free_seconds.labels(phase).observe(0.0)
-            self._metrics.cancel_to_free_steps.labels(phase).observe(0)
