@@ -968,7 +968,7 @@ class _Nap:
         return self._new_parts()
 
 
-def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> Nap | str:
+def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> Nap[EngineParts] | str:
     from trioserve.model.runner import ModelRunner
 
     if isinstance(runner, RankedRunner):

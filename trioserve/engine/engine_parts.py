@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import RunningConnector
@@ -12,22 +12,22 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine_loop import StepRunner, WhenIdle
+from trioserve.engine.shell.engine_life import Guard
 
-__all__ = ["EngineParts", "Nap", "OpenParts", "no_parts"]
-
-
-Guard = Callable[[], Coroutine[Any, Any, None]]
-"""Waits until what computes is gone, also while there is nothing to compute, and raises why."""
+__all__ = ["EngineParts", "Guard", "Nap", "OpenParts", "no_parts"]
 
 
-class Nap(Protocol):
+PartsOut = TypeVar("PartsOut", covariant=True)
+
+
+class Nap(Protocol[PartsOut]):
     """How the KV cache is given back, and made anew, while the weights stay where they are."""
 
     async def let_go(self) -> None:
         """Nobody has the parts any more: give back all memory that is not the weights'."""
         ...
 
-    async def make_anew(self) -> EngineParts:
+    async def make_anew(self) -> PartsOut:
         """Take it again, empty. Raises what opening raises."""
         ...
 
@@ -43,7 +43,7 @@ class EngineParts(NamedTuple):
     when_idle: WhenIdle | None = None
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
-    nap: Nap | str = "this engine cannot give its KV cache back alone"
+    nap: Nap[EngineParts] | str = "this engine cannot give its KV cache back alone"
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]

@@ -9,22 +9,32 @@ of that `async with`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
 
 import trio
 
-from trioserve.engine.engine import Engine
-from trioserve.engine.engine_parts import EngineParts, OpenParts
+from trioserve.engine.engine_parts import Nap
+from trioserve.engine.shell.engine_life import EngineLife
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["supervise"]
 
-EngineType = TypeVar("EngineType", bound=Engine)
+
+class Parts(Protocol):
+    """Such as EngineParts."""
+
+    @property
+    def nap(self) -> Nap[Any] | str: ...
+
+
+PartsType = TypeVar("PartsType", bound=Parts)
+EngineType = TypeVar("EngineType", bound=EngineLife[Any, Any, Any, Any])
 
 
 async def supervise(
-    open_parts: OpenParts,
-    make_engine: Callable[[EngineParts], EngineType],
+    open_parts: Callable[[], AbstractAsyncContextManager[PartsType]],
+    make_engine: Callable[[PartsType], EngineType],
     *,
     task_status: trio.TaskStatus[EngineType] = trio.TASK_STATUS_IGNORED,
 ) -> None:

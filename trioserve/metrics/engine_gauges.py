@@ -5,7 +5,41 @@ from __future__ import annotations
 from trioserve.contracts.stats import EngineStats
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["EngineGauges"]
+__all__ = ["EngineGauges", "ShellGauges"]
+
+
+class ShellGauges:
+    """What every engine shows, whatever it computes."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def show(
+        self,
+        *,
+        running_count: int,
+        waiting_count: int,
+        deferred_count: int,
+        live_count: int,
+        task_count: int,
+        step_seconds: float,
+        step_seconds_max: float,
+        no_progress_seconds: float,
+    ) -> None:
+        """running_count: sequences that are computed. waiting_count: those that are not; of these deferred_count wait
+        for something else than room. live_count: requests that are entered and not left. task_count: of the whole
+        program. step_seconds, step_seconds_max: the age of the step in flight, and how old it may be.
+        no_progress_seconds: for how long nothing has come of anybody's request."""
+        metrics = self._metrics
+        metrics.num_requests_running.set(running_count)
+        metrics.num_requests_waiting.set(waiting_count)
+        metrics.num_requests_waiting_by_reason.labels("deferred").set(deferred_count)
+        metrics.num_requests_waiting_by_reason.labels("capacity").set(waiting_count - deferred_count)
+        metrics.live_requests.set(live_count)
+        metrics.tasks.set(task_count)
+        metrics.step_age_seconds.set(step_seconds)
+        metrics.step_age_seconds_max.set(step_seconds_max)
+        metrics.no_progress_seconds.set(no_progress_seconds)
 
 
 class EngineGauges:
@@ -15,36 +49,10 @@ class EngineGauges:
         self._metrics = metrics
         self._seen = stats
 
-    def show(
-        self,
-        stats: EngineStats,
-        *,
-        preparing_count: int,
-        leased_count: int,
-        live_count: int,
-        held_count: int,
-        task_count: int,
-        step_seconds: float,
-        step_seconds_max: float,
-        no_progress_seconds: float,
-    ) -> None:
-        """preparing_count: sequences that the core does not have yet. leased_count: of these, the ones whose turn has
-        come. live_count: requests that are entered and not
-        left. held_count: sequences that are over and held for another engine. task_count: of the whole program.
-        step_seconds, step_seconds_max: the age of the step in flight, and how old it may be. no_progress_seconds: for
-        how long nothing has come of anybody's request."""
+    def show(self, stats: EngineStats, *, held_count: int) -> None:
+        """held_count: sequences that are over and held for another engine."""
         metrics, seen = self._metrics, self._seen
         self._seen = stats
-        metrics.num_requests_running.set(stats.running_count)
-        metrics.num_requests_waiting.set(stats.waiting_count + preparing_count)
-        deferred = stats.remote_kv_count + leased_count
-        metrics.num_requests_waiting_by_reason.labels("deferred").set(deferred)
-        metrics.num_requests_waiting_by_reason.labels("capacity").set(stats.waiting_count + preparing_count - deferred)
-        metrics.live_requests.set(live_count)
-        metrics.tasks.set(task_count)
-        metrics.step_age_seconds.set(step_seconds)
-        metrics.step_age_seconds_max.set(step_seconds_max)
-        metrics.no_progress_seconds.set(no_progress_seconds)
         metrics.kv_cache_usage_perc.set(stats.kv_usage)
         metrics.kv_blocks.labels("free").set(stats.blocks_free)
         metrics.kv_blocks.labels("cached").set(stats.blocks_cached)
