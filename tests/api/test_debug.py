@@ -31,7 +31,7 @@ async def test_the_tasks_of_a_server_are_shown_with_what_they_wait_for(autojump_
     (deadlines,) = [view for view in views if "keep_deadlines" in view["name"]]
     assert "trioserve/" in deadlines["frames"][0]
     waits = {(view.get("waits_in", "").partition(":")[0], view.get("waits_for")) for view in views}
-    assert any(place == "trioserve/engine/open_request.py" for place, _ in waits)
+    assert any(place == "trioserve/engine/shell/request_scope.py" for place, _ in waits)
     assert any(what and what.startswith("trio.") for _, what in waits)
     assert "xyzzy" not in str(tree)
 

@@ -14,8 +14,8 @@ from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine import engine as engine_file
 from trioserve.engine import request_preparation
+from trioserve.engine.shell import engine_shell
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -92,7 +92,7 @@ async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(au
     async with open_fake_engine(max_num_seqs=1, waiting_requests_max=0) as fake:
         for file, name in (
             (request_preparation, "ChoiceOutput"),
-            (engine_file, "functools"),
+            (engine_shell, "functools"),
         ):  # its choices, its alarms
             monkeypatch.setattr(file, name, None)
             with pytest.raises((TypeError, AttributeError)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 
@@ -34,8 +34,9 @@ READER_TURNS = 3  # in one readers answer, in the next the flusher writes; withi
 WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
 
 
-StepRunner = StepRunnerOf[StepPlan, StepResult]
-"""Of the plans of an EngineCore."""
+class StepRunner(StepRunnerOf[StepPlan, StepResult], Protocol):
+    """Of the plans of an EngineCore."""
+
 
 Plan = TypeVar("Plan", bound=AnyPlan)
 Result = TypeVar("Result")
