@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 import trio
-from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
@@ -18,7 +17,7 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
-from trioserve.contracts.step import StepPlan
+from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters, ReadAdapter
@@ -38,6 +37,7 @@ from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
+from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
 from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
@@ -51,15 +51,14 @@ __all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "fake_adapter_di
 NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 
 
-class InjectedFault(Exception):
-    """What breaks an engine or a request because a test wants it to."""
-
-
-class FakeEngine(Engine):
+class FakeEngine(SteppedByHand[StepPlan], Engine):
     """Made by open_fake_engine: an Engine, and what a test needs besides.
 
     core, steps, executor, connector, image_encoder: its inside, to look at.
     """
+
+    core: GatedCore
+    steps: ControlledSteps[StepPlan, StepResult]
 
     def __init__(
         self,
@@ -132,91 +131,7 @@ class FakeEngine(Engine):
         assert parts.image_encoder is None or isinstance(parts.image_encoder, FakeImageEncoder)
         self.image_encoder = parts.image_encoder
 
-    # --- when it steps ---
-
-    def pause(self) -> None:
-        """From now on no step begins by itself. One that is in flight goes on."""
-        self.core.is_paused = True
-
-    def resume(self) -> None:
-        """The engine steps by itself again."""
-        self.core.is_paused = False
-        self.wake()
-
-    async def step(self, count: int = 1) -> StepPlan | None:
-        """Let one step happen, or several: schedule, forward pass, aborts, update, deliver. Before and after it, every
-        other task does what it can.
-
-        Returns the last step's plan, or None when there was nothing to compute. The engine has to be paused.
-        """
-        assert self.core.is_paused, "the engine steps by itself: pause() it, or open it with paused=True"
-        plan = None
-        for _ in range(count):
-            plan = await self._begin_held_step()
-            if plan is None:
-                break
-            await self._end_held_step()
-        return plan
-
-    @asynccontextmanager
-    async def held_step(self) -> AsyncIterator[StepPlan]:
-        """The next step, with its forward pass held open inside the `async with`: the blocks of its requests are being
-        read there, and come back right after. On the way out it computes, and all goes as in step().
-
-        Of an engine that is not paused, it is the first step that begins. Raises AssertionError if none does.
-        """
-        plan = await self._begin_held_step()
-        assert plan is not None, "no step begins: no request waits or runs"
-        try:
-            yield plan
-        except BaseException:
-            self.steps.release()
-            raise
-        await self._end_held_step()
-
-    async def _begin_held_step(self) -> StepPlan | None:
-        """None, and nothing held, if there is nothing to compute."""
-        await wait_all_tasks_blocked()
-        self.steps.hold()
-        if self.core.is_paused:
-            self.core.give_step()
-        try:
-            self.wake()
-            await wait_all_tasks_blocked()
-            while self.steps.plan is not None and not self.steps.is_held:  # one that had begun before
-                await self.core.asked_again()
-                await wait_all_tasks_blocked()
-            plan = self.steps.plan
-        except BaseException:
-            self._give_up_step()
-            raise
-        if plan is None:
-            self._give_up_step()
-        return plan
-
-    def _give_up_step(self) -> None:
-        self.core.take_back_step()
-        self.steps.release()
-
-    async def _end_held_step(self) -> None:
-        self.steps.release()
-        await self.core.asked_again()
-        await wait_all_tasks_blocked()
-
-    @property
-    def step_seconds(self) -> float:
-        """What a forward pass takes, in the clock's time. Change it at any moment; it goes for the next one."""
-        return self.steps.seconds
-
-    @step_seconds.setter
-    def step_seconds(self, seconds: float) -> None:
-        self.steps.seconds = seconds
-
     # --- what goes wrong ---
-
-    def break_next_step(self, error: Exception | None = None) -> None:
-        """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
-        self.steps.fault = error or InjectedFault("a test broke the engine")
 
     def break_openings(self, count: int = 1) -> None:
         """The next openings after a fault raise, too."""
@@ -241,12 +156,6 @@ class FakeEngine(Engine):
     def open_requests(self) -> list[OpenRequest]:
         """Those that are entered and not left."""
         return list(self._requests)
-
-    @property
-    def first_unfinished_id(self) -> str | None:
-        """Of those that are entered, in the queue or beyond it, one that has not had the end of its response; None:
-        nobody."""
-        return next((request.id for request in self._requests if not request.is_finished), None)
 
     def assert_all_free(self) -> None:
         """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""

@@ -1,7 +1,7 @@
-"""A core whose steps a test gives out one by one: until it gives one, there is nothing to compute.
+"""Cores whose steps a test gives out one by one: until it gives one, there is nothing to compute.
 
-It is gated where a step begins, at `schedule`, so that between two steps no plan is in flight and an abort gives its
-blocks back at once, as between two steps of a running engine.
+They are gated where a step begins, at `schedule`, so that between two steps no plan is in flight and what an abort
+frees is back at once, as between two steps of a running engine.
 """
 
 from __future__ import annotations
@@ -9,39 +9,32 @@ from __future__ import annotations
 import trio
 
 from trioserve.contracts.guide import MaskMaker
+from trioserve.contracts.iterative import IterativePlan
 from trioserve.contracts.kv_transfer import KVConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
+from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative.settings import IterativeSettings
 from trioserve.core.settings import CoreSettings
 
-__all__ = ["GatedCore"]
+__all__ = ["GatedCore", "GatedImageCore", "GatedSteps"]
 
 
-class GatedCore(EngineCore):
-    """is_paused: schedule answers None; `give_step` makes one exception. Nothing is planned ahead then."""
+class GatedSteps:
+    """is_paused: schedule gives no plan; `give_step` makes one exception."""
 
-    def __init__(
-        self,
-        settings: CoreSettings,
-        *,
-        is_paused: bool,
-        connector: KVConnector | None = None,
-        mask_maker: MaskMaker | None = None,
-    ) -> None:
-        super().__init__(settings, connector=connector, mask_maker=mask_maker)
+    def __init__(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused
         self._has_step = False
         self._asked = trio.Event()
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def may_schedule(self) -> bool:
+        """The step loop asks for a plan."""
         self._asked.set()
         if self.is_paused and not self._has_step:
-            return None
+            return False
         self._has_step = False
-        return super().schedule(now)
-
-    def schedule_ahead(self, now: float) -> StepPlan | None:
-        return None if self.is_paused else super().schedule_ahead(now)
+        return True
 
     def give_step(self) -> None:
         self._has_step = True
@@ -53,3 +46,33 @@ class GatedCore(EngineCore):
         """Wait until the step loop asks for a plan: the step in flight is over by then, and delivered."""
         self._asked = trio.Event()
         await self._asked.wait()
+
+
+class GatedCore(GatedSteps, EngineCore):
+    """Nothing is planned ahead while it is paused."""
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        *,
+        is_paused: bool,
+        connector: KVConnector | None = None,
+        mask_maker: MaskMaker | None = None,
+    ) -> None:
+        GatedSteps.__init__(self, is_paused=is_paused)
+        EngineCore.__init__(self, settings, connector=connector, mask_maker=mask_maker)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        return super().schedule(now) if self.may_schedule() else None
+
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        return None if self.is_paused else super().schedule_ahead(now)
+
+
+class GatedImageCore(GatedSteps, IterativeCore):
+    def __init__(self, settings: IterativeSettings, *, is_paused: bool) -> None:
+        GatedSteps.__init__(self, is_paused=is_paused)
+        IterativeCore.__init__(self, settings)
+
+    def schedule(self, now: float) -> IterativePlan | None:
+        return super().schedule(now) if self.may_schedule() else None

@@ -1,0 +1,125 @@
+"""What a test does with an engine's steps: it lets one happen, holds its forward pass open, or has it break."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.engine.requests_by_id import RequestsById
+from trioserve.engine.shell.stepped_core import AnyPlan
+from trioserve.testing.controlled_steps import ControlledSteps
+from trioserve.testing.gated_core import GatedSteps
+
+__all__ = ["InjectedFault", "SteppedByHand"]
+
+PlanT = TypeVar("PlanT", bound=AnyPlan)
+
+
+class InjectedFault(Exception):
+    """What breaks an engine or a request because a test wants it to."""
+
+
+class SteppedByHand(Generic[PlanT]):
+    """Stands before an engine among the parents of a class. core, steps: the engine's."""
+
+    core: GatedSteps
+    steps: ControlledSteps[PlanT, Any]
+    wake: Any  # the engine's
+    _requests: RequestsById[Any]
+
+    # --- when it steps ---
+
+    def pause(self) -> None:
+        """From now on no step begins by itself. One that is in flight goes on."""
+        self.core.is_paused = True
+
+    def resume(self) -> None:
+        """The engine steps by itself again."""
+        self.core.is_paused = False
+        self.wake()
+
+    async def step(self, count: int = 1) -> PlanT | None:
+        """Let one step happen, or several: schedule, forward pass, aborts, update, deliver. Before and after it, every
+        other task does what it can.
+
+        Returns the last step's plan, or None when there was nothing to compute. The engine has to be paused.
+        """
+        assert self.core.is_paused, "the engine steps by itself: pause() it, or open it with paused=True"
+        plan = None
+        for _ in range(count):
+            plan = await self._begin_held_step()
+            if plan is None:
+                break
+            await self._end_held_step()
+        return plan
+
+    @asynccontextmanager
+    async def held_step(self) -> AsyncIterator[PlanT]:
+        """The next step, with its forward pass held open inside the `async with`: the blocks of its requests are being
+        read there, and come back right after. On the way out it computes, and all goes as in step().
+
+        Of an engine that is not paused, it is the first step that begins. Raises AssertionError if none does.
+        """
+        plan = await self._begin_held_step()
+        assert plan is not None, "no step begins: no request waits or runs"
+        try:
+            yield plan
+        except BaseException:
+            self.steps.release()
+            raise
+        await self._end_held_step()
+
+    async def _begin_held_step(self) -> PlanT | None:
+        """None, and nothing held, if there is nothing to compute."""
+        await wait_all_tasks_blocked()
+        self.steps.hold()
+        if self.core.is_paused:
+            self.core.give_step()
+        try:
+            self.wake()
+            await wait_all_tasks_blocked()
+            while self.steps.plan is not None and not self.steps.is_held:  # one that had begun before
+                await self.core.asked_again()
+                await wait_all_tasks_blocked()
+            plan = self.steps.plan
+        except BaseException:
+            self._give_up_step()
+            raise
+        if plan is None:
+            self._give_up_step()
+        return plan
+
+    def _give_up_step(self) -> None:
+        self.core.take_back_step()
+        self.steps.release()
+
+    async def _end_held_step(self) -> None:
+        self.steps.release()
+        await self.core.asked_again()
+        await wait_all_tasks_blocked()
+
+    @property
+    def step_seconds(self) -> float:
+        """What a forward pass takes, in the clock's time. Change it at any moment; it goes for the next one."""
+        return self.steps.seconds
+
+    @step_seconds.setter
+    def step_seconds(self, seconds: float) -> None:
+        self.steps.seconds = seconds
+
+    # --- what goes wrong ---
+
+    def break_next_step(self, error: Exception | None = None) -> None:
+        """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
+        self.steps.fault = error or InjectedFault("a test broke the engine")
+
+    # --- what is left ---
+
+    @property
+    def first_unfinished_id(self) -> str | None:
+        """Of those that are entered, in the queue or beyond it, one that has not had the end of its response; None:
+        nobody."""
+        return next((request.id for request in self._requests if not request.is_finished), None)
