@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from trioserve.contracts.events import AbortOutcome, FinishReason
+    from trioserve.contracts.image_generation import ImageDelta, ImageParams, Picture
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.output import Delta
     from trioserve.contracts.pooling import LabelledPrompt, Pooled, PoolingParams, TextPair
@@ -50,11 +51,14 @@ __all__ = [
     "Draining",
     "EngineFault",
     "FinishReason",
+    "ImageDelta",
+    "ImageParams",
     "InvalidRequest",
     "KVTransferParams",
     "LabelledPrompt",
     "ModelLoadError",
     "Overloaded",
+    "Picture",
     "Pooled",
     "PoolingParams",
     "ReasoningText",
@@ -82,8 +86,11 @@ _HOMES = {
     "ChatPrompt": "trioserve.contracts.prompt",
     "Deadlines": "trioserve.contracts.deadlines",
     "Delta": "trioserve.contracts.output",
+    "ImageDelta": "trioserve.contracts.image_generation",
+    "ImageParams": "trioserve.contracts.image_generation",
     "KVTransferParams": "trioserve.contracts.kv_transfer_params",
     "LabelledPrompt": "trioserve.contracts.pooling",
+    "Picture": "trioserve.contracts.image_generation",
     "Pooled": "trioserve.contracts.pooling",
     "PoolingParams": "trioserve.contracts.pooling",
     "Resume": "trioserve.contracts.resume",

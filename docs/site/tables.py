@@ -167,6 +167,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics-of-the-engine": lambda: metric_table("engine"),
     "metrics-of-the-front-end": lambda: metric_table("frontend"),
     "metrics-of-the-router": lambda: metric_table("router"),
+    "metrics-of-pictures": lambda: metric_table("images"),
     "names-of-trioserve": lambda: described("trioserve"),
     "names-of-the-kit": lambda: described("trioserve.testing"),
     "names-of-the-engine": _described_engine,

@@ -14,7 +14,7 @@ import pytest
 
 from trioserve.config import Config
 from trioserve.metrics.catalogue import CATALOGUE, Question
-from trioserve.metrics.registry import Metrics
+from trioserve.metrics.registry import OF_A_PICTURE_SERVER, OF_A_SERVER, Metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
@@ -118,10 +118,14 @@ def test_the_generated_tables_have_every_option_and_every_metric():
     assert set(re.findall(r"<!-- generated: ([a-z-]+) -->", pages)) == set(tables.TABLES)
 
 
-@pytest.mark.parametrize("kind", ["server", "router"])
+@pytest.mark.parametrize("kind", ["server", "server of pictures", "router"])
 def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
     """A pair's pages are a server's and a router's."""
-    model, parts = (None, ("frontend", "router")) if kind == "router" else ("m", ("engine", "frontend", "router"))
+    model, parts = {
+        "server": ("m", OF_A_SERVER),
+        "server of pictures": ("m", OF_A_PICTURE_SERVER),
+        "router": (None, ("frontend", "router")),
+    }[kind]
     page = Metrics(model, parts=parts).expose().decode()
     shown = set(re.findall(r"^# TYPE (\S+)", page, re.MULTILINE))
     tables = load_tables()
@@ -129,6 +133,7 @@ def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
         "engine": "metrics-of-the-engine",
         "frontend": "metrics-of-the-front-end",
         "router": "metrics-of-the-router",
+        "images": "metrics-of-pictures",
     }
     text = "\n".join(tables.TABLES[names[part]]() for part in parts)
     text += (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## The process's")[2]

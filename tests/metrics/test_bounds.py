@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.http.counter_metrics import show_counters
 from trioserve.metrics.catalogue import CATALOGUE
-from trioserve.metrics.registry import Metrics
+from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -136,7 +136,7 @@ def test_no_metric_has_a_label_that_callers_fill():
 
 
 def test_known_labels_are_all_there_at_the_start():
-    metrics = Metrics("tiny")
+    metrics = Metrics("tiny", parts=OF_A_PICTURE_SERVER)
     shown = series(metrics.expose())
     for metric in CATALOGUE:
         for label in metric.labels:

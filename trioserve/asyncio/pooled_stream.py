@@ -9,7 +9,7 @@ from trioserve.asyncio.request_stream import RequestStream
 from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.pooling import Pooled
 from trioserve.engine.pooled_stream import PooledStream as TrioPooledStream
-from trioserve.engine.pooled_stream import error_of
+from trioserve.engine.shell.error_of_end import error_of
 
 __all__ = ["PooledStream"]
 

@@ -19,6 +19,7 @@ from trioserve.contracts.sampling import SAMPLING_RANGES
 __all__ = [
     "GUIDANCE_MAX",
     "PARTIAL_IMAGES_MAX",
+    "PROMPT_CHARACTERS_MAX",
     "ImageDelta",
     "ImageModelDescription",
     "ImageParams",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.contracts.events import Phase
+from trioserve.contracts.events import IterativePhase, Phase
 
-__all__ = ["LiveRequestView"]
+__all__ = ["LiveImageView", "LiveRequestView"]
 
 
 class LiveRequestView(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,3 +27,19 @@ class LiveRequestView(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_count: int
     completion_token_count: int
     block_count: int
+
+
+class LiveImageView(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of a request for pictures, these taken together. phase: how far the furthest of them has come.
+    steps_done of step_count: denoising steps of all pictures. slot_count: latent slots in use, those of preempted
+    pictures included."""
+
+    id: str
+    state: str
+    phase: IterativePhase
+    priority: int
+    age_seconds: float
+    picture_count: int
+    steps_done: int
+    step_count: int
+    slot_count: int

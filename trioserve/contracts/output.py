@@ -26,6 +26,9 @@ class AnyDelta(Protocol):
     @property
     def finish_reason(self) -> FinishReason | None: ...
 
+    @property
+    def message(self) -> str | None: ...
+
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of one choice (index 0 .. n - 1).

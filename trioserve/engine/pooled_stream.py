@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
-from trioserve.contracts.errors import DeadlinePassed, RequestAborted, RequestFailed, TrioserveError
-from trioserve.contracts.events import FinishReason
-from trioserve.contracts.output import Delta
 from trioserve.contracts.pooling import Pooled
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.pooled_request import PooledRequest
 from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.shell.error_of_end import error_of
 from trioserve.trio_tools.own_run import OwnRun
 
-__all__ = ["PooledStream", "error_of"]
+__all__ = ["PooledStream"]
 
 
 class PooledStream(RequestStream):
@@ -62,14 +60,3 @@ class PooledStream(RequestStream):
     def input_token_counts(self) -> tuple[int, ...]:
         """Of each input; known once it is entered."""
         return self._inputs.input_token_counts
-
-
-def error_of(delta: Delta) -> TrioserveError | None:
-    """Of an input that gave nothing; None for one that ended well."""
-    if delta.finish_reason is FinishReason.DEADLINE:
-        return DeadlinePassed(delta.message or "the request's deadline has passed")
-    if delta.finish_reason is FinishReason.ABORT:
-        return RequestAborted(delta.message or "the request was aborted")
-    if delta.finish_reason is FinishReason.ERROR:
-        return RequestFailed(delta.message or "the engine could not go on with this request")
-    return None

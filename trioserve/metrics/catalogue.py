@@ -13,7 +13,7 @@ import msgspec
 
 from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.endpoint import PairOutcome
-from trioserve.contracts.events import FinishReason, Phase
+from trioserve.contracts.events import FinishReason, IterativePhase, Phase
 from trioserve.contracts.kv_transfer import TransferFault
 
 __all__ = ["ALIAS_PREFIX", "CATALOGUE", "ENGINE_LABEL", "MODEL_LABEL", "PREFIX", "Label", "Metric", "Part", "Question"]
@@ -22,7 +22,7 @@ PREFIX = "trioserve:"
 ALIAS_PREFIX = "vllm:"
 ROUTER_PREFIX = "trioserve_router:"
 ROUTER_ALIAS_PREFIX = "vllm_router:"
-Part = Literal["engine", "frontend", "router"]
+Part = Literal["engine", "frontend", "router", "images"]
 MODEL_LABEL = "model_name"
 """On every series under a prefix, added when it is shown; the instruments do not know it."""
 ENGINE_LABEL = "engine"
@@ -54,6 +54,7 @@ class Question(enum.Enum):
     SHORTCUTS = "Do drafts and forms help?"
     ADAPTERS = "Who uses which adapter?"
     IMAGES = "What do images cost?"
+    PICTURES = "How do pictures come along?"
     TRANSFERS = "Does KV get from one engine to another?"
     HOST = "Does KV get to the host's memory, and back?"
     SURVIVES = "Do streams survive their servers?"
@@ -112,7 +113,9 @@ CHOICE_COUNTS = (1, 2, 5, 10, 20, 50, 100)
 HTTP_SECONDS = (0.1, 0.5, 1, 5, 30)
 HTTP_SECONDS_FINE = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 30, 60, 120, 300)
 
-_PHASE = Label("phase", tuple(phase.value for phase in Phase))
+# Of texts, and of pictures: those are encoded, denoised and decoded.
+_PHASE = Label("phase", tuple(dict.fromkeys(phase.value for phase in (*Phase, *IterativePhase))))
+_STEP_PHASE = Label("phase", tuple(phase.value for phase in IterativePhase if phase is not IterativePhase.QUEUED))
 
 CATALOGUE: tuple[Metric, ...] = (
     # --- shared with vLLM ---
@@ -580,7 +583,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.STOPS,
         kind="histogram",
         unit="seconds",
-        meaning="From an abort to the moment when its KV blocks were free, by how far the request had come.",
+        meaning="From an abort to the moment when its KV blocks, or its latent slot, were free, by how far the request "
+        "had come.",
         labels=(_PHASE,),
         buckets=FREE_SECONDS,
     ),
@@ -589,8 +593,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.STOPS,
         kind="histogram",
         unit="steps",
-        meaning="Engine steps that ended between an abort and the moment when its KV blocks were free: 0 at once, 1 "
-        "after the step in flight. By how far the request had come.",
+        meaning="Engine steps that ended between an abort and the moment when its KV blocks, or its latent slot, were "
+        "free: 0 at once, 1 after the step in flight. By how far the request had come.",
         labels=(_PHASE,),
         buckets=FREE_STEPS,
     ),
@@ -1401,6 +1405,53 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Times the endpoint was left out because nothing came from it, or its step did not end.",
         labels=(Label("endpoint"),),
         part="router",
+    ),
+    # --- of an engine that makes pictures ---
+    Metric(
+        name="images_total",
+        question=Question.PICTURES,
+        kind="counter",
+        unit="pictures",
+        meaning="Pictures that were made.",
+        part="images",
+    ),
+    Metric(
+        name="denoising_steps_total",
+        question=Question.PICTURES,
+        kind="counter",
+        unit="steps",
+        meaning="Denoising steps of all pictures, also of those that nobody waited for to the end.",
+        part="images",
+    ),
+    Metric(
+        name="latent_slots",
+        question=Question.PICTURES,
+        kind="gauge",
+        unit="slots",
+        meaning="Slots for what pictures have between two steps: of those that are worked on (free, used), and of "
+        "those that had to leave theirs to a better priority (kept_free, kept_used).",
+        labels=(Label("state", ("free", "used", "kept_free", "kept_used")),),
+        part="images",
+    ),
+    Metric(
+        name="time_to_first_picture_seconds",
+        question=Question.PICTURES,
+        kind="histogram",
+        unit="seconds",
+        meaning="From a request's arrival to the first that could be seen of a picture: a partial result, or the "
+        "whole. That of the whole is e2e_request_latency_seconds.",
+        buckets=WAIT_SECONDS,
+        part="images",
+    ),
+    Metric(
+        name="step_work",
+        question=Question.PICTURES,
+        kind="histogram",
+        unit="units of work",
+        meaning="What one step computed, in the units that bound a step, by what it did.",
+        labels=(_STEP_PHASE,),
+        buckets=STEP_TOKENS,
+        part="images",
     ),
     # --- what outlives its request ---
     Metric(

@@ -14,7 +14,11 @@ from trioserve.metrics.catalogue import CATALOGUE, ENGINE_LABEL, MODEL_LABEL, Me
 from trioserve.metrics.plain_histogram import PlainHistogram
 from trioserve.metrics.text_format import TextFormat
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "OF_A_PICTURE_SERVER", "OF_A_SERVER"]
+
+OF_A_SERVER: tuple[Part, ...] = ("engine", "frontend", "router")
+OF_A_PICTURE_SERVER: tuple[Part, ...] = (*OF_A_SERVER, "images")
+ENGINE_PARTS: tuple[Part, ...] = ("engine", "images")
 
 
 class Metrics:
@@ -178,6 +182,11 @@ class Metrics:
     endpoint_resident_blocks: Gauge
     endpoint_ejections_total: Counter
     endpoint_hangs_total: Counter
+    images_total: Counter
+    denoising_steps_total: Counter
+    latent_slots: Gauge
+    time_to_first_picture_seconds: PlainHistogram
+    step_work: PlainHistogram
     store_bytes_used: Gauge
     store_objects: Gauge
     store_evicted_total: Counter
@@ -196,8 +205,9 @@ class Metrics:
     router_streams_taken_over_total: Counter
     router_streams_expired_total: Counter
 
-    def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend", "router")) -> None:
-        """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not."""
+    def __init__(self, model_name: str | None, *, parts: Collection[Part] = OF_A_SERVER) -> None:
+        """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not.
+        For a model that makes pictures OF_A_PICTURE_SERVER."""
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._metrics = tuple(metric for metric in CATALOGUE if metric.part in parts)
@@ -254,7 +264,7 @@ class Metrics:
         if metric.shown_as is not None:
             return {}
         model = {} if self._model_name is None else {MODEL_LABEL: self._model_name}
-        return model | ({ENGINE_LABEL: "0"} if metric.part == "engine" else {})
+        return model | ({ENGINE_LABEL: "0"} if metric.part in ENGINE_PARTS else {})
 
 
 def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | PlainHistogram:

@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioserve.testing.accounting import assert_all_free
-    from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
+    from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+    from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
     from trioserve.testing.httpx_transport import MemoryTransport
     from trioserve.testing.memory_client import ConnectionLost, MemoryClient, MemoryResponse
     from trioserve.testing.memory_server import MemoryServer, open_memory_server
     from trioserve.testing.memory_stream import MemoryEnd, memory_connection
     from trioserve.testing.scripted_connector import ScriptedConnector
+    from trioserve.testing.stepped_by_hand import InjectedFault
     from trioserve.testing.task_order import seeded_schedule
 
 _HOMES = {
     "ConnectionLost": "memory_client",
     "FakeEngine": "fake_engine",
-    "InjectedFault": "fake_engine",
+    "FakeImageEngine": "fake_image_engine",
+    "InjectedFault": "stepped_by_hand",
     "MemoryResponse": "memory_client",
     "MemoryClient": "memory_client",
     "MemoryEnd": "memory_stream",
@@ -31,6 +34,7 @@ _HOMES = {
     "memory_connection": "memory_stream",
     "ScriptedConnector": "scripted_connector",
     "open_fake_engine": "fake_engine",
+    "open_fake_image_engine": "fake_image_engine",
     "open_memory_server": "memory_server",
     "seeded_schedule": "task_order",
 }
@@ -38,6 +42,7 @@ _HOMES = {
 __all__ = [
     "ConnectionLost",
     "FakeEngine",
+    "FakeImageEngine",
     "InjectedFault",
     "MemoryResponse",
     "MemoryClient",
@@ -48,6 +53,7 @@ __all__ = [
     "assert_all_free",
     "memory_connection",
     "open_fake_engine",
+    "open_fake_image_engine",
     "open_memory_server",
     "seeded_schedule",
 ]

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 from trioserve.engine.engine import Engine
+from trioserve.engine.images.image_engine import ImageEngine
 
 __all__ = ["assert_all_free"]
 
 
-def assert_all_free(engine: Engine) -> None:
-    """Assert that no KV block is in use or held and that no request has a place, and name those that do.
+def assert_all_free(engine: Engine | ImageEngine) -> None:
+    """Assert that no KV block or latent slot is in use or held and that no request has a place, and name those that do.
 
-    Of any engine, also one with weights. Blocks of a request that left during a forward pass are free right after it,
+    Of any engine, also one with weights. What a request had that left during a forward pass is free right after it,
     so ask when no step runs. Cached blocks are free: nobody uses them.
     """
+    if isinstance(engine, ImageEngine):
+        _assert_all_free_of_pictures(engine)
+    else:
+        _assert_all_free_of_texts(engine)
+
+
+def _assert_all_free_of_pictures(engine: ImageEngine) -> None:
+    stats, live = engine.stats(), engine.live_requests()
+    lines = [
+        f"  {view.id}: {view.state}, {view.phase.value}, {view.steps_done} of {view.step_count} steps, "
+        f"{view.slot_count} slots, entered {view.age_seconds:g} s ago"
+        for view in live
+    ]
+    if stats.running_count + stats.waiting_count and not live:
+        lines.append("  (every reader has left: a step in flight still reads their slots)")
+    queue = engine.dispatch.core.stats()
+    leases = sum(queue.leases.values())
+    taken = (
+        f"{stats.slots_used} latent slots in use, {stats.kept_used} latents kept, {stats.running_count} pictures "
+        f"running, {stats.waiting_count} waiting, {len(live)} requests entered, {queue.waiting} in the queue, "
+        f"{leases} leases out"
+    )
+    held = (stats.slots_used, stats.kept_used, stats.running_count, stats.waiting_count, queue.waiting, leases)
+    is_free = not (any(held) or live)
+    assert is_free, "\n".join([f"not all is free: {taken}", *lines])
+
+
+def _assert_all_free_of_texts(engine: Engine) -> None:
     stats, live = engine.stats(), engine.live_requests()
     lines = [
         f"  {view.id}: {view.state}, {view.phase.value}, {view.prompt_token_count} + {view.completion_token_count} "

@@ -16,12 +16,16 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 
-__all__ = ["FakeIterativeExecutor", "latent_after"]
+__all__ = ["FakeIterativeExecutor", "denoised", "latent_after"]
 
 
 def latent_after(request: IterativeRequest, steps_done: int) -> int:
     """What a request has become when it is encoded and so many steps are done."""
-    latent = _encoded(request)
+    return denoised(request, _encoded(request), steps_done)
+
+
+def denoised(request: IterativeRequest, latent: int, steps_done: int) -> int:
+    """What a latent has become after so many steps."""
     for step in range(steps_done):
         latent = _denoised(request, latent, step)
     return latent
@@ -67,17 +71,25 @@ class FakeIterativeExecutor:
     def _compute(self, phase: IterativePhase, work: LatentWork, result: IterativeResult) -> None:
         request = work.request
         if phase is IterativePhase.ENCODE:
-            self._slots[work.slot] = _Held(request.id, 0, _encoded(request))
+            self._slots[work.slot] = _Held(request.id, 0, self.encoded(request))
             return
         held = self._slots[work.slot]
         assert held is not None, f"{request.id}: nothing lies in slot {work.slot}"
         assert held.request_id == request.id, f"{request.id}: what {held.request_id} has lies in slot {work.slot}"
         if phase is IterativePhase.DECODE:
             assert held.steps_done == request.step_count, f"{request.id} is decoded after {held.steps_done} steps"
-            result.outputs[request.id] = held.latent
+            result.outputs[request.id] = self.shown(request, held.latent)
             return
         assert held.steps_done == work.step, f"{request.id}: step {work.step} comes after {held.steps_done}"
         latent = _denoised(request, held.latent, work.step)
         self._slots[work.slot] = _Held(request.id, work.step + 1, latent)
         if work.wants_partial:
-            result.partials[request.id] = latent
+            result.partials[request.id] = self.shown(request, latent)
+
+    def encoded(self, request: IterativeRequest) -> int:
+        """Its latent before the first step."""
+        return _encoded(request)
+
+    def shown(self, request: IterativeRequest, latent: int) -> object:
+        """What a partial result or an output is."""
+        return latent

@@ -1,0 +1,79 @@
+"""What a step has brought, as deltas of pictures in the hands of the readers. The ends that come from outside are
+CoreDelivery's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.iterative import IterativeEvent, IterativePlan, OutputReady, StepDone
+from trioserve.core.iterative.engine import IterativeCore
+from trioserve.engine.images.open_image import ImageChoice, OpenImage
+from trioserve.engine.shell.core_delivery import CoreDelivery
+from trioserve.engine.shell.step_timings import StepTimings
+from trioserve.engine.step_watch import StepWatch
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["ImageDelivery"]
+
+
+class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
+    """See CoreDelivery."""
+
+    def __init__(
+        self, core: IterativeCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch
+    ) -> None:
+        super().__init__(core, StepTimings(metrics), wake=wake, step_watch=step_watch)
+        self._metrics = metrics
+        self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
+
+    def _deliver(self, events: list[IterativeEvent], now: float) -> None:
+        for event in events:
+            if isinstance(event, StepDone):
+                self._on_step(self._choices[event.request_id], event, now)
+            elif isinstance(event, OutputReady):
+                assert isinstance(event.output, Picture), f"{event.request_id} gave {type(event.output).__name__}"
+                self._choices[event.request_id].picture = event.output  # its end comes next
+            else:
+                has_reader = not self._is_cancelled(event, now)
+                choice = self._choices[event.request_id]
+                if has_reader and event.reason is FinishReason.STOP:
+                    self._note_shown(choice, now)
+                    choice.request.push_whole(choice)
+                elif has_reader:
+                    choice.request.push_end(choice, event.reason, event.message)
+                self._let_go(event, now, event.reason, has_reader=has_reader)
+
+    def _on_step(self, choice: ImageChoice, event: StepDone, now: float) -> None:
+        if event.steps_done <= choice.steps_done:
+            return  # told before the engine broke, and computed anew
+        choice.steps_done = event.steps_done
+        assert event.partial is None or isinstance(event.partial, Picture), "a partial result that is no picture"
+        if event.partial is not None:
+            self._note_shown(choice, now)
+        choice.request.push(choice.request.delta(choice, event.partial))
+
+    def _note_shown(self, choice: ImageChoice, now: float) -> None:
+        """There is something to be seen of it."""
+        if choice.first_shown_at is None:
+            choice.first_shown_at = now
+            self._metrics.time_to_first_picture_seconds.observe(now - choice.request.entered_at)
+            choice.request.note_first_token()
+
+    def _ids_of(self, plan: IterativePlan) -> Iterable[RequestId]:
+        return (work.request.id for work in plan.works)
+
+    def _count_run(self, choice: ImageChoice, now: float) -> None:
+        self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
+
+    def _count_step(self, plan: IterativePlan, now: float) -> None:
+        self._metrics.step_work.labels(plan.phase.value).observe(plan.work_count)
+
+    def _count_end(self, choice: ImageChoice, reason: FinishReason, now: float) -> None:
+        self._ended[reason].inc()
+        if reason is FinishReason.STOP:
+            self._metrics.images_total.inc()
+            self._metrics.e2e_request_latency_seconds.observe(now - choice.request.entered_at)

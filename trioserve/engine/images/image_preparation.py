@@ -1,0 +1,229 @@
+"""What is asked of a model that makes pictures, checked against what it can do, and as core and executor take it. Knows
+no core and no stream.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from trioserve.contracts.arguments import shown
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.image_generation import (
+    PROMPT_CHARACTERS_MAX,
+    ImageModelDescription,
+    ImageParams,
+    ImageRequestLimits,
+    ImageTask,
+)
+from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.spelling import closest_name
+
+__all__ = ["ImagePreparation", "WantedImage"]
+
+STRENGTH = 0.8  # of an image that is changed; as diffusers' pipelines take it
+MASKED_STRENGTH = 1.0  # where a mask says what may change, that is made anew
+NAMED_MAX = 5  # classes that are named where one is not known
+
+
+class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
+    """What each picture of a request is, but for its seed. step_count: of its own; that of the task is the whole
+    schedule's. work: of a row in a denoising step, and of decoding it."""
+
+    task: ImageTask
+    step_count: int
+    is_guided: bool
+    partial_every: int | None
+    work: int
+    encode_work: int
+
+    def asked(self, id: RequestId, *, seed: int, priority: int) -> IterativeRequest:
+        """What the core gets of one picture."""
+        return IterativeRequest(
+            id=id,
+            step_count=self.step_count,
+            seed=seed,
+            priority=priority,
+            is_guided=self.is_guided,
+            encode_work=self.encode_work,
+            denoise_work=self.work,
+            decode_work=self.work,
+            partial_every=self.partial_every,
+            task=self.task,
+        )
+
+
+class ImagePreparation:
+    """step_work_max: of the core: what one step may cost."""
+
+    def __init__(self, model: ImageModelDescription, limits: ImageRequestLimits, *, step_work_max: int) -> None:
+        self._model = model
+        self._limits = limits
+        self._step_work_max = step_work_max
+        self._classes: dict[str, int] = {}
+        for index, name in enumerate(model.classes or ()):
+            self._classes.setdefault(_plain(name), index)
+
+    def wanted(self, prompt: str, params: ImageParams, *, priority: int) -> WantedImage:
+        """Raises InvalidRequest for what this model cannot do, naming the parameter."""
+        model, limits = self._model, self._limits
+        _check_most("n", params.n, limits.n_max, "pictures of one request")
+        if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+            raise InvalidRequest(
+                f"priority is {priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
+            )
+        steps = model.steps if params.steps is None else params.steps
+        _check_most("steps", steps, limits.steps_max, "denoising steps")
+        guidance = self._guidance(params)
+        is_guided = model.takes_guidance and model.has_guided_rows and guidance > 1
+        self._check_image(params)
+        width, height = self._side("width", params), self._side("height", params)
+        work = self._work(width, height, is_guided=is_guided)
+        step_count = _step_count(params, steps)
+        task = ImageTask(
+            prompt=self._prompt(prompt),
+            negative_prompt=self._negative(params, guidance),
+            width=width,
+            height=height,
+            step_count=steps,
+            guidance=guidance,
+            sampler=self._sampler(params),
+            image=params.image,
+            mask=params.mask,
+        )
+        return WantedImage(
+            task=task,
+            step_count=step_count,
+            is_guided=is_guided,
+            # As many as fit at even distances, and never more: behind the last step the picture itself comes.
+            partial_every=math.ceil(step_count / (params.partial_images + 1)) if params.partial_images else None,
+            work=work,
+            encode_work=model.encode_work,
+        )
+
+    def _prompt(self, prompt: str) -> str | int:
+        if len(prompt) > PROMPT_CHARACTERS_MAX:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} characters, at most {PROMPT_CHARACTERS_MAX} are allowed", param="prompt"
+            )
+        classes = self._model.classes
+        if classes is None:
+            return prompt
+        index = self._classes.get(_plain(prompt))
+        if index is not None:
+            return index
+        if prompt.strip().isdecimal() and int(prompt) < len(classes):
+            return int(prompt)
+        names = ", ".join(classes[:NAMED_MAX]) + (", ..." if len(classes) > NAMED_MAX else "")
+        nearest = closest_name(prompt.strip(), classes)
+        hint = f"one of {names}" if nearest is None else f'did you mean "{nearest}"?'
+        raise InvalidRequest(
+            f"{self._model.name} makes pictures of {len(classes)} classes, and {shown(prompt)} is none of them: give "
+            f"the name of one, or its index, 0 to {len(classes) - 1}; {hint}",
+            param="prompt",
+        )
+
+    def _guidance(self, params: ImageParams) -> float:
+        if params.guidance is None:
+            return self._model.guidance
+        if not self._model.takes_guidance:
+            raise InvalidRequest(
+                f"guidance is {params.guidance:g}, and {self._model.name} cannot be guided: leave it out",
+                param="guidance",
+            )
+        return params.guidance
+
+    def _negative(self, params: ImageParams, guidance: float) -> str | None:
+        negative = params.negative_prompt
+        if negative is None:
+            return None
+        if self._model.classes is not None or not self._model.takes_negative:
+            raise InvalidRequest(
+                f"{self._model.name} cannot be told what is not to be seen: leave negative_prompt out",
+                param="negative_prompt",
+            )
+        if guidance <= 1:
+            raise InvalidRequest(
+                f"negative_prompt counts with a guidance above 1, and it is {guidance:g}: raise it, or leave "
+                "negative_prompt out",
+                param="negative_prompt",
+            )
+        if len(negative) > PROMPT_CHARACTERS_MAX:
+            raise InvalidRequest(
+                f"negative_prompt has {len(negative)} characters, at most {PROMPT_CHARACTERS_MAX} are allowed",
+                param="negative_prompt",
+            )
+        return negative
+
+    def _sampler(self, params: ImageParams) -> str:
+        samplers = self._model.samplers
+        if params.sampler is None:
+            return samplers[0]
+        if params.sampler not in samplers:
+            raise InvalidRequest(
+                f"sampler is {shown(params.sampler)}, {self._model.name} has {', '.join(samplers)}", param="sampler"
+            )
+        return params.sampler
+
+    def _check_image(self, params: ImageParams) -> None:
+        if params.image is not None and not self._model.takes_images:
+            name = "mask" if params.mask is not None else "image"
+            raise InvalidRequest(f"{self._model.name} makes pictures, and changes none: leave {name} out", param=name)
+
+    def _side(self, name: str, params: ImageParams) -> int:
+        """Of an image that is changed, its own if none was asked for, as near as the model comes to it."""
+        model = self._model
+        multiple = model.side_multiple
+        asked: int | None = getattr(params, name)
+        if asked is None and params.image is None:
+            default: int = getattr(model, name)
+            return default
+        if asked is None:
+            own: int = getattr(params.image, name)
+            low, high = -(-model.side_min // multiple), model.side_max // multiple
+            return min(max(own // multiple, low), high) * multiple
+        if not model.side_min <= asked <= model.side_max or asked % multiple:
+            raise InvalidRequest(
+                f"{name} is {asked}, {self._model.name} takes multiples of {multiple} from {model.side_min} to "
+                f"{model.side_max}",
+                param=name,
+            )
+        return asked
+
+    def _work(self, width: int, height: int, *, is_guided: bool) -> int:
+        if width * height > self._limits.pixels_max:
+            raise InvalidRequest(
+                f"width times height is {width} * {height} = {width * height}, at most {self._limits.pixels_max} "
+                "pixels are allowed here",
+                param="width",
+            )
+        work = self._model.picture_work(width, height)
+        rows = 2 if is_guided else 1
+        if work * rows > self._step_work_max:
+            raise InvalidRequest(
+                f"a picture of {width} x {height}{' that is guided' if is_guided else ''} costs {work * rows} a step, "
+                f"and a step has room for {self._step_work_max}: ask for a smaller one",
+                param="width",
+            )
+        return work
+
+
+def _check_most(name: str, value: int, most: int, what: str) -> None:
+    if value > most:
+        raise InvalidRequest(f"{name} is {value}, at most {most} {what} are allowed here", param=name)
+
+
+def _step_count(params: ImageParams, steps: int) -> int:
+    """Of an image that is changed the steps that its strength leaves, as diffusers' pipelines count them."""
+    if params.image is None:
+        return steps
+    default = STRENGTH if params.mask is None else MASKED_STRENGTH
+    strength = default if params.strength is None else params.strength
+    return max(1, min(int(steps * strength), steps))
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.lower().split())
