@@ -28,6 +28,7 @@ from trioserve.simulation.core.history import (
     script_of,
 )
 from trioserve.simulation.iterative import history as iterative
+from trioserve.simulation.orders import Order
 from trioserve.simulation.router.history import (
     Add,
     Ask,
@@ -58,7 +59,7 @@ from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
 from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Wake
-from trioserve.simulation.stack.plan import Client, Load, Order, StackPlan, Stage, Unload, stack_plan_of
+from trioserve.simulation.stack.plan import Client, Load, StackPlan, Stage, Unload, stack_plan_of
 from trioserve.simulation.stack.plan import script_of as stack_script_of
 
 EVERYTHING = History(

@@ -1,5 +1,5 @@
 """Who does what and when in a simulation of the stack: drawn from a seed beforehand, so that the order in which tasks
-run changes nothing of it. Times are on a coarse grid: much happens at the same moment, and then the order decides."""
+run changes nothing of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.simulation.orders import Moments, Order
 from trioserve.simulation.script import line_of, parts_of
 from trioserve.simulation.stack.calls import CALL_BLOCKS, drawn_family, drawn_question
 from trioserve.simulation.stack.forms import drawn_form
@@ -41,7 +42,6 @@ __all__ = [
     "BLOCK_SIZE",
     "Client",
     "Load",
-    "Order",
     "Part",
     "StackPlan",
     "Stage",
@@ -51,7 +51,6 @@ __all__ = [
     "stack_plan_of",
 ]
 
-GRID_SECONDS = 0.005
 BLOCK_SIZE = 4
 
 
@@ -80,15 +79,6 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     form: tuple[str, ...] = ()
     adapter: str = ""
     images: tuple[int, ...] = ()
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
-    """What the operator does: abort by these ids, or drain, or end what still runs, as after too long a drain."""
-
-    at: float
-    ids: tuple[str, ...] = ()
-    drains: bool = False
-    ends_all: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
@@ -262,21 +252,14 @@ def _asking_for(part: Part, **what: Any) -> Part:
     return msgspec.structs.replace(part, **what) if isinstance(part, Client) else part
 
 
-class _Draws:
-    """What the parts of one plan have in common. span: seconds in which everything begins."""
+class _Draws(Moments):
+    """What the parts of one plan have in common."""
 
     def __init__(self, rng: Random, client_count: int, context: int, *, span: float) -> None:
-        self._rng = rng
+        super().__init__(rng, span=span)
         self._client_count = client_count
         self._context = context
-        self.span = span
         self._family = tuple(rng.randrange(256) for _ in range(context))
-
-    def moment(self, seconds_max: float) -> float:
-        return round(self._rng.randint(0, round(seconds_max / GRID_SECONDS)) * GRID_SECONDS, 3)
-
-    def maybe(self, chance: float) -> float | None:
-        return round(self.moment(self.span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
 
     def prompt(self) -> tuple[int, ...]:
         rng = self._rng
@@ -333,9 +316,5 @@ class _Draws:
             else:
                 ids = tuple(f"r{rng.randrange(count + 1)}" for _ in range(2))
                 parts.append(Order(at=self.moment(self.span), ids=ids))
-        if rng.random() < 0.2:
-            at = self.moment(self.span)
-            parts.append(Order(at=at, drains=True))
-            if rng.random() < 0.5:
-                parts.append(Order(at=round(at + self.moment(self.span), 3), ends_all=True))
+        parts += self.drains(0.2)
         return parts

@@ -32,6 +32,7 @@ from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.clients_inside import ClientsInside
 from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
+from trioserve.simulation.orders import Order
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.simulation.stack.calls import CALL_TEMPLATE, CallingModel
 from trioserve.simulation.stack.forms import compile_forms, guide_of
@@ -42,7 +43,7 @@ from trioserve.simulation.stack.lending import Lending
 from trioserve.simulation.stack.pause_plan import Halt
 from trioserve.simulation.stack.pauses import Pauses
 from trioserve.simulation.stack.pictures import encoded_prompt, prompt_of
-from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, Order, StackPlan, Stage, Unload
+from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, StackPlan, Stage, Unload
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
