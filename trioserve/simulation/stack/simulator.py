@@ -363,11 +363,13 @@ class StackSimulation(TracedRun):
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
 
     def _waits_in_vain(self, fake: FakeEngine) -> str | None:
-        """While it pauses nobody does, nor does who waits for an image that is encoded, nor, while what has begun ends,
-        who has not."""
+        """While it pauses nobody does, unless the server leaves; nor does who waits for an image that is encoded, nor,
+        while what has begun ends, who has not."""
         is_encoding = fake.image_encoder is not None and fake.image_encoder.encoding_count > 0
-        if is_encoding or self._pauses.is_closed or fake.current_core.flights:
+        if is_encoding or fake.fault is not None or fake.current_core.flights:
             return None
+        if self._pauses.is_closed:
+            return fake.first_unfinished_id if fake.draining else None
         if self._pauses.holds_up and not any(fake.current_core.live_requests()):
             return None
         return waits_for_a_step(fake)
