@@ -117,7 +117,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
     def assert_all_free(self) -> None:
         """Assert that nothing of any request is left: no latent slot, no place, no state. See assert_all_free."""
         assert_all_free(self)
-        check_iterative_idle(self.core)
+        check_iterative_idle(self._core)
 
 
 @asynccontextmanager

@@ -1,0 +1,300 @@
+"""Deadlines, drains, pauses, sleep and faults: for pictures as for texts."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import (
+    DeadlinePassed,
+    Draining,
+    EngineFault,
+    EngineReopening,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+    StepOverdue,
+)
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.image_generation import ImageParams
+from trioserve.contracts.output import REQUEST_POISONED
+from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
+from trioserve.testing.fake_pictures import FakePictureExecutor
+from trioserve.testing.stepped_by_hand import InjectedFault
+
+ASKED = ImageParams(steps=4)
+
+
+async def ends_of(fake: FakeImageEngine, prompt: str = "a cat", params: ImageParams = ASKED, **arguments):
+    """The last deltas."""
+    async with fake.generate_image(prompt, params, **arguments) as stream:
+        return [delta async for delta in stream if delta.finish_reason is not None]
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "params", "seconds"),
+    [
+        (Deadlines(timeout=2.5), ImageParams(steps=4), 2.5),
+        (Deadlines(ttft_timeout=3.5), ImageParams(steps=4), 3.5),
+        (Deadlines(ttft_timeout=3.5), ImageParams(steps=4, partial_images=3), None),  # its first comes after two
+        (Deadlines(timeout=5.5), ImageParams(steps=4), 5.5),
+        (Deadlines(timeout=6.5), ImageParams(steps=4), None),
+        (Deadlines(queue_timeout=0.5), ImageParams(steps=4), None),
+    ],
+)
+async def test_what_passes_its_deadline_ends_then(deadlines, params, seconds, autojump_clock):
+    async with open_fake_image_engine(step_seconds=1) as fake:
+        begun_at = trio.current_time()
+        (last,) = await ends_of(fake, params=params, deadlines=deadlines)
+        if seconds is None:
+            assert last.finish_reason is FinishReason.STOP
+            assert trio.current_time() - begun_at == 6.0
+        else:
+            assert last.finish_reason is FinishReason.DEADLINE
+            assert trio.current_time() - begun_at == seconds
+            assert last.steps_done == int(seconds) - 1
+            assert last.message == f"the request's {last.stop_reason} of {seconds:g} s has passed"
+        await trio.sleep(1)  # the step in flight
+        fake.assert_all_free()
+
+
+async def test_a_queue_deadline_counts_until_all_pictures_run(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, step_seconds=1) as fake:
+        ends = await ends_of(fake, params=ImageParams(n=2, steps=4), deadlines=Deadlines(queue_timeout=3.5))
+        assert [end.finish_reason for end in ends] == [FinishReason.DEADLINE] * 2
+        with pytest.raises(DeadlinePassed, match="queue_timeout"):
+            await fake.generate_image("a", ImageParams(n=2), deadlines=Deadlines(queue_timeout=3.5))
+        await trio.sleep(1)
+        fake.assert_all_free()
+
+
+async def test_a_drain_refuses_who_has_not_begun_and_lets_the_others_end(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, step_seconds=1) as fake:
+        outcomes: list[object] = []
+
+        async def ask() -> None:
+            try:
+                outcomes.append(len(await fake.generate_image("a cat", ASKED)))
+            except Draining as error:
+                outcomes.append(error.reason)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(7):  # one runs, four have a lease, and two stand in the queue
+                nursery.start_soon(ask)
+                await trio.sleep(0.1)
+            fake.drain()
+            assert not fake.ready
+            await wait_all_tasks_blocked()
+            assert outcomes == ["draining"] * 6
+            with pytest.raises(Draining):
+                await fake.generate_image("late")
+            await fake.wait_until_idle()
+        assert outcomes == ["draining"] * 6 + [1]
+        fake.assert_all_free()
+
+
+async def test_closing_ends_what_runs_with_a_message(autojump_clock):
+    ends = []
+
+    async def read() -> None:
+        async with fake.generate_image("a cat", ASKED) as stream:
+            ends.extend([delta async for delta in stream if delta.finish_reason is not None])
+
+    async with trio.open_nursery() as nursery, open_fake_image_engine(step_seconds=1) as fake:
+        nursery.start_soon(read)
+        await trio.sleep(2.5)
+    assert [(end.finish_reason, end.message) for end in ends] == [(FinishReason.ABORT, "the engine was closed")]
+    fake.assert_all_free()
+
+
+# --- faults ---
+
+
+async def test_a_fault_reaches_every_reader_and_is_the_engines_end(autojump_clock):
+    caught: list[EngineFault] = []
+
+    async def ask() -> None:
+        try:
+            await fake.generate_image("a cat", ASKED)
+        except EngineFault as fault:
+            caught.append(fault)
+
+    with pytest.raises(EngineFault, match="a step of the engine failed: InjectedFault"):
+        async with open_fake_image_engine(step_seconds=1) as fake:
+            told: list[str] = []
+
+            async def tell() -> None:
+                told.append(str(fake.fault))
+
+            fake.on_fault = tell
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(ask)
+                await trio.sleep(2.5)
+                fake.break_next_step()
+                await trio.sleep_forever()
+    assert len(caught) == 3
+    assert len(told) == 1
+    assert not fake.live_requests()
+
+
+async def test_one_that_cannot_go_on_ends_alone(autojump_clock):
+    async with (
+        open_fake_image_engine(paused=True) as fake,
+        fake.generate_image("bad", ASKED, request_id="bad") as bad,
+        fake.generate_image("good", ASKED) as good,
+    ):
+        await fake.step(2)
+        fake.fail_request("bad", "its numbers are none")
+        await fake.step()
+        assert fake.stats().slots_used == 1
+        fake.resume()
+        with pytest.raises(RequestFailed, match="its numbers are none"):
+            await bad.pictures()
+        assert await good.pictures() == tuple(fake.expected(good))
+
+
+async def test_what_was_begun_is_made_anew_when_the_engine_is_opened_anew(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1, engine_restarts=3, opening_seconds=2) as fake:
+        params = ImageParams(steps=4, partial_images=3, n=2)
+        async with fake.generate_image("a cat", params) as stream:
+            expected = tuple(fake.expected(stream))
+            seen: list[tuple[int, int]] = []
+            made = {}
+
+            async def read() -> None:
+                async for delta in stream:
+                    seen.append((delta.index, delta.steps_done))
+                    if delta.finish_reason is not None:
+                        made[delta.index] = delta.picture
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await trio.sleep(3.5)
+                fake.break_next_step()
+                await trio.sleep(1)
+                with pytest.raises(EngineReopening):
+                    await fake.generate_image("meanwhile")
+            assert (made[0], made[1]) == expected
+        # Nothing is told twice, though the first steps are computed twice.
+        assert [steps for index, steps in seen if index == 0] == [1, 2, 3, 4, 4]
+        assert fake.metrics.total("engine_restarts_total") == 1
+        assert len(await fake.generate_image("afterwards")) == 1
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2, 5])
+async def test_a_picture_that_breaks_every_step_is_ended_and_the_others_go_on(steps_before, autojump_clock):
+    """In whichever phase."""
+
+    class Breaking(FakePictureExecutor):
+        steps_of_bad = 0
+
+        def execute(self, plan, *rest):
+            if any(work.request.task.prompt == "bad" for work in plan.works):
+                self.steps_of_bad += 1
+                if self.steps_of_bad > steps_before:
+                    raise InjectedFault("bad")
+            return super().execute(plan, *rest)
+
+    async with open_fake_image_engine(step_seconds=1, engine_restarts=5, new_executor=Breaking) as fake:
+        ends: dict[str, object] = {}
+
+        async def ask(prompt: str) -> None:
+            (ends[prompt],) = await ends_of(fake, prompt)
+
+        async with trio.open_nursery() as nursery:
+            for prompt in ("good", "bad", "better"):
+                nursery.start_soon(ask, prompt)
+        assert {prompt: end.finish_reason for prompt, end in ends.items()} == {
+            "good": FinishReason.STOP,
+            "better": FinishReason.STOP,
+            "bad": FinishReason.ERROR,
+        }
+        assert ends["bad"].stop_reason == REQUEST_POISONED
+        fake.assert_all_free()
+
+
+async def test_a_step_that_hangs_refuses_what_is_new(autojump_clock):
+    async with open_fake_image_engine(paused=True, step_seconds_max=5) as fake, fake.generate_image("a cat", ASKED):
+        async with fake.held_step():
+            await trio.sleep(6)
+            assert not fake.ready
+            with pytest.raises(StepOverdue):
+                await fake.generate_image("another")
+        assert fake.ready
+
+
+# --- paused ---
+
+
+async def test_a_pause_holds_the_latents_and_goes_on_with_them(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1) as fake, fake.generate_image("a cat", ASKED) as stream:
+        await trio.sleep(2.5)
+        await fake.pause_generation("keep")
+        steps = fake.stats().steps_total
+        await trio.sleep(100)
+        assert fake.is_paused
+        assert (fake.stats().steps_total, fake.stats().slots_used) == (steps, 1)
+        fake.resume_generation()
+        assert await stream.pictures() == tuple(fake.expected(stream))
+        assert fake.stats().steps_total == 6  # no step twice
+
+
+async def test_a_pause_may_end_what_has_begun(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1) as fake, fake.generate_image("a cat", ASKED) as stream:
+        await trio.sleep(2.5)
+        await fake.pause_generation("abort")
+        fake_free = fake.stats()
+        assert (fake_free.slots_used, fake_free.running_count) == (0, 0)
+        with pytest.raises(RequestAborted, match="the engine was paused"):
+            await stream.pictures()
+        fake.resume_generation()
+        assert len(await fake.generate_image("next")) == 1
+
+
+async def test_a_pause_may_wait_for_what_has_begun_and_holds_up_what_comes(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1) as fake:
+        made: list[str] = []
+
+        async def ask(name: str) -> None:
+            await fake.generate_image(name, ASKED)
+            made.append(name)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "first")
+            await trio.sleep(2.5)
+            nursery.start_soon(fake.pause_generation, "wait")
+            await wait_all_tasks_blocked()
+            nursery.start_soon(ask, "second")
+            await trio.sleep(20)
+            assert (made, fake.is_paused) == (["first"], True)
+            fake.resume_generation()
+        assert made == ["first", "second"]
+        fake.assert_all_free()
+
+
+async def test_a_drain_ends_what_a_pause_holds(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1) as fake, fake.generate_image("a cat", ASKED) as stream:
+        await trio.sleep(2.5)
+        await fake.pause_generation("keep")
+        fake.drain()
+        with pytest.raises(RequestAborted, match="the server is leaving"):
+            await stream.pictures()
+
+
+async def test_it_sleeps_and_makes_anew_what_was_begun(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1, opening_seconds=3) as fake:
+        with pytest.raises(InvalidRequest, match="it can sleep at level 2"):
+            await fake.sleep(1)
+        async with fake.generate_image("a cat", ASKED) as stream:
+            await trio.sleep(2.5)
+            await fake.sleep(2, "keep")
+            assert fake.is_sleeping
+            await trio.sleep(50)
+            await fake.wake_up()
+            assert not fake.is_sleeping
+            assert await stream.pictures() == tuple(fake.expected(stream))
+        fake.assert_all_free()

@@ -1,0 +1,158 @@
+"""What a model cannot do is refused before anything is held; the refusal names the parameter and what it may be."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, Picture
+from trioserve.engine.images.image_preparation import ImagePreparation
+from trioserve.testing.fake_image_engine import FAKE_CLASSES, FAKE_IMAGE_MODEL, open_fake_image_engine
+
+IMAGE = Picture(20, 12, bytes(3 * 20 * 12))
+OF_CLASSES = {"classes": FAKE_CLASSES, "takes_negative": False, "takes_images": False}
+
+
+def model_of(**changes):
+    return msgspec.structs.replace(FAKE_IMAGE_MODEL, **changes)
+
+
+def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=None, **changes):
+    """What becomes of it when it is entered."""
+    model = model_of(**changes)
+    preparation = ImagePreparation(model, limits or ImageRequestLimits(), step_work_max=8)
+    return preparation.wanted(prompt, params or ImageParams(), priority=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "param", "says"),
+    [
+        ({"width": 20}, {}, "width", "width is 20, fake takes multiples of 8 from 8 to 64"),
+        ({"height": 72}, {}, "height", "height is 72, fake takes multiples of 8 from 8 to 64"),
+        ({"width": 4}, {}, "width", "from 8 to 64"),
+        ({"steps": 300}, {}, "steps", "steps is 300, at most 250 denoising steps"),
+        ({"n": 11}, {}, "n", "n is 11, at most 10 pictures"),
+        ({"guidance": 2.0}, {"takes_guidance": False}, "guidance", "guidance is 2, and fake cannot be guided"),
+        ({"negative_prompt": "no"}, {"takes_negative": False}, "negative_prompt", "leave negative_prompt out"),
+        ({"negative_prompt": "no", "guidance": 1.0}, {}, "negative_prompt", "guidance above 1, and it is 1"),
+        ({"negative_prompt": "n" * 32_001, "guidance": 2.0}, {}, "negative_prompt", "has 32001 characters"),
+        ({"negative_prompt": "no"}, OF_CLASSES, "prompt", "fake makes pictures of 5 classes"),
+        ({"image": IMAGE}, {"takes_images": False}, "image", "changes none: leave image out"),
+        ({"image": IMAGE, "mask": IMAGE}, {"takes_images": False}, "mask", "changes none: leave mask out"),
+        ({"sampler": "ddpm"}, {}, "sampler", "sampler is 'ddpm', fake has euler, ddim"),
+        ({"width": 64, "height": 64}, {}, "width", "costs 16 a step, and a step has room for 8"),
+        ({"width": 32, "height": 48, "guidance": 3.0}, {}, "width", "32 x 48 that is guided costs 12 a step"),
+    ],
+)
+async def test_what_the_model_cannot_do_is_refused_by_name(asked, changes, param, says, autojump_clock):
+    async with open_fake_image_engine(model=model_of(**changes)) as fake:
+        with pytest.raises(InvalidRequest) as refusal:
+            await fake.generate_image("a cat", ImageParams(**asked))
+        assert refusal.value.param == param
+        assert says in str(refusal.value)
+        fake.assert_all_free()
+
+
+def test_the_operator_bounds_pixels():
+    with pytest.raises(InvalidRequest, match=r"16 \* 24 = 384, at most 256 pixels") as refusal:
+        wanted_of(params=ImageParams(height=24), limits=ImageRequestLimits(pixels_max=256))
+    assert refusal.value.param == "width"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expect"), [("two", 2), (" TWO ", 2), ("3", 3), ("0", 0), ("Shetland  sheepdog", 5), ("7", 6)]
+)
+def test_a_class_is_asked_for_by_its_name_or_its_index(prompt, expect):
+    wanted = wanted_of(prompt, **{**OF_CLASSES, "classes": (*FAKE_CLASSES, "Shetland sheepdog", "7")})
+    assert wanted.task.prompt == expect
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("thre", 'did you mean "three"?'),
+        ("5", "0 to 4; one of zero, one, two, three, four"),
+        ("-1", "is none of them"),
+        ("", "'' is none of them"),
+        ("²", "is none of them"),
+    ],
+)
+def test_a_class_that_there_is_not_is_refused_with_the_nearest(prompt, says):
+    with pytest.raises(InvalidRequest) as refusal:
+        wanted_of(prompt, **OF_CLASSES)
+    assert refusal.value.param == "prompt"
+    assert says in str(refusal.value)
+
+
+def test_a_prompt_has_a_bound():
+    with pytest.raises(InvalidRequest, match="the prompt has 32001 characters, at most 32000 are allowed"):
+        wanted_of("p" * 32_001)
+    assert (wanted_of("p" * 32_000)).task.prompt == "p" * 32_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [({"prompt": 7}, "prompt"), ({"params": {}}, "params"), ({"priority": "x"}, "priority"), ({"owner": 1}, "owner")],
+)
+async def test_an_argument_of_another_type_is_refused_at_once(arguments, param, autojump_clock):
+    async with open_fake_image_engine() as fake:
+        with pytest.raises(InvalidRequest) as refusal:
+            fake.generate_image(**{"prompt": "a cat", **arguments})
+        assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("priority", [-101, 101])
+async def test_a_priority_that_there_is_not_is_refused(priority, autojump_clock):
+    async with open_fake_image_engine() as fake:
+        with pytest.raises(InvalidRequest, match="allowed is -100 to 100"):
+            await fake.generate_image("a cat", priority=priority)
+        fake.assert_all_free()
+
+
+def test_what_is_left_out_is_the_models():
+    wanted = wanted_of()
+    task = wanted.task
+    assert (task.width, task.height, task.step_count, task.guidance, task.sampler) == (16, 16, 4, 1.0, "euler")
+    assert (wanted.step_count, wanted.is_guided, wanted.partial_every, wanted.work) == (4, False, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("guidance", "changes", "is_guided"),
+    [
+        (1.0, {}, False),
+        (1.5, {}, True),
+        (None, {"guidance": 7.5}, True),
+        (3.0, {"has_guided_rows": False}, False),
+        (None, {"takes_guidance": False, "guidance": 3.0}, False),
+    ],
+)
+def test_a_picture_has_two_rows_where_the_prompt_counts_more(guidance, changes, is_guided):
+    wanted = wanted_of(params=ImageParams(guidance=guidance), **changes)
+    assert wanted.is_guided == is_guided
+
+
+@pytest.mark.parametrize(
+    ("asked", "step_count"),
+    [
+        ({}, 10),
+        ({"image": IMAGE}, 8),
+        ({"image": IMAGE, "strength": 0.5}, 5),
+        ({"image": IMAGE, "strength": 0.01}, 1),
+        ({"image": IMAGE, "strength": 1.0}, 10),
+        ({"image": IMAGE, "mask": IMAGE}, 10),
+    ],
+)
+def test_the_strength_of_a_change_leaves_out_the_first_steps(asked, step_count):
+    wanted = wanted_of(params=ImageParams(steps=10, **asked))
+    assert (wanted.step_count, wanted.task.step_count) == (step_count, 10)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "expect"),
+    [((20, 12), {}, (16, 8)), ((20, 12), {"width": 24}, (24, 8)), ((100, 4), {}, (64, 8)), ((16, 32), {}, (16, 32))],
+)
+def test_an_image_that_is_changed_keeps_its_size_as_near_as_the_model_comes(size, asked, expect):
+    image = Picture(*size, bytes(3 * size[0] * size[1]))
+    wanted = wanted_of(params=ImageParams(image=image, **asked))
+    assert (wanted.task.width, wanted.task.height) == expect

@@ -1,0 +1,180 @@
+"""A leaver at each phase of a picture: its slot and its place are back at once, or right after the step in flight."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhase
+from trioserve.contracts.image_generation import ImageParams
+from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
+
+ASKED = ImageParams(steps=3)
+# How many steps come before one of this phase: it is encoded, denoised three times, and decoded.
+PHASES = [
+    (0, IterativePhase.ENCODE),
+    (1, IterativePhase.DENOISE),
+    (3, IterativePhase.DENOISE),
+    (4, IterativePhase.DECODE),
+]
+
+
+def freed(fake: FakeImageEngine, phase: IterativePhase) -> tuple[float, float]:
+    """Pictures that were aborted in this phase, and how many steps they kept their slots, all together."""
+    lines = fake.metrics.expose().decode().splitlines()
+
+    def value(name: str) -> float:
+        start = f"trioserve:{name}{{"
+        (line,) = [line for line in lines if line.startswith(start) and f'phase="{phase.value}"' in line]
+        return float(line.rpartition(" ")[2])
+
+    return value("aborts_total"), value("cancel_to_free_steps_sum")
+
+
+@asynccontextmanager
+async def a_leaver(fake: FakeImageEngine, params: ImageParams = ASKED) -> AsyncIterator[trio.CancelScope]:
+    """Somebody who asks for pictures and reads none. Gives the scope to cancel."""
+
+    async def ask() -> None:
+        with scope:
+            async with fake.generate_image("leaves", params, request_id="leaver"):
+                await trio.sleep_forever()
+
+    scope = trio.CancelScope()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await wait_all_tasks_blocked()
+        yield scope
+        scope.cancel()
+
+
+@pytest.mark.parametrize(("steps_before", "phase"), PHASES)
+async def test_who_leaves_during_a_step_gives_its_slot_back_right_after_it(steps_before, phase, autojump_clock):
+    async with open_fake_image_engine(paused=True) as fake:
+        async with a_leaver(fake) as scope:
+            await fake.step(steps_before)
+            async with fake.held_step() as plan:
+                assert plan.phase is phase
+                scope.cancel()
+                await wait_all_tasks_blocked()
+                assert not fake.live_requests()  # it has left, and waits for nobody
+                assert fake.stats().slots_used == 1  # the step still reads it
+            assert fake.stats().slots_used == 0
+        assert freed(fake, phase) == (1, 1)
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize(("steps_before", "phase"), PHASES)
+async def test_who_leaves_between_two_steps_gives_its_slot_back_at_once(steps_before, phase, autojump_clock):
+    async with open_fake_image_engine(paused=True) as fake:
+        async with a_leaver(fake) as scope:
+            await fake.step(steps_before)
+            assert fake.stats().slots_used == (1 if steps_before else 0)
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            fake.assert_all_free()
+        assert freed(fake, phase if steps_before else IterativePhase.QUEUED) == (1, 0)
+
+
+async def test_who_leaves_with_its_pictures_made_has_left_nothing(autojump_clock):
+    async with open_fake_image_engine(paused=True) as fake:
+        async with a_leaver(fake) as scope:
+            await fake.step(5)
+            assert fake.stats().slots_used == 0  # as soon as it is decoded
+            scope.cancel()
+        assert sum(freed(fake, phase)[0] for phase in IterativePhase) == 0
+        fake.assert_all_free()
+
+
+async def test_who_leaves_the_queue_gives_its_place_back(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, waiting_requests_max=1, paused=True) as fake:
+        async with a_leaver(fake), a_leaver(fake) as scope:
+            assert fake.dispatch.stats().waiting == 1
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            assert fake.dispatch.stats().waiting == 0
+        assert freed(fake, IterativePhase.QUEUED) == (2, 0)
+        fake.assert_all_free()
+
+
+async def test_who_leaves_gives_back_the_slots_of_all_its_pictures(autojump_clock):
+    async with open_fake_image_engine(paused=True) as fake:
+        async with a_leaver(fake, ImageParams(n=4, steps=3)) as scope:
+            async with fake.held_step():
+                assert fake.stats().slots_used == 4
+                scope.cancel()
+                await wait_all_tasks_blocked()
+            fake.assert_all_free()
+        assert freed(fake, IterativePhase.ENCODE) == (4, 4)
+
+
+async def test_a_slot_that_comes_back_is_the_next_ones(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, step_seconds=1) as fake:
+        async with a_leaver(fake) as scope, fake.generate_image("stays", ASKED) as stream:
+            begun_at = trio.current_time()
+            await trio.sleep(1.5)  # in the first denoising step
+            scope.cancel()
+            assert await stream.pictures() == tuple(fake.expected(stream))
+            assert trio.current_time() - begun_at == 2.0 + 5.0
+        fake.assert_all_free()
+
+
+async def test_a_preempted_picture_whose_reader_leaves_gives_its_kept_latent_back(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, paused=True) as fake:
+        async with a_leaver(fake) as scope:
+            await fake.step(2)
+            async with fake.generate_image("better", ASKED, priority=-1):
+                await fake.step()
+                assert (fake.stats().slots_used, fake.stats().kept_used) == (1, 1)
+                scope.cancel()
+                await wait_all_tasks_blocked()
+                assert (fake.stats().slots_used, fake.stats().kept_used) == (1, 0)
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize(("steps_before", "phase"), PHASES)
+async def test_an_abort_by_id_ends_all_that_bear_it_and_tells_their_readers(steps_before, phase, autojump_clock):
+    async with (
+        open_fake_image_engine(paused=True) as fake,
+        fake.generate_image("one", ASKED, request_id="same") as one,
+        fake.generate_image("two", ASKED, request_id="same", owner="x") as two,
+        fake.generate_image("other", ASKED, request_id="other") as other,
+    ):
+        expected = tuple(fake.expected(other))
+        await fake.step(steps_before)
+        async with fake.held_step() as plan:
+            assert plan.phase is phase
+            assert fake.abort("same", owner="x") == {"same": AbortOutcome.ABORTED}
+            assert fake.abort(["same", "nobody"]) == {
+                "same": AbortOutcome.ABORTED,
+                "nobody": AbortOutcome.UNKNOWN,
+            }
+            for stream in (one, two):  # they are told at once
+                last = [delta async for delta in stream][-1]
+                assert (last.finish_reason, last.picture) == (FinishReason.ABORT, None)
+                assert last.message == "the request was aborted by its id"
+        assert fake.stats().slots_used == (0 if phase is IterativePhase.DECODE else 1)
+        assert fake.abort("same") == {"same": AbortOutcome.ALREADY_FINISHED}
+        fake.resume()
+        assert await other.pictures() == expected
+
+
+async def test_an_abort_in_the_queue_tells_the_reader_that_waits_there(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, waiting_requests_max=1, paused=True) as fake:
+
+        async def wait() -> None:
+            async with fake.generate_image("two", request_id="two") as stream:
+                (last,) = [delta async for delta in stream]
+                ends.append(last.finish_reason)
+
+        ends: list[FinishReason] = []
+        async with fake.generate_image("one"), trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await wait_all_tasks_blocked()
+            assert fake.abort("two") == {"two": AbortOutcome.ABORTED}
+        assert ends == [FinishReason.ABORT]
+        fake.assert_all_free()
