@@ -188,7 +188,15 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            # An event for each token would cost more than all else here, and so would a call more.
+            task = current_task()
+            self._waiting.append(task)
+
+            def stop_waiting(_raise_cancel: object, task: trio.lowlevel.Task = task) -> trio.lowlevel.Abort:
+                self._waiting.remove(task)
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            await trio.lowlevel.wait_task_rescheduled(stop_waiting)
             if self.scope is not _ENTERED:
                 self._check_entered()
         index = next(iter(self._pending))
@@ -210,17 +218,6 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     def _check_entered(self) -> None:
         if self.scope is not ScopeState.ENTERED:
             raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
-
-    async def _wait(self) -> None:
-        """Until something was pushed. An event for each token would cost more than all else here."""
-        task = current_task()
-        self._waiting.append(task)
-
-        def stop_waiting(_raise_cancel: object) -> trio.lowlevel.Abort:
-            self._waiting.remove(task)
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(stop_waiting)
 
     # --- the engine's side: synchronous, called while delivering ---
 
