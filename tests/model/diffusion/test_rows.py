@@ -9,14 +9,22 @@ from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.iterative import LatentMove
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 
-FAMILIES = ("dit", "stable-diffusion")
+FAMILIES = (
+    "dit",
+    "stable-diffusion",
+    "stable-diffusion-xl",
+    "pixart",
+    "pixart-large",
+    "flux",
+    "flux-distilled",
+)
 DENOISE = IterativePhase.DENOISE
 
 
 def different_requests(driver, tiny, family, runner):
     """Five, of other steps, step counts, samplers, guidance and prompts."""
     samplers = tuple(runner.solvers)
-    size = tiny.SIZES[family]
+    size = tiny.SIZES.get(family, (16, 24))
     return [
         driver.request(
             f"r{index}",

@@ -16,9 +16,15 @@ class Autoencoder:
         self._network = network
         config = network.config
         self.scale: int = 2 ** (len(config.block_out_channels) - 1)  # pixels in the side of a latent pixel
-        self._factor: float = config.scaling_factor
-        self._shift: float = getattr(config, "shift_factor", None) or 0.0
         self._dtype = next(network.parameters()).dtype
+        means, deviations = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+        factor = torch.tensor(float(config.scaling_factor))
+        shift = torch.tensor(float(getattr(config, "shift_factor", None) or 0.0))
+        if means is not None and deviations is not None:  # of each channel
+            shift = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)
+            factor = factor / torch.tensor(deviations, dtype=torch.float32).view(1, -1, 1, 1)
+        device = next(network.parameters()).device
+        self._factor, self._shift = factor.to(device), shift.to(device)
 
     def encode(self, picture: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
         """picture: [1, 3, height, width], from -1 to 1. noise: decides which latent of its distribution it is."""

@@ -29,13 +29,14 @@ def load_parts(
     """progress: told of each component before it is read; what it raises rises here. Nothing is downloaded, and no code
     of the checkpoint is run. Raises ModelLoadError."""
     components: dict[str, Any] = {}
+    transformers.utils.logging.disable_progress_bar()  # of its own, on the terminal of whoever serves
     for name in directory.pipeline.classes:
         progress(name)
         try:
             components[name] = _load(directory, name, device, dtype)
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:  # what a bad file makes of them
             raise ModelLoadError(f"{directory.path / name} cannot be loaded: {error}") from error
-    return Parts(components, device, dtype)
+    return Parts(components, directory.options, device, dtype)
 
 
 def make_family(directory: ImageDirectory, parts: Parts) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ class ImageDirectory:
             raise ModelLoadError(f"{self.path / INDEX_NAME}: id2label has an index that is no number") from None
 
     @property
+    def options(self) -> dict[str, Any]:
+        """All of the index that is no component."""
+        return {name: value for name, value in self._index.items() if not isinstance(value, list)}
+
+    @property
     def vae_scale(self) -> int:
         """Pixels in a side of what the VAE makes one latent pixel of."""
         channels: list[int] = self._field("vae", self.vae, "block_out_channels", list)
@@ -78,7 +84,7 @@ class ImageDirectory:
     @property
     def latent_sides(self) -> tuple[int, int]:
         """Height and width that it was made for, in latent pixels."""
-        size = self.denoiser.get("sample_size")
+        size = self.denoiser.get("sample_size", self.pipeline.latent_side)
         sides = [size, size] if isinstance(size, int) else size
         if not (
             isinstance(sides, list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
@@ -133,6 +139,8 @@ class ImageDirectory:
             raise ModelLoadError(f"{self.path / INDEX_NAME} names no scheduler: save the pipeline with one")
         config = _read_json(self.path / "scheduler" / "scheduler_config.json")
         config["_class_name"] = entry[1]
+        if entry[1] != "DDIMScheduler":
+            config.setdefault("clip_sample", False)  # of another scheduler's file DDIM would take True
         if self.pipeline.corrects_scheduler:
             config = {**config, "steps_offset": 1, "clip_sample": False}
         return config
@@ -148,11 +156,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > JSON_BYTES_MAX:
             raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are read")
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        # Not by msgspec: schedulers' files have numbers such as -Infinity.
+        found = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read ({error.strerror}): the directory is not complete") from None
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} is not a JSON object: it is {type(found).__name__}")
+    return found
 
 
 def _stored_dtype(path: Path) -> Dtype:

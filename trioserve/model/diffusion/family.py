@@ -17,10 +17,14 @@ class BadTask(Exception):
 
 
 class Parts:
-    """The components of a directory, by their names in model_index.json, in evaluation mode and on their device."""
+    """The components of a directory, by their names in model_index.json, in evaluation mode and on their device.
+    options: what else that file says."""
 
-    def __init__(self, components: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, components: dict[str, Any], options: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._components = components
+        self.options = options
         self.device = device
         self.dtype = dtype
 

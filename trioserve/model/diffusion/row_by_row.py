@@ -36,13 +36,13 @@ HOLD_ROWS = frozenset(("attn_mask", "input", "key", "query", "value"))  # where 
 
 EXACT = """
 __add__ __eq__ __ge__ __gt__ __iadd__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __neg__ __radd__
-__rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ abs add add_ clamp div div_ mul mul_ rsub sqrt sub sub_ where
+__rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ abs add add_ clamp div div_ mul mul_ neg rsub sqrt sub sub_ where
 bfloat16 bool cpu double float half int long to type type_as
 """
 MOVES = """
-__getitem__ __setitem__ cat chunk clone contiguous detach dropout einsum embedding expand expand_as flatten interpolate
-narrow pad permute pixel_shuffle repeat repeat_interleave reshape select split split_with_sizes squeeze stack swapaxes t
-transpose unbind unflatten unsqueeze view view_as
+__getitem__ __setitem__ cat chunk clone concat contiguous detach dropout einsum embedding expand expand_as flatten
+interpolate narrow pad permute pixel_shuffle repeat repeat_interleave reshape select split split_with_sizes squeeze
+stack swapaxes t transpose unbind unflatten unsqueeze view view_as
 """
 LOOKS = """
 __get__ __len__ __set__ dim element_size is_complex is_contiguous is_floating_point ndimension numel size

@@ -1,0 +1,77 @@
+"""Flux.1: a transformer over a text's tokens and a picture's, four latent pixels each. Guidance is a number that it is
+told; the distilled variant knows none."""
+
+from __future__ import annotations
+
+import torch
+
+from trioserve.contracts.image_generation import ImageTask
+from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of
+from trioserve.model.diffusion.latent_state import Inputs
+
+__all__ = ["Model", "packed", "unpacked"]
+
+TOKENS_MAX, TOKENS_MAX_DISTILLED = 512, 256
+TIME_SCALE = 1000.0  # the network multiplies with it again
+
+
+class Model:
+    """A Family."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.network = parts["transformer"]
+        self.apart: tuple[torch.nn.Module, ...] = (self.network.pos_embed,)
+        self._tokenizers = parts["tokenizer"], parts["tokenizer_2"]
+        self._encoders = parts["text_encoder"], parts["text_encoder_2"]
+        self._device, self._dtype = parts.device, parts.dtype
+        self._is_told_guidance = bool(self.network.config.guidance_embeds)
+        self.channels: int = self.network.config.in_channels // 4
+
+    def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
+        assert not is_guided, "guidance is no second row"
+        text = prompt_of(task)
+        short = clip_tokens(self._tokenizers[0], text, self._device)
+        long = self._tokenizers[1](
+            text,
+            padding="max_length",
+            max_length=TOKENS_MAX if self._is_told_guidance else TOKENS_MAX_DISTILLED,
+            truncation=True,
+            return_tensors="pt",
+        ).to(self._device)
+        inputs = {
+            "pooled_projections": self._encoders[0](short.input_ids).pooler_output.to(self._dtype),
+            "encoder_hidden_states": self._encoders[1](long.input_ids)[0].to(self._dtype),
+        }
+        if self._is_told_guidance:
+            inputs["guidance"] = torch.tensor([task.guidance], dtype=torch.float32, device=self._device)
+        return (inputs,)
+
+    def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        height, width = latents.shape[2:]
+        positions = torch.zeros(height // 2, width // 2, 3, device=self._device, dtype=self._dtype)
+        positions[..., 1] = positions[..., 1] + torch.arange(height // 2, device=self._device)[:, None]
+        positions[..., 2] = positions[..., 2] + torch.arange(width // 2, device=self._device)[None, :]
+        tokens = inputs["encoder_hidden_states"].shape[1]
+        predicted: torch.Tensor = self.network(
+            hidden_states=packed(latents),
+            timestep=timesteps.to(self._dtype) / TIME_SCALE,
+            img_ids=positions.reshape(-1, 3),
+            txt_ids=torch.zeros(tokens, 3, device=self._device, dtype=self._dtype),
+            return_dict=False,
+            **inputs,
+        )[0]
+        return unpacked(predicted, height, width)
+
+
+def packed(latents: torch.Tensor) -> torch.Tensor:
+    """[rows, channels, height, width] to [rows, height / 2 * width / 2, channels * 4]."""
+    rows, channels, height, width = latents.shape
+    squares = latents.reshape(rows, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return squares.reshape(rows, (height // 2) * (width // 2), channels * 4)
+
+
+def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The other way; height and width of the latents."""
+    rows, _, numbers = tokens.shape
+    squares = tokens.reshape(rows, height // 2, width // 2, numbers // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return squares.reshape(rows, numbers // 4, height, width)

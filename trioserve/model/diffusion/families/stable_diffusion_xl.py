@@ -1,0 +1,59 @@
+"""Stable Diffusion XL (arXiv 2307.01952): two text encoders, and a UNet that is told the picture's size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trioserve.contracts.image_generation import ImageTask
+from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of
+from trioserve.model.diffusion.latent_state import Inputs
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A Family."""
+
+    apart: tuple[torch.nn.Module, ...] = ()
+
+    def __init__(self, parts: Parts) -> None:
+        self.network = parts["unet"]
+        self._encoders = [(parts[f"tokenizer{end}"], parts[f"text_encoder{end}"]) for end in ("", "_2")]
+        self._device, self._dtype = parts.device, parts.dtype
+        self._has_zeros_for_nothing = bool(parts.options.get("force_zeros_for_empty_prompt", True))
+        self.channels: int = self.network.config.in_channels
+
+    def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
+        sides = (task.height, task.width)
+        # Its size, where it was cut out at the top left, and the size that it is to have.
+        times = torch.tensor([[*sides, 0, 0, *sides]], dtype=self._dtype, device=self._device)
+        rows = [{**self._embed(prompt_of(task)), "time_ids": times}]
+        if is_guided and task.negative_prompt is None and self._has_zeros_for_nothing:
+            rows.append({**{name: torch.zeros_like(value) for name, value in rows[0].items()}, "time_ids": times})
+        elif is_guided:
+            rows.append({**self._embed(task.negative_prompt or ""), "time_ids": times})
+        return tuple(rows)
+
+    def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        predicted: torch.Tensor = self.network(
+            latents,
+            timesteps,
+            encoder_hidden_states=inputs["encoder_hidden_states"],
+            added_cond_kwargs={"text_embeds": inputs["text_embeds"], "time_ids": inputs["time_ids"]},
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def _embed(self, text: str) -> Inputs:
+        hidden: list[torch.Tensor] = []
+        found: Any = None
+        for tokenizer, encoder in self._encoders:
+            tokens = clip_tokens(tokenizer, text, self._device)
+            found = encoder(tokens.input_ids, output_hidden_states=True)
+            hidden.append(found.hidden_states[-2])
+        return {
+            "encoder_hidden_states": torch.cat(hidden, dim=-1).to(self._dtype),
+            "text_embeds": found.text_embeds.to(self._dtype),  # the second encoder's
+        }
