@@ -17,9 +17,12 @@ SAYS = {
     "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the queue: 0"],
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],
     "same_bits.py": ["in company: True", "as a prompt: True"],
+    "train_digits.py": ["autoencoder: step 1 of 1, loss", "transformer: step 3 of 3, loss", "the model is in"],
     "leave_during_prefill.py": ["in the middle of its prompt: {", "a step later: []"],
 }
 
+
+ARGUMENTS = {"train_digits.py": ["--steps", "4"]}  # how long it learns is not what is looked at here
 
 RUN_ELSEWHERE = ["ray_data.py"]  # tests/ray/test_ray_data.py
 
@@ -30,9 +33,10 @@ def test_every_example_is_run_here_or_elsewhere():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_an_example_says_what_it_should(name):
+def test_an_example_says_what_it_should(name, tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", EXAMPLES / name],
+        [sys.executable, "-W", "error::ResourceWarning", EXAMPLES / name, *ARGUMENTS.get(name, [])],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
@@ -41,3 +45,17 @@ def test_an_example_says_what_it_should(name):
     assert ran.returncode == 0, ran.stderr
     for words in SAYS[name]:
         assert words in ran.stdout, ran.stdout
+    if name == "train_digits.py":
+        check_model_of_digits(tmp_path / "build" / "digits")
+
+
+def check_model_of_digits(path):
+    """diffusers reads what was trained, and draws with it what it is asked for."""
+    from diffusers import DiTPipeline
+
+    pipeline = DiTPipeline.from_pretrained(path)
+    pipeline.set_progress_bar_config(disable=True)
+    labels = pipeline.get_label_ids(["7", "0"])
+    assert labels == [7, 0]
+    seven, nought = pipeline(labels, num_inference_steps=2).images
+    assert seven.size == nought.size == (32, 32)
