@@ -82,6 +82,7 @@ class Engine:
     generate = _made(TrioEngine.generate, RequestStream)
     embed = _made(TrioEngine.embed, PooledStream)
     abort = _called(TrioEngine.abort)
+    cut_off = _called(TrioEngine.cut_off)
     abort_all = _called(TrioEngine.abort_all)
     hand_over = _called(TrioEngine.hand_over)
     end_thoughts = _called(TrioEngine.end_thoughts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import trio
 
 from trioserve.asyncio.delta_box import DeltaBox
@@ -115,11 +114,9 @@ class RequestStream:
             return self._stream.resume_state(), self._box.unread()
 
         state, unread = self._thread.call(both)
-        token_ids, finished = list(state.token_ids), list(state.finished)
         for delta in unread:
-            token_ids[delta.index] = token_ids[delta.index][: len(token_ids[delta.index]) - len(delta.token_ids)]
-            finished[delta.index] = finished[delta.index] and delta.finish_reason not in WHOLE
-        return msgspec.structs.replace(state, token_ids=tuple(token_ids), finished=tuple(finished))
+            state = state.without_last(delta.index, len(delta.token_ids), has_end=delta.finish_reason in WHOLE)
+        return state
 
     def keep_hold(self) -> None:
         """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is

@@ -7,18 +7,25 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 import msgspec
 
 from trioserve.contracts.arguments import check_count, is_list, refuse, to_bool, to_int, to_str
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import CHOICES_MAX
+from trioserve.contracts.weights import WeightVersions
 
 __all__ = ["SEED_MAX", "SEED_MIN", "Resume", "digest_of"]
+
+T = TypeVar("T")
 
 DIGEST_BYTES = 16
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 _TOKEN_IDS = "a list of lists of token ids (int)"
+_LOGPROBS = "a list of lists of TokenLogprob"
+_VERSIONS = "a list of lists of pairs: a version (str), and how many tokens it sampled (int, 1 or more)"
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +40,10 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
         refused, since its continuation would be another text. None: nobody looks.
     seed: that of the response. None: sampling's own, or a new one.
     end_thinking: its thoughts were ended by hand (Engine.end_thoughts): one that goes on ends with the next token.
+    logprobs: of each choice, those of its tokens, as they were drawn; the response is given with them. None: they are
+        not known, and only those of new tokens are given.
+    weight_versions: of each choice, which weights sampled its tokens (see Delta), so that those of new tokens are
+        joined to them. None: nobody has told, or none were ever replaced.
     Raises InvalidRequest, naming the field, when a value is of another type or out of range.
     """
 
@@ -41,6 +52,8 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: str | None = None
     seed: int | None = None
     end_thinking: bool = False
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    weight_versions: tuple[WeightVersions, ...] | None = None
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
@@ -61,6 +74,48 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"resume.seed has {seed.bit_length()} bits, allowed are 64", param="resume.seed")
             force(self, "seed", seed)
         to_bool("resume.end_thinking", self.end_thinking)
+        if self.logprobs is not None:
+            force(self, "logprobs", tuple(map(_checked_logprobs, self._by_choice("logprobs", self.logprobs))))
+            self._check_counts("logprobs", [len(entries) for entries in self.logprobs])
+        if self.weight_versions is not None:
+            versions = self._by_choice("weight_versions", self.weight_versions)
+            force(self, "weight_versions", tuple(map(_checked_versions, versions)))
+            counts = [sum(count for _, count in runs) for runs in self.weight_versions]
+            given = zip(self.weight_versions, counts, self.token_ids, strict=True)
+            self._check_counts("weight_versions", [count if runs else len(ids) for runs, count, ids in given])
+
+    def without_last(self, index: int, count: int, *, has_end: bool) -> Resume:
+        """The same without so many of the last tokens of a choice. has_end: it ended with what is left out, if it
+        did."""
+        kept = len(self.token_ids[index]) - count
+        logprobs, versions = self.logprobs, self.weight_versions
+        return msgspec.structs.replace(
+            self,
+            token_ids=_with(self.token_ids, index, self.token_ids[index][:kept]),
+            finished=_with(self.finished, index, self.finished[index] and not has_end),
+            logprobs=None if logprobs is None else _with(logprobs, index, logprobs[index][:kept]),
+            weight_versions=(
+                None if versions is None else _with(versions, index, _first_versions(versions[index], kept))
+            ),
+        )
+
+    def _by_choice(self, name: str, value: object) -> Sequence[object]:
+        items = _items(f"resume.{name}", value, "a list with an entry for each choice")
+        if len(items) != len(self.token_ids):
+            raise InvalidRequest(
+                f"resume.{name} has {len(items)} entries and resume.token_ids {len(self.token_ids)}: each has one for "
+                "every choice",
+                param=f"resume.{name}",
+            )
+        return items
+
+    def _check_counts(self, name: str, counts: Sequence[int]) -> None:
+        for index, (count, token_ids) in enumerate(zip(counts, self.token_ids, strict=True)):
+            if count != len(token_ids):
+                raise InvalidRequest(
+                    f"resume.{name}[{index}] is of {count} tokens and resume.token_ids[{index}] has {len(token_ids)}",
+                    param=f"resume.{name}",
+                )
 
 
 def digest_of(token_ids: Sequence[int], images: Iterable[bytes] = ()) -> str:
@@ -89,3 +144,40 @@ def _checked(token_ids: object) -> tuple[int, ...]:
     if checked and min(checked) < 0:
         raise InvalidRequest(f"resume.token_ids holds {min(checked)}, allowed is 0 or more", param="resume.token_ids")
     return checked
+
+
+def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _checked_logprobs(entries: object) -> tuple[TokenLogprob, ...]:
+    if not is_list(entries):
+        refuse("resume.logprobs", entries, _LOGPROBS, verb="holds")
+    wrong = next((entry for entry in entries if not isinstance(entry, TokenLogprob)), None)
+    if wrong is not None:
+        refuse("resume.logprobs", wrong, _LOGPROBS, verb="holds")
+    return tuple(entries)  # type: ignore[arg-type]  # that was the question
+
+
+def _checked_versions(runs: object) -> WeightVersions:
+    if not is_list(runs):
+        refuse("resume.weight_versions", runs, _VERSIONS, verb="holds")
+    checked = []
+    for run in runs:
+        if not (is_list(run) and len(run) == 2):
+            refuse("resume.weight_versions", run, _VERSIONS, verb="holds")
+        version, count = run
+        if not (isinstance(version, str) and type(count) is int and count > 0):
+            refuse("resume.weight_versions", run, _VERSIONS, verb="holds")
+        checked.append((version, count))
+    return tuple(checked)
+
+
+def _first_versions(runs: WeightVersions, count: int) -> WeightVersions:
+    """Of so many tokens at the beginning."""
+    first = []
+    for version, own_count in runs:
+        if count > 0:
+            first.append((version, min(count, own_count)))
+        count -= own_count
+    return tuple(first)

@@ -31,6 +31,7 @@ from trioserve.contracts.images import ImageEncoder, ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.partial import CutOff
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.contracts.request import EngineRequest
@@ -330,6 +331,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         cut: Cut | None = None,
         resume: Resume | None = None,
         resumable: bool = False,
+        keep_logprobs: bool = False,
         adapter: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
@@ -356,6 +358,8 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
                 goes on behind it. The stream gives what is new; its counts are those of the whole response.
             resumable: whoever ends it by another way than its own (an abort, a deadline) wants it to go on: what is
                 held back of its text then is not given, so that nothing is given twice.
+            keep_logprobs: those that were given are kept as long as the scope, where sampling asks for them: for
+                cut_off, and for a response that goes on with them.
             adapter: the name of a LoRA adapter (load_adapter). Entering raises UnknownModel if none is loaded under it.
             part_of: the span of what it is made for, where requests are traced.
 
@@ -383,6 +387,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             resume=resume,
             seed=self._seed_of(sampling, resume),
             is_resumable=to_bool("resumable", resumable),
+            keep_logprobs=to_bool("keep_logprobs", keep_logprobs),
             part_of=part_of,
             adapter=text_or_none("adapter", adapter),
         )
@@ -463,6 +468,28 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             InvalidRequest: a tool has another shape than OpenAI's.
         """
         return PartStream(stream, self.families, self.tokenizer, tools)
+
+    def cut_off(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
+    ) -> dict[str, CutOff]:
+        """Abort, and get what there is of each request: exactly what its reader was given, or is by the end of its
+        stream, and how it goes on: `engine.generate(..., resume=partial.resume)`, also after the weights were replaced.
+        What the step in flight computes of it is nobody's. Log probabilities are there where it was asked to keep
+        them. Otherwise as `abort`.
+        """
+        request_ids = (request_ids,) if isinstance(request_ids, str) else list(request_ids)
+        outcomes = self.abort(request_ids, reason, owner=owner)
+        return {
+            request_id: CutOff(
+                outcome=outcome,
+                partials=tuple(
+                    request.partial()
+                    for request in self._requests.of(request_id)
+                    if request.generates and owner in (None, request.owner)
+                ),
+            )
+            for request_id, outcome in outcomes.items()
+        }
 
     def hand_over(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, HandOverOutcome]:
         """Give requests away that run, for another engine to go on with them, by the ids that their callers gave. Never

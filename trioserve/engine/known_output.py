@@ -59,16 +59,25 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
         token_ids = self.resume.token_ids[index]
         output = ChoiceOutput(self.tokenizer, self.sampling, index=index)
         if self.resume.finished[index]:
-            deltas = output.take_known(token_ids, self._end(index))
+            deltas = self._taken(output, index, self._end(index))
             return KnownChoice(output=output, deltas=tuple(deltas), is_finished=True)
         if len(token_ids) >= self.tokens_max:
             raise _over(index, f"they are {len(token_ids)}, and it may have {self.tokens_max}")
         if self._stops(token_ids):
             raise _over(index, f"token {token_ids[-1]} ends it")
-        deltas = output.take_known(token_ids, None)
+        deltas = self._taken(output, index, None)
         if output.ended:
             raise _over(index, f"the stop string {deltas[-1].stop_reason!r} ends it")
         return KnownChoice(output=output, deltas=tuple(deltas), is_finished=False, guide=self._guide(index))
+
+    def _taken(self, output: ChoiceOutput, index: int, end: RequestFinished | None) -> list[Delta]:
+        resume = self.resume
+        return output.take_known(
+            resume.token_ids[index],
+            end,
+            logprobs=None if resume.logprobs is None else resume.logprobs[index],
+            weight_versions=() if resume.weight_versions is None else resume.weight_versions[index],
+        )
 
     def _guide(self, index: int) -> SequenceGuide | None:
         if self.guides is None:

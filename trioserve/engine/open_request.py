@@ -19,6 +19,7 @@ from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
+from trioserve.contracts.partial import Partial, PartialChoice
 from trioserve.contracts.pooling import Pooled, PooledInput
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
@@ -27,6 +28,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
+from trioserve.engine.given_output import GivenOutput
 from trioserve.engine.known_output import KnownChoice
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope
 from trioserve.text.guide_factory import PreparedGuides
@@ -86,7 +88,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     on_released: called when no block of it is held any more. is_hold_kept: what is held outlives the scope.
     is_given_away: it ends as soon as the step in flight is over, and another engine goes on. known: what the response
     so far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand
-    has ended it, so that what was held back of its text is not shown then.
+    has ended it, so that what was held back of its text is not shown then. keep_logprobs: those that its reader was
+    given are kept, for whoever goes on with it.
     generates: its sequences are continued, and not pooled. adapter: the name of the one that it is computed with, or
     None; adapter_lease: on it, from entering until the core has nothing of the request any more.
     """
@@ -110,6 +113,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         resume: Resume | None = None,
         seed: int = 0,
         is_resumable: bool = False,
+        keep_logprobs: bool = False,
         part_of: Span = NO_SPAN,
         adapter: str | None = None,
     ) -> None:
@@ -148,11 +152,12 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.guides: PreparedGuides | None = None  # what restrains its tokens, once it is compiled
         # Thoughts are to end at once, also those that are still to come.
         self.is_thought_hurried = resume is not None and resume.end_thinking
-        self._read: dict[int, list[int]] = {}  # tokens that the reader has, by choice
-        self._read_ends: set[int] = set()  # choices of which it has all
+        # Unknown log probabilities of the first tokens cannot be part of those of all.
+        has_logprobs = keep_logprobs and sampling.logprobs is not None
+        self._keeps_logprobs = has_logprobs and (resume is None or resume.logprobs is not None)
+        self._given: dict[int, GivenOutput] = {}  # to the reader, by choice
         if resume is not None:
-            self._read = {index: list(token_ids) for index, token_ids in enumerate(resume.token_ids)}
-            self._read_ends = {index for index, is_finished in enumerate(resume.finished) if is_finished}
+            self._given = {index: self._given_before(resume, index) for index in range(len(resume.token_ids))}
         self._released: trio.Event | None = None  # while somebody waits for it
 
     @property
@@ -218,23 +223,41 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self._end_wait_for_release()
 
     def note_read(self, delta: Delta) -> None:
-        index = delta.index
-        try:
-            self._read[index] += delta.token_ids
-        except KeyError:
-            self._read[index] = list(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._note_read_end(delta)
+        self._given_to(delta.index).take(delta)
 
     def resume_state(self) -> Resume:
         """See RequestStream."""
-        indices = range(self.choice_count)
+        return self._resume_behind([self._given_to(index).with_next(None) for index in range(self.choice_count)])
+
+    def partial(self) -> Partial:
+        """What the reader has, and what is still to be read."""
+        choices = [self._given_to(index).with_next(self._pending.get(index)) for index in range(self.choice_count)]
+        return Partial(choices=tuple(choices), resume=self._resume_behind(choices))
+
+    def _resume_behind(self, choices: Sequence[PartialChoice]) -> Resume:
+        has_versions = any(choice.weight_versions for choice in choices)
         return Resume(
-            token_ids=tuple(tuple(self._read.get(index, ())) for index in indices),
-            finished=tuple(index in self._read_ends for index in indices),
+            token_ids=tuple(choice.token_ids for choice in choices),
+            finished=tuple(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in choices),
             prompt_digest=self.prompt_digest,
             seed=self.seed,
             end_thinking=self.is_thought_hurried,
+            logprobs=tuple(choice.logprobs or () for choice in choices) if self._keeps_logprobs else None,
+            weight_versions=tuple(choice.weight_versions for choice in choices) if has_versions else None,
+        )
+
+    def _given_to(self, index: int) -> GivenOutput:
+        given = self._given.get(index)
+        if given is None:
+            given = self._given[index] = GivenOutput(logprobs=() if self._keeps_logprobs else None)
+        return given
+
+    def _given_before(self, resume: Resume, index: int) -> GivenOutput:
+        return GivenOutput(
+            resume.token_ids[index],
+            logprobs=resume.logprobs[index] if self._keeps_logprobs and resume.logprobs is not None else None,
+            weight_versions=() if resume.weight_versions is None else resume.weight_versions[index],
+            is_complete=resume.finished[index],
         )
 
     @property
@@ -254,10 +277,6 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     def block_salt(self) -> str | None:
         """Of its blocks' names."""
         return adapter_salt(self.cache_salt, self.adapter_digest)
-
-    def _note_read_end(self, delta: Delta) -> None:
-        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._read_ends.add(delta.index)
 
     async def wait_until_released(self) -> None:
         """See RequestStream."""
@@ -294,6 +313,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             choice.output = known.output
             choice.guide = known.guide
             choice.is_ended = known.is_finished
+            if known.is_finished:
+                self._given_to(choice.index).finish_reason = known.deltas[-1].finish_reason
         self.known = tuple(delta for known in choices for delta in known.deltas)
         if self.is_finished:
             self._begun.set()
@@ -317,6 +338,9 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     ) -> None:
         """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
         choice.is_ended = True
+        if self.resume is not None and self.resume.finished[choice.index]:
+            self._begun.set()  # it had ended before it came here, and is not gone through yet
+            return
         self.push(
             Delta(
                 index=choice.index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob
 from trioserve.contracts.output import Delta
@@ -89,13 +89,37 @@ class ChoiceOutput:
         """Which weights sampled so many tokens that come now."""
         return tuple((version, token_count) for version, _ in self._next_version)
 
-    def take_known(self, token_ids: Sequence[int], finished: RequestFinished | None) -> list[Delta]:
+    def take_known(
+        self,
+        token_ids: Sequence[int],
+        finished: RequestFinished | None,
+        *,
+        logprobs: Sequence[TokenLogprob] | None = None,
+        weight_versions: WeightVersions = (),
+    ) -> list[Delta]:
         """Tokens that were given before, and the end if that was, too: what follows goes on behind them. Returns what
-        they gave, token by token; joined, it holds each of them once. Tokens behind a stop string are not looked at."""
+        they gave, token by token; joined, it holds each of them once. Tokens behind a stop string are not looked at.
+        logprobs, weight_versions: of these tokens; what follows is taken to be of INITIAL_WEIGHTS."""
+        deltas = self._known(token_ids, finished, logprobs, dict(_run_starts(weight_versions)))
+        if weight_versions:
+            self.use_weights(INITIAL_WEIGHTS)
+        return deltas
+
+    def _known(
+        self,
+        token_ids: Sequence[int],
+        finished: RequestFinished | None,
+        logprobs: Sequence[TokenLogprob] | None,
+        versions: Mapping[int, str],
+    ) -> list[Delta]:
+        """versions: by the place from which on they sample."""
         deltas: list[Delta] = []
         last = len(token_ids) - 1
         for place, token_id in enumerate(token_ids):
-            delta = self.feed((token_id,), None, finished if place == last else None)
+            if place in versions:
+                self.use_weights(versions[place])
+            logprob = None if logprobs is None else (logprobs[place],)
+            delta = self.feed((token_id,), logprob, finished if place == last else None)
             if delta is not None:
                 deltas.append(delta)
                 if self.ended:
@@ -168,6 +192,13 @@ class ChoiceOutput:
         if self._logprobs is not None:
             self._logprobs.clear()
         return delta
+
+
+def _run_starts(versions: WeightVersions) -> Iterator[tuple[int, str]]:
+    place = 0
+    for version, count in versions:
+        yield place, version
+        place += count
 
 
 def merge(first: Delta, second: Delta) -> Delta:

@@ -1,0 +1,380 @@
+"""What there is of a request that was cut off is what its reader was given, and with it the response goes on as if
+nothing had happened."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
+from trioserve.contracts.output import Delta
+from trioserve.contracts.partial import Partial
+from trioserve.contracts.resume import Resume
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.inline_texts import InlineTexts
+from trioserve.text.output import merge
+
+SAMPLING = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=2, logprobs=1, ignore_eos=True)
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"overlap_steps": True},
+    {"speculative_ngram": 3},
+    {"block_count": 33, "max_num_seqs": 3},
+]
+
+
+class Rollout:
+    """Reads a request, slowly or not, and what it was given is joined choice by choice."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, Delta] = {}
+        self.error: Exception | None = None
+        self.resume: Resume | None = None  # whose tokens it was not given again, since it was cut off in the queue
+
+    async def read(
+        self,
+        fake: FakeEngine,
+        prompt: str = "one",
+        sampling: SamplingParams = SAMPLING,
+        *,
+        pause: float = 0.0,
+        **more: Any,
+    ) -> None:
+        options = {"request_id": "r", "keep_logprobs": True, **more}
+        self.resume = more.get("resume")
+        try:
+            async with fake.generate(prompt, sampling, **options) as stream:
+                self.take(*stream.known)
+                if stream.known:
+                    self.resume = None
+                async for delta in stream:
+                    self.take(delta)
+                    await trio.sleep(pause)
+        except Exception as error:
+            self.error = error
+
+    def take(self, *deltas: Delta) -> None:
+        for delta in deltas:
+            before = self.given.get(delta.index)
+            self.given[delta.index] = delta if before is None else merge(before, delta)
+
+    def tokens(self, index: int) -> tuple[int, ...]:
+        known = () if self.resume is None else self.resume.token_ids[index]
+        return known + (self.given[index].token_ids if index in self.given else ())
+
+    def logprobs(self, index: int) -> tuple[TokenLogprob, ...]:
+        known = () if self.resume is None or self.resume.logprobs is None else self.resume.logprobs[index]
+        return known + ((self.given[index].logprobs or ()) if index in self.given else ())
+
+
+async def undisturbed(prompt: str = "one", sampling: SamplingParams = SAMPLING, **options: Any) -> Rollout:
+    rollout = Rollout()
+    async with open_fake_engine(step_seconds=0.01, **options) as fake:
+        await rollout.read(fake, prompt, sampling)
+    return rollout
+
+
+def check_given(partial: Partial, rollout: Rollout) -> None:
+    """The partial is what the reader has in the end."""
+    for index, choice in enumerate(partial.choices):
+        assert choice.token_ids == rollout.tokens(index)
+        if choice.logprobs is not None:
+            assert choice.logprobs == rollout.logprobs(index)
+            assert len(choice.logprobs) == len(choice.token_ids)
+        if index in rollout.given:
+            assert choice.finish_reason is rollout.given[index].finish_reason
+            assert choice.weight_versions == rollout.given[index].weight_versions
+    assert partial.resume.token_ids == tuple(choice.token_ids for choice in partial.choices)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.04], ids=["fast reader", "slow reader"])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+async def test_what_was_given_is_there_and_goes_on(autojump_clock, options, pause):
+    expected = await undisturbed(**options)
+    first, second = Rollout(), Rollout()
+    async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
+        async with trio.open_nursery() as reading:
+            reading.start_soon(lambda: first.read(fake, pause=pause))
+            await trio.sleep(0.055)
+            cut = fake.cut_off("r")["r"]
+            assert cut.outcome is AbortOutcome.ABORTED
+        [partial] = cut.partials
+        assert 0 < len(partial.choices[0].token_ids) < 12
+        check_given(partial, first)
+        await trio.sleep(0.02)
+        fake.assert_all_free()
+        nursery.start_soon(lambda: second.read(fake, resume=partial.resume))
+    for index in range(2):
+        assert second.tokens(index) == expected.tokens(index)
+        assert second.logprobs(index) == expected.logprobs(index)
+    assert all(delta.finish_reason is FinishReason.LENGTH for delta in second.given.values())
+
+
+async def test_what_the_step_in_flight_computes_is_nobodys(autojump_clock):
+    rollout = Rollout()
+    async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(rollout.read, fake)
+        await wait_all_tasks_blocked()
+        await fake.step(3)
+        async with fake.held_step():
+            await wait_all_tasks_blocked()
+            before = [rollout.tokens(index) for index in range(2)]
+            [partial] = fake.cut_off("r")["r"].partials
+            await wait_all_tasks_blocked()
+        # Three steps have been, and of some tokens the text was held back.
+        assert [len(choice.token_ids) for choice in partial.choices] == [3, 3]
+        assert [
+            choice.token_ids[: len(tokens)] for choice, tokens in zip(partial.choices, before, strict=True)
+        ] == before
+        await wait_all_tasks_blocked()
+        check_given(partial, rollout)
+
+
+async def test_of_one_in_the_queue_there_are_no_tokens_and_it_goes_on_all_the_same(autojump_clock):
+    expected = await undisturbed()
+    first, second = Rollout(), Rollout()
+    async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: Rollout().read(fake, "other", request_id="other"))
+        await trio.sleep(0.02)
+        nursery.start_soon(first.read, fake)
+        await trio.sleep(0.02)
+        [partial] = fake.cut_off("r")["r"].partials
+        assert [choice.token_ids for choice in partial.choices] == [(), ()]
+        assert [choice.finish_reason for choice in partial.choices] == [FinishReason.ABORT] * 2
+        nursery.start_soon(lambda: second.read(fake, resume=partial.resume))
+    check_given(partial, first)
+    assert [second.tokens(index) for index in range(2)] == [expected.tokens(index) for index in range(2)]
+    assert second.logprobs(1) == expected.logprobs(1)
+
+
+async def test_a_choice_that_was_complete_stays_so(autojump_clock):
+    """Of a response that had ended there is all of it, as long as its reader has not left."""
+    first, second = Rollout(), Rollout()
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: first.read(fake, pause=1.0))
+        await trio.sleep(0.9)
+        cut = fake.cut_off("r")["r"]
+        assert cut.outcome is AbortOutcome.ALREADY_FINISHED
+        [partial] = cut.partials
+        assert partial.resume.finished == (True, True)
+        nursery.start_soon(lambda: second.read(fake, resume=partial.resume))
+    check_given(partial, first)
+    assert {index: delta.token_ids for index, delta in second.given.items()} == {
+        index: delta.token_ids for index, delta in first.given.items()
+    }
+
+
+@pytest.mark.parametrize("finished", [(True, False), (True, True)], ids=str)
+async def test_a_choice_that_had_ended_before_it_came_here_has_no_end_in_the_queue(autojump_clock, finished):
+    expected = await undisturbed()
+    resume = Resume(token_ids=(expected.tokens(0), expected.tokens(1)[:4]), finished=(True, False), seed=3)
+    if all(finished):
+        resume = Resume(token_ids=(expected.tokens(0), expected.tokens(1)), finished=finished, seed=3)
+    rollout = Rollout()
+    async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        for _ in range(12):  # it gets no lease, and so nothing of it is gone through
+            nursery.start_soon(lambda: Rollout().read(fake, "other", request_id="other"))
+        await trio.sleep(0.02)
+        with trio.fail_after(1):
+            async with trio.open_nursery() as reading:
+                reading.start_soon(lambda: rollout.read(fake, resume=resume))
+                await trio.sleep(0.02)
+                [partial] = fake.cut_off("r")["r"].partials
+        assert partial.resume.finished == resume.finished
+        assert partial.resume.token_ids == resume.token_ids
+        assert list(rollout.given) == [index for index in range(2) if not finished[index]]
+        fake.cut_off("other")
+    fake.assert_all_free()
+
+
+async def test_nothing_is_said_of_those_that_left_are_pooled_or_are_anothers(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        await Rollout().read(fake)
+        assert fake.cut_off("r")["r"].partials == ()
+        assert fake.cut_off(["nobody"])["nobody"].outcome is AbortOutcome.UNKNOWN
+        nursery.start_soon(lambda: Rollout().read(fake, owner="ann"))
+        await trio.sleep(0.03)
+        assert fake.cut_off("r", owner="bob")["r"].partials == ()
+        [partial] = fake.cut_off("r", owner="ann")["r"].partials
+        assert partial.choices[0].token_ids
+
+
+async def test_several_requests_of_one_id_each_have_a_partial(autojump_clock):
+    rollouts = [Rollout(), Rollout()]
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        for rollout, prompt in zip(rollouts, ("one", "two"), strict=True):
+            nursery.start_soon(rollout.read, fake, prompt)
+            await wait_all_tasks_blocked()
+        await trio.sleep(0.04)
+        partials = fake.cut_off("r")["r"].partials
+    assert len(partials) == 2
+    for partial, rollout in zip(partials, rollouts, strict=True):
+        check_given(partial, rollout)
+
+
+async def test_log_probabilities_are_kept_only_where_that_was_asked_for(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: Rollout().read(fake, keep_logprobs=False))
+        await trio.sleep(0.04)
+        [partial] = fake.cut_off("r")["r"].partials
+        assert partial.choices[0].token_ids
+        assert partial.choices[0].logprobs is None
+        assert partial.resume.logprobs is None
+
+
+async def test_versions_of_known_tokens_are_told_again_before_those_of_new_ones(autojump_clock):
+    expected = await undisturbed()
+    tokens = tuple(expected.tokens(index)[:5] for index in range(2))
+    runs = ((("a", 2), ("b", 3)), (("b", 5),))
+    resume = Resume(token_ids=tokens, finished=(False, False), seed=3, weight_versions=runs)
+    rollout = Rollout()
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: rollout.read(fake, resume=resume))
+        await trio.sleep(0.04)
+        [partial] = fake.cut_off("r")["r"].partials
+    more = len(partial.choices[0].token_ids) - 5
+    assert more > 0
+    assert partial.choices[0].weight_versions == (("a", 2), ("b", 3), ("default", more))
+    assert partial.choices[1].weight_versions == (("b", 5), ("default", more))
+    assert [choice.token_ids for choice in partial.choices] == [
+        expected.tokens(index)[: 5 + more] for index in range(2)
+    ]
+    # Its reader is given the log probabilities of new tokens alone: those of known ones nobody knows.
+    assert partial.choices[0].logprobs is None
+    assert len(rollout.logprobs(0)) == more
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": [[]]}, "resume.logprobs"),
+        ({"logprobs": [[TokenLogprob(1, -1.0)], [], []]}, "resume.logprobs"),
+        ({"logprobs": [[1, 2], []]}, "resume.logprobs"),
+        ({"logprobs": 3}, "resume.logprobs"),
+        ({"weight_versions": [[("a", 1)], []]}, "resume.weight_versions"),
+        ({"weight_versions": [[("a", 1), ("b", 0), ("c", 1)], []]}, "resume.weight_versions"),
+        ({"weight_versions": [["a", 2], []]}, "resume.weight_versions"),
+        ({"weight_versions": [[]]}, "resume.weight_versions"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_the_response_so_far_is_refused(fields, param):
+    with pytest.raises(InvalidRequest) as caught:
+        Resume(token_ids=((1, 2), ()), finished=(False, False), **fields)
+    assert caught.value.param == param
+
+
+def test_a_resume_can_be_shortened():
+    resume = Resume(
+        token_ids=((1, 2, 3), (4,)),
+        finished=(True, False),
+        logprobs=(tuple(TokenLogprob(token, -1.0) for token in (1, 2, 3)), (TokenLogprob(4, -1.0),)),
+        weight_versions=((("a", 1), ("b", 2)), ()),
+    )
+    shorter = resume.without_last(0, 1, has_end=True)
+    assert shorter.token_ids == ((1, 2), (4,))
+    assert shorter.finished == (False, False)
+    assert shorter.logprobs is not None
+    assert [len(entries) for entries in shorter.logprobs] == [2, 1]
+    assert shorter.weight_versions == ((("a", 1), ("b", 1)), ())
+    assert resume.without_last(1, 0, has_end=False) == resume
+
+
+SEEDS = range(40)
+SAMPLINGS = (
+    SamplingParams(max_tokens=20, temperature=1.0, seed=3, logprobs=0, ignore_eos=True),
+    SamplingParams(max_tokens=15, temperature=1.0, seed=5, n=3),
+    SamplingParams(max_tokens=20, temperature=1.0, seed=7, stop=("ab", "xyz"), logprobs=2),
+    SamplingParams(max_tokens=12, temperature=0.0, seed=1, n=2, logprobs=0),
+)
+
+
+async def roll_out(
+    fake: FakeEngine, rng: Random, name: str, prompt: str, sampling: SamplingParams, *, resumable: bool
+) -> Rollout:
+    """A rollout that is cut off again and again, by the trainer's hand, a pause or its deadline, and goes on. Returns
+    the whole response, each token exactly once."""
+    resume: Resume | None = None
+    for _ in range(30):
+        rollout, partials = Rollout(), list[Partial]()
+        limits = Deadlines(timeout=rng.uniform(0.02, 0.3)) if rng.random() < 0.3 else None
+        options: dict[str, Any] = {
+            "request_id": name,
+            "resume": resume,
+            "resumable": resumable,
+            "deadlines": limits,
+            "pause": rng.choice((0.0, 0.0, 0.05)),
+        }
+        async with trio.open_nursery() as nursery:
+
+            async def read(rollout: Rollout = rollout, options: dict[str, Any] = options) -> None:
+                await rollout.read(fake, prompt, sampling, **options)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(read)
+            await trio.sleep(rng.uniform(0, 0.25))
+            partials += fake.cut_off(name)[name].partials
+            await trio.sleep_forever()
+        assert rollout.error is None
+        if all(delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for delta in rollout.given.values()):
+            return rollout
+        for partial in partials:
+            check_given(partial, rollout)
+            resume = partial.resume
+        if not partials:  # a deadline or a pause was sooner, and the reader has left: what it has it can say itself
+            state = Resume(
+                token_ids=tuple(rollout.tokens(index) for index in range(sampling.n)),
+                finished=tuple(
+                    rollout.given[index].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                    for index in range(sampling.n)
+                ),
+                seed=sampling.seed,
+                logprobs=None if sampling.logprobs is None else tuple(map(rollout.logprobs, range(sampling.n))),
+            )
+            resume = state
+    raise AssertionError("it never comes to an end")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_every_token_is_given_exactly_once_however_often_it_is_cut_off(autojump_clock: object, seed: int) -> None:
+    rng = Random(seed)
+    options = {**KINDS[seed % len(KINDS)], "new_text_threads": InlineTexts}
+    prompts = ("a", "two blocks of it", "two blocks of it, and more", "another")
+    cases = [(f"r{index}", rng.choice(prompts), rng.choice(SAMPLINGS)) for index in range(6)]
+    expected = [await undisturbed(prompt, sampling, **options) for _, prompt, sampling in cases]
+    whole: dict[str, Rollout] = {}
+    async with open_fake_engine(step_seconds=0.01, **options) as fake:
+
+        async def one(name: str, prompt: str, sampling: SamplingParams) -> None:
+            await trio.sleep(rng.uniform(0, 0.3))
+            whole[name] = await roll_out(fake, rng, name, prompt, sampling, resumable=rng.random() < 0.3)
+
+        async def trainer() -> None:
+            while True:
+                await trio.sleep(rng.uniform(0.05, 0.3))
+                await fake.pause_generation(rng.choice(("abort", "keep")))
+                await trio.sleep(rng.uniform(0, 0.05))
+                fake.resume_generation()
+
+        with trio.fail_after(1000):
+            async with trio.open_nursery() as training:
+                training.start_soon(trainer)
+                async with trio.open_nursery() as nursery:
+                    for case in cases:
+                        nursery.start_soon(one, *case)
+                training.cancel_scope.cancel()
+        fake.resume_generation()
+        await trio.sleep(1)
+        fake.assert_all_free()
+    for (name, _, sampling), undisturbed_one in zip(cases, expected, strict=True):
+        for index in range(sampling.n):
+            ours, theirs = whole[name].given[index], undisturbed_one.given[index]
+            assert (ours.token_ids, ours.logprobs, ours.text) == (theirs.token_ids, theirs.logprobs, theirs.text)
+            assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)

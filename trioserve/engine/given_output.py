@@ -1,0 +1,59 @@
+"""What the reader of a choice was given: all that another engine, or the same one later, needs to go on behind it."""
+
+from __future__ import annotations
+
+from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.output import Delta
+from trioserve.contracts.partial import PartialChoice
+from trioserve.contracts.weights import WeightVersions, joined_versions
+
+__all__ = ["GivenOutput"]
+
+
+class GivenOutput:
+    """logprobs: None where they are not kept: then a delta costs no more here than its token ids."""
+
+    __slots__ = ("finish_reason", "logprobs", "token_ids", "weight_versions")
+
+    def __init__(
+        self,
+        token_ids: tuple[int, ...] = (),
+        *,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        weight_versions: WeightVersions = (),
+        is_complete: bool = False,
+    ) -> None:
+        self.token_ids = list(token_ids)
+        self.logprobs = None if logprobs is None else list(logprobs)
+        self.weight_versions = weight_versions
+        # Until what is known of it is gone through, STOP stands for LENGTH, too.
+        self.finish_reason = FinishReason.STOP if is_complete else None
+
+    def take(self, delta: Delta) -> None:
+        """The next one."""
+        if delta.weight_versions or self.weight_versions:
+            self.weight_versions = joined_versions(
+                self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids)
+            )
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+
+    def with_next(self, delta: Delta | None) -> PartialChoice:
+        """All of it, and of a delta that is not read yet."""
+        given = self
+        if delta is not None:
+            given = GivenOutput(
+                tuple(self.token_ids),
+                logprobs=None if self.logprobs is None else tuple(self.logprobs),
+                weight_versions=self.weight_versions,
+            )
+            given.take(delta)
+        return PartialChoice(
+            token_ids=tuple(given.token_ids),
+            logprobs=None if given.logprobs is None else tuple(given.logprobs),
+            weight_versions=given.weight_versions,
+            finish_reason=given.finish_reason,
+        )
