@@ -38,7 +38,8 @@ class Operator:
             await trio.sleep(rng.uniform(0, 0.15))
             act = rng.choice((fake.pause_generation, fake.pause_generation, self._sleep, fake.wake_up, self._resume))
             if act is fake.pause_generation:
-                act = partial(fake.pause_generation, rng.choice(("abort", "wait", "keep")))
+                mode = rng.choice(("abort", "wait", "keep", "keep", "retract"))
+                act = partial(fake.pause_generation, mode, clear_cache=rng.random() < 0.3)
             patience = rng.choice((100.0, 100.0, 100.0, rng.uniform(0, 0.05)))
             with trio.move_on_after(patience) as scope:
                 await act()

@@ -339,3 +339,93 @@ async def test_a_stream_that_is_ended_by_a_pause_says_so(autojump_clock):
             await trio.sleep(0.105)
             await server.engine.pause_generation()
         assert sorted(statuses) == [(200, True), (503, True)]
+
+
+RETRACTING: list[tuple[str, bool]] = [("retract", False), ("retract", True), ("keep", True)]
+
+
+@pytest.mark.parametrize(("mode", "clear_cache"), RETRACTING, ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+async def test_what_is_retracted_has_no_blocks_and_goes_on_with_the_same_tokens(
+    autojump_clock, options, mode, clear_cache
+):
+    expected = await undisturbed("one and a block", **options)
+    one, late = Reader(), Reader()
+    async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(one.read, fake, "one and a block")
+        await trio.sleep(0.055)
+        await fake.pause_generation(mode, clear_cache=clear_cache)
+        assert fake.is_paused
+        stats = fake.stats()
+        assert (stats.blocks_used, stats.running_count, stats.preemptions_total) == (0, 0, 1)
+        assert (stats.blocks_cached == 0) is clear_cache
+        nursery.start_soon(late.read, fake, "late")
+        await trio.sleep(10)
+        assert late.deltas == []
+        fake.resume_generation()
+    assert one.token_ids == expected
+    assert late.end[0] is FinishReason.LENGTH
+    fake.assert_all_free()
+
+
+async def test_a_caller_that_leaves_takes_no_retraction_back(autojump_clock):
+    one = Reader()
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(one.read, fake, "one and a block")
+        await trio.sleep(0.055)
+        with trio.move_on_after(0.002) as scope:
+            await fake.pause_generation("retract", clear_cache=True)
+        assert scope.cancelled_caught
+        await trio.sleep(1)
+        stats = fake.stats()
+        assert (stats.blocks_used, stats.blocks_cached, stats.preemptions_total) == (0, 0, 1)
+        fake.resume_generation()
+    assert one.end[0] is FinishReason.LENGTH
+
+
+async def test_a_pause_that_is_resumed_before_the_step_ends_retracts_nobody(autojump_clock):
+    one = Reader()
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(one.read, fake, "one")
+        await trio.sleep(0.055)
+        nursery.start_soon(fake.pause_generation, "retract")
+        await trio.sleep(0.002)
+        fake.resume_generation()
+    assert fake.stats().preemptions_total == 0
+    assert one.end[0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_the_cache_is_cleared_when_what_had_begun_is_over(autojump_clock, mode):
+    one, again = Reader(), Reader()
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.read, fake, "one and a block")
+            await trio.sleep(0.055)
+            await fake.pause_generation(mode, clear_cache=True)
+            assert fake.stats().blocks_cached == 0
+            assert fake.stats().preemptions_total == 0
+        fake.resume_generation()
+        await again.read(fake, "one and a block")
+        assert fake.stats().prefix_hit_tokens_total == 0
+
+
+async def test_the_cache_can_be_reset_while_requests_run(autojump_clock):
+    expected = await undisturbed("one and a block")
+    one, again = Reader(), Reader()
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.read, fake, "one and a block")
+            await trio.sleep(0.055)
+            fake.reset_prefix_cache()
+            with pytest.raises(InvalidRequest, match="pause it before"):
+                fake.reset_prefix_cache(retract=True)
+            await again.read(fake, "one and a block")
+        assert fake.stats().prefix_hit_tokens_total == 0
+        assert fake.stats().preemptions_total == 0
+        await fake.pause_generation("keep")
+        fake.reset_prefix_cache(retract=True)
+        assert fake.stats().blocks_cached == 0
+        fake.resume_generation()
+    assert one.token_ids == again.token_ids == expected
+    fake.assert_all_free()

@@ -12,7 +12,7 @@ from trioserve.api.generation import KeepAlive
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.api.sse import KEEP_ALIVE
-from trioserve.contracts.errors import UnknownModel
+from trioserve.contracts.errors import InvalidRequest, UnknownModel
 from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.http.clock_and_ids import ClockAndIds
 
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
     from trioserve.trio_tools.deadline_keeper import Alarm
 
-__all__ = ["EngineContext", "ServedEngine"]
+__all__ = ["EngineContext", "PauseMode", "ServedEngine"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+PauseMode = Literal["abort", "wait", "keep", "retract"]
 
 
 class ServedEngine(Protocol):
@@ -82,6 +84,12 @@ class EngineContext(Responder):
         self.routers_heard = routers_heard
         self.priority_least = PRIORITY_MIN
         self._tenant_header = tenant_header
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Have the engine pause. clear_cache: nothing to do where there is no KV."""
+        if mode == "retract":
+            raise InvalidRequest("mode is retract, and there is no KV that could be given back: it pauses in_place")
+        await self.engine.pause_generation(mode)
 
     async def body(self, kind: type[Body]) -> Body:
         """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""

@@ -13,6 +13,7 @@ __all__ = ["LIST_FIELDS", "Query"]
 
 FIELDS_MAX = 64
 NUMBER_DIGITS_MAX = 16
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 LIST_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "after": ("id of the last object of the page before", {"type": "string"}),
@@ -51,6 +52,14 @@ class Query:
         if not low <= value <= high:
             raise InvalidRequest(f"{name} is {text[:40]!r}, allowed are {low:g} to {high:g} seconds", param=name)
         return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        text = self._values.get(name)
+        if text is None:
+            return default
+        if text.lower() not in FLAGS:
+            raise InvalidRequest(f"{name} is {text[:40]!r}, allowed are true and false", param=name)
+        return FLAGS[text.lower()]
 
     def number(self, name: str, default: int, *, low: int, high: int) -> int:
         text = self._values.get(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import trio
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.engine_context import EngineContext
+from trioserve.api.engine_context import EngineContext, PauseMode
 from trioserve.contracts.prompt import Cut
 from trioserve.http.clock_and_ids import ClockAndIds
 
@@ -110,6 +110,9 @@ class RequestContext(EngineContext):
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
         self.adapter: str | None = None  # that the request's model is; known when model_name was asked
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await self.engine.pause_generation(mode, clear_cache=clear_cache)
 
     def model_name(self, asked: str | None) -> str:
         """As everywhere; an adapter's name has what the request asks for computed with it."""

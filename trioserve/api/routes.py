@@ -47,6 +47,7 @@ from trioserve.api.operations.health import read_health, read_load, read_metrics
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
+from trioserve.api.operations.prefix_cache import flush_cache, reset_prefix_cache
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
 from trioserve.api.operations.thoughts import control_request
@@ -118,6 +119,8 @@ ROUTES = {
         Route[RequestContext](path="/pause", operations={"POST": pause}),
         Route[RequestContext](path="/resume", operations={"POST": resume}),
         Route[RequestContext](path="/is_paused", operations={"GET": read_is_paused}),
+        Route(path="/reset_prefix_cache", operations={"POST": reset_prefix_cache}),
+        Route(path="/flush_cache", operations={"POST": flush_cache, "GET": flush_cache}),
         Route(path="/sleep", operations={"POST": sleep}),
         Route(path="/wake_up", operations={"POST": wake_up}),
         Route(path="/is_sleeping", operations={"GET": read_is_sleeping}),

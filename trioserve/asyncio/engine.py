@@ -93,6 +93,7 @@ class Engine:
     wake_up = _awaited(TrioEngine.wake_up)
     drain = _called(TrioEngine.drain)
     pause_generation = _awaited(TrioEngine.pause_generation)
+    reset_prefix_cache = _called(TrioEngine.reset_prefix_cache)
     resume_generation = _called(TrioEngine.resume_generation)
     wait_until_idle = _awaited(TrioEngine.wait_until_idle)
     load_adapter = _awaited(TrioEngine.load_adapter)

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import trio
@@ -25,7 +25,7 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
 from trioserve.contracts.images import ImageEncoder, ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
@@ -312,6 +312,44 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         if request.is_given_away:
             return True
         return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
+
+    # --- paused ---
+
+    async def pause_generation(
+        self, mode: Literal["abort", "wait", "keep", "retract"] = "abort", *, clear_cache: bool = False
+    ) -> None:
+        """As every engine pauses. With "retract", requests that have begun are kept, and give their blocks back: they
+        are computed again when it goes on, with the tokens that they have, and their streams go on with the same ones.
+
+        clear_cache: what was computed is no hit afterwards, and so nothing that goes on uses any of it: "keep" is
+        "retract" then. What a connector keeps elsewhere it keeps.
+        """
+        self._own_run.check("engine.pause_generation")
+        kept: Literal["abort", "wait", "keep"] = "keep" if mode == "retract" else mode
+        self._check_may_pause(kept)
+        retracts = mode == "retract" or (to_bool("clear_cache", clear_cache) and mode == "keep")
+        if retracts or clear_cache:
+            self._pausing.when_at_rest(lambda: self._give_back(retracts=retracts, forgets=clear_cache))
+        await super().pause_generation(kept)
+
+    def reset_prefix_cache(self, *, retract: bool = False) -> None:
+        """What was computed is no hit for anybody any more; requests that run keep what they use. What a connector
+        keeps elsewhere it keeps. retract: whoever runs gives that back, too, and computes it again; of an engine that
+        pauses, with no step in flight. Raises InvalidRequest."""
+        self._own_run.check("engine.reset_prefix_cache")
+        if to_bool("retract", retract) and not (self.is_paused and self._give_back(retracts=True, forgets=True)):
+            raise InvalidRequest("the engine computes: pause it before requests that run give back what they use")
+        self._core.forget_prefixes()
+
+    def _give_back(self, *, retracts: bool, forgets: bool) -> bool:
+        """Whether it could be done, since no step is in flight."""
+        if self._core.flights:
+            return False
+        if retracts:
+            self._core.preempt_all(trio.current_time())
+        if forgets:
+            self._core.forget_prefixes()
+        return True
 
     # --- requests ---
 

@@ -82,8 +82,31 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
             "mode": (
                 "what becomes of requests that have begun: they end with what they have, or are waited for, or pause",
                 {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
-            )
+            ),
+            "clear_cache": (
+                "what was computed is no hit afterwards, and requests that are kept are computed again",
+                {"type": "boolean", "default": True},
+            ),
         },
+    ),
+    ("POST", "/reset_prefix_cache"): DescribedOperation(
+        summary="Empty the prefix cache",
+        description="The admin's, where there are keys. Requests that run keep what they use.",
+        response=response_types.CacheReset,
+        errors=(400, 403),
+        query={
+            "reset_running_requests": (
+                "of an engine that pauses: requests that have begun are computed again",
+                {"type": "boolean", "default": False},
+            ),
+            "reset_external": ("refused: what a connector keeps it keeps", {"type": "boolean", "default": False}),
+        },
+    ),
+    ("POST", "/flush_cache"): DescribedOperation(
+        summary="As /reset_prefix_cache, with SGLang's name", response=response_types.PauseChanged, errors=(400, 403)
+    ),
+    ("GET", "/flush_cache"): DescribedOperation(
+        summary="The same", response=response_types.PauseChanged, errors=(400, 403)
     ),
     ("POST", "/resume"): DescribedOperation(
         summary="Go on after a pause", response=response_types.PauseStatus, errors=(400, 403)

@@ -220,9 +220,10 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """mode: what becomes of requests that have begun: they end, or stay as they are and go on later."""
+    """mode: what becomes of requests that have begun: they end; or stay as they are and go on later; or give their KV
+    back, and are computed again then."""
 
-    mode: Literal["abort", "in_place"] = "abort"
+    mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
 SAMPLING_FIELDS = (

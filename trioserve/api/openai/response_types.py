@@ -21,6 +21,7 @@ __all__ = [
     "Hangs",
     "ChatCompletion",
     "ChatCompletionChunk",
+    "CacheReset",
     "Completion",
     "Detokenized",
     "Error",
@@ -357,6 +358,10 @@ class NotReady(Response):
 
 class PauseStatus(Response):
     status: Literal["paused", "resumed"]
+
+
+class CacheReset(Response):
+    status: Literal["ok"]
 
 
 class IsPaused(Response):

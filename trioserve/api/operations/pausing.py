@@ -12,19 +12,21 @@ from trioserve.api.openai.request_types import PauseBody, decode_body
 from trioserve.api.query import Query
 
 if TYPE_CHECKING:
-    from trioserve.api.engine_context import EngineContext
+    from trioserve.api.engine_context import EngineContext, PauseMode
 
 __all__ = ["continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
 
 MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
-SGLANG_MODES: dict[str, Literal["abort", "keep"]] = {"abort": "abort", "in_place": "keep"}
+SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 
 
 async def pause(context: EngineContext) -> None:
-    """Responds when no step is in flight, and with mode=wait when what had begun has ended."""
+    """Responds when no step is in flight, and with mode=wait when what had begun has ended. As in vLLM, what was
+    computed is forgotten then, unless the caller wants it kept."""
     _check_may(context)
-    mode = Query(context.exchange.query).choice("mode", tuple(MODES), "abort")
-    await context.engine.pause_generation(MODES[mode])
+    query = Query(context.exchange.query)
+    mode = query.choice("mode", tuple(MODES), "abort")
+    await context.pause(MODES[mode], clear_cache=query.flag("clear_cache", True))
     await context.respond_json({"status": "paused"})
 
 
@@ -44,7 +46,7 @@ async def pause_generation(context: EngineContext) -> None:
     _check_may(context)
     raw = await context.exchange.body()
     body = decode_body(raw, PauseBody) if raw else PauseBody()
-    await context.engine.pause_generation(SGLANG_MODES[body.mode])
+    await context.pause(SGLANG_MODES[body.mode], clear_cache=False)
     await context.respond_json({"message": "Generation paused successfully.", "status": "ok"})
 
 
