@@ -303,6 +303,15 @@ async def test_the_paths_of_vllm_and_of_sglang(autojump_clock):
         continued = {"message": "Generation continued successfully.", "status": "ok"}
         assert await ask("/continue_generation", {}) == (200, continued)
         assert not await is_paused()
+        assert await ask("/pause_generation", {"mode": "retract"}) == (200, paused)
+        assert await ask("/pause?mode=keep&clear_cache=false") == (200, {"status": "paused"})
+        assert await ask("/reset_prefix_cache?reset_running_requests=true") == (200, {"status": "ok"})
+        assert await ask("/continue_generation", {}) == (200, continued)
+        assert await ask("/reset_prefix_cache") == (200, {"status": "ok"})
+        assert await ask("/flush_cache", method="GET") == (200, {"message": "Cache flushed.", "status": "ok"})
+        assert (await ask("/reset_prefix_cache?reset_running_requests=true"))[0] == 400
+        assert (await ask("/reset_prefix_cache?reset_external=true"))[0] == 400
+        assert (await ask("/pause?clear_cache=maybe"))[0] == 400
         assert (await ask("/pause?mode=freeze"))[0] == 400
         assert (await ask("/pause_generation", {"mode": "freeze"}))[0] == 400
         assert not await is_paused()
@@ -316,6 +325,8 @@ async def test_they_are_the_admins(autojump_clock):
             ("/is_paused", "GET"),
             ("/pause_generation", "POST"),
             ("/continue_generation", "POST"),
+            ("/reset_prefix_cache", "POST"),
+            ("/flush_cache", "POST"),
         ):
             for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):
                 client = server.client(headers={"authorization": f"Bearer {key}"})
@@ -429,3 +440,17 @@ async def test_the_cache_can_be_reset_while_requests_run(autojump_clock):
         fake.resume_generation()
     assert one.token_ids == again.token_ids == expected
     fake.assert_all_free()
+
+
+@pytest.mark.parametrize(("query", "cached"), [("", 0), ("&clear_cache=true", 0), ("&clear_cache=false", 1)])
+async def test_a_pause_over_http_empties_the_cache_unless_it_is_told_not_to(autojump_clock, query, cached):
+    one = Reader()
+    async with open_memory_server(step_seconds=0.01) as server, trio.open_nursery() as nursery:
+        nursery.start_soon(one.read, server.engine, "one and a block")
+        await trio.sleep(0.055)
+        async with server.client().ask(f"/pause?mode=keep{query}", method="POST") as response:
+            assert await response.head() == 200
+        stats = server.engine.stats()
+        assert (stats.preemptions_total, stats.blocks_used > 0) == (1 - cached, bool(cached))
+        server.engine.resume_generation()
+    assert one.token_ids == await undisturbed("one and a block")

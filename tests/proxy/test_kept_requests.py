@@ -251,6 +251,7 @@ OF_ONE_ENGINE = (
     "/openapi.json",
     "/v1/kept_streams/{stream}",
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
+    *("/reset_prefix_cache", "/flush_cache"),
     *("/sleep", "/wake_up", "/is_sleeping"),
 )
 
