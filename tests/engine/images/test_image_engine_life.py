@@ -56,7 +56,7 @@ async def test_what_passes_its_deadline_ends_then(deadlines, params, seconds, au
             assert trio.current_time() - begun_at == seconds
             assert last.steps_done == int(seconds) - 1
             assert last.message == f"the request's {last.stop_reason} of {seconds:g} s has passed"
-        await trio.sleep(1)  # the step in flight
+        await trio.sleep(2)  # the step in flight
         fake.assert_all_free()
 
 
@@ -65,8 +65,8 @@ async def test_a_queue_deadline_counts_until_all_pictures_run(autojump_clock):
         ends = await ends_of(fake, params=ImageParams(n=2, steps=4), deadlines=Deadlines(queue_timeout=3.5))
         assert [end.finish_reason for end in ends] == [FinishReason.DEADLINE] * 2
         with pytest.raises(DeadlinePassed, match="queue_timeout"):
-            await fake.generate_image("a", ImageParams(n=2), deadlines=Deadlines(queue_timeout=3.5))
-        await trio.sleep(1)
+            await fake.generate_image("a", ImageParams(n=2), deadlines=Deadlines(queue_timeout=3.25))
+        await trio.sleep(2)  # the step in flight
         fake.assert_all_free()
 
 
