@@ -1,6 +1,7 @@
 /** A router's endpoints, how streams move between them, and what a pair holds and sends. */
 
-import { feed, key, pathOf } from "./feed.js";
+import { key, pathOf } from "./asking.js";
+import { feed } from "./feed.js";
 import { blocksOf, bytes, count, duration, el, figure, find, many, on, percent, say, show, Terms, title, write } from "./words.js";
 
 const MOVES_MAX = 20;

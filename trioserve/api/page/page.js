@@ -2,7 +2,8 @@
 
 import * as map from "./blocks.js";
 import { note, updateEndpoints, updateTransfers } from "./endpoints.js";
-import { feed, key } from "./feed.js";
+import { feed } from "./feed.js";
+import { showKey, showStatus as showConnection, whenKeyIsSet, whenThemeChanges } from "./frame.js";
 import * as playground from "./playground.js";
 import { updatePlots, updateSteps } from "./plots.js";
 import * as requests from "./requests.js";
@@ -120,30 +121,10 @@ setInterval(() => {
 // --- connection and key ---
 
 function showStatus({ detail: { kind, text, message } }) {
-	const status = find("status");
-	status.dataset.kind = kind;
-	write(status, text);
-	document.body.classList.toggle("stale", kind === "lost");
-	show(find("key-button"), key.isSet || kind === "key");
-	if (kind !== "key") return;
-	write(find("key-error"), key.isSet ? message : "");
-	key.set(null);
-	openKeyDialog();
+	showConnection(kind, text);
+	showKey(kind === "key" ? message : null);
 }
-
-function openKeyDialog() {
-	if (!find("key-dialog").open) find("key-dialog").showModal();
-	find("key-input").focus();
-}
-
-on("key-button", { click: openKeyDialog });
-on("key-form", { submit: (event) => {
-	event.preventDefault();
-	key.set(find("key-input").value.trim());
-	find("key-input").value = "";
-	find("key-dialog").close();
-	feed.start();
-} });
+whenKeyIsSet(() => feed.start());
 
 // --- views and colours ---
 
@@ -163,20 +144,7 @@ addEventListener("hashchange", () => {
 });
 showView();
 
-const THEME = "trioserve-theme";
-const theme = find("theme");
-function showTheme() {
-	if (theme.value) document.documentElement.dataset.theme = theme.value;
-	else delete document.documentElement.dataset.theme;
-	if (feed.state) map.layOut();
-}
-theme.value = localStorage.getItem(THEME) ?? "";
-on(theme, { change: () => {
-	localStorage.setItem(THEME, theme.value);
-	showTheme();
-} });
-on(matchMedia("(prefers-color-scheme: dark)"), { change: showTheme });
-showTheme();
+whenThemeChanges(() => { if (feed.state) map.layOut(); });
 
 on(window, { error: (event) => say(`The page itself failed: ${event.message}`) });
 on(feed, { snapshot: begin, change, status: showStatus });

@@ -1,7 +1,8 @@
 /** Chats with the served model: several answers side by side, stopped one by one, two runs compared. */
 
+import { eventsOf, key } from "./asking.js";
 import { markDifferences } from "./difference.js";
-import { eventsOf, feed, key } from "./feed.js";
+import { feed } from "./feed.js";
 import { blocksOf, count, duration, el, figure, find, freed, many, on, say, show, write } from "./words.js";
 
 const NUMBERS = { temperature: "Temperature", top_p: "top_p", top_k: "top_k", min_p: "min_p", max_tokens: "Tokens at most", seed: "Seed", timeout: "Timeout, s" };

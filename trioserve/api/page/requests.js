@@ -1,7 +1,8 @@
 /** The life of requests, a row each: queue, prefill, decode, held, on an axis that ends now. */
 
+import { key, pathOf } from "./asking.js";
 import { owners } from "./blocks.js";
-import { feed, key, pathOf } from "./feed.js";
+import { feed } from "./feed.js";
 import { blocksOf, count, duration, el, figure, find, freed, many, on, ownColour, Rate, say, show, swatch, write } from "./words.js";
 
 const ROWS_MAX = 30; // until one asks for all of them
