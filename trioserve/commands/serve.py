@@ -13,11 +13,11 @@ from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
 from trioserve.commands.engine_app import engine_app, store_settings
+from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.profile import check_profile_directory, profiling
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
-    NativeFrontEnd,
     around_app,
     check_front,
     frontend_limits,
@@ -29,17 +29,14 @@ from trioserve.commands.serving import (
 from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, engine_settings
-from trioserve.contracts.errors import StartupError
 from trioserve.engine.engine import Engine
-from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
-from trioserve.http.exchange import Handler
 from trioserve.http.server import FrontendServer
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
 from trioserve.store.store import open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.service import FrontEnd, Service, Worker
+from trioserve.trio_tools.service import Service, Worker
 
 __all__ = ["run_server", "serve_configured"]
 
@@ -73,10 +70,7 @@ async def serve_configured(
     Cancelling it ends everything at once."""
     # First of all, so that what cannot be is told before a model is loaded.
     check_front(config)
-    if config.uds is not None and config.frontend == "hypercorn":
-        raise StartupError(
-            "--uds is for the native front end: leave --frontend hypercorn out, or take --host and --port"
-        )
+    check_front_end(config)
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
     routing = Routing(config)
@@ -109,12 +103,7 @@ async def serve_configured(
         show_dropped_lines(metrics)
         await scopes.enter_async_context(profiling(profiles, engine.step_times))
         handler = around_app(app, config)
-        front_end: FrontEnd
-        if config.frontend == "hypercorn":
-            front_end = _HypercornFrontEnd(handler, listeners, config)
-        else:
-            server = FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller)
-            front_end = NativeFrontEnd(server, listeners, metrics)
+        front_end = chosen_front_end(app, handler, listeners, config, ssl_context, metrics)
         lasting = _WithLasting(worker, engines_app, engine)
         service = Service(lasting, front_end, engine_settings(config), wait_for_rest=lasting.wait_until_idle)
         engine.on_fault = service.pass_on_fault
@@ -168,33 +157,6 @@ class _WithLasting:
     async def wait_until_idle(self) -> None:
         await self._app.wait_until_idle()
         await self._engine.wait_until_idle()
-
-
-class _HypercornFrontEnd:
-    """Hypercorn's Trio worker, the same."""
-
-    def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
-        self._handler = handler
-        self._listeners = listeners
-        self._config = config
-        self._is_draining = trio.Event()
-        self.drain = self._is_draining.set
-
-    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        config = self._config
-        await serve_with_hypercorn(
-            self._handler,
-            self._listeners,
-            shutdown_trigger=self._is_draining.wait,
-            # Its own deadline comes after ours, so that requests end with an error event before they are cut.
-            drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).grace_seconds_max,
-            limits=frontend_limits(config),
-            certificate=optional_path(config.ssl_certfile),
-            key=optional_path(config.ssl_keyfile),
-            ca_certificates=optional_path(config.ssl_ca_certs),
-            client_certificates=config.ssl_client_certs,
-            task_status=task_status,
-        )
 
 
 def _names(config: Config) -> list[str]:

@@ -1,0 +1,72 @@
+"""Which front end speaks HTTP for a server with an engine: our own, or Hypercorn."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import trio
+
+from trioserve.api.app import BaseApp
+from trioserve.commands.serving import NativeFrontEnd, frontend_limits, optional_path
+from trioserve.config import Config, engine_settings
+from trioserve.contracts.errors import StartupError
+from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
+from trioserve.http.exchange import Handler
+from trioserve.http.server import FrontendServer
+from trioserve.metrics.registry import Metrics
+from trioserve.trio_tools.service import FrontEnd
+
+__all__ = ["check_front_end", "chosen_front_end"]
+
+
+def check_front_end(config: Config) -> None:
+    """What cannot be is told before a model is loaded. Raises StartupError."""
+    if config.uds is not None and config.frontend == "hypercorn":
+        raise StartupError(
+            "--uds is for the native front end: leave --frontend hypercorn out, or take --host and --port"
+        )
+
+
+def chosen_front_end(
+    app: BaseApp[Any],
+    handler: Handler,
+    listeners: list[trio.SocketListener],
+    config: Config,
+    ssl_context: ssl.SSLContext | None,
+    metrics: Metrics,
+) -> FrontEnd:
+    """handler: the app, behind what web pages and proxies want of it. metrics: show what the front end counts."""
+    if config.frontend == "hypercorn":
+        return _HypercornFrontEnd(handler, listeners, config)
+    server = FrontendServer(
+        handler, limits=frontend_limits(config), ssl_context=ssl_context, knows_caller=app.knows_caller
+    )
+    return NativeFrontEnd(server, listeners, metrics)
+
+
+class _HypercornFrontEnd:
+    """Hypercorn's Trio worker, the same."""
+
+    def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
+        self._handler = handler
+        self._listeners = listeners
+        self._config = config
+        self._is_draining = trio.Event()
+        self.drain = self._is_draining.set
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        config = self._config
+        await serve_with_hypercorn(
+            self._handler,
+            self._listeners,
+            shutdown_trigger=self._is_draining.wait,
+            # Its own deadline comes after ours, so that requests end with an error event before they are cut.
+            drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).grace_seconds_max,
+            limits=frontend_limits(config),
+            certificate=optional_path(config.ssl_certfile),
+            key=optional_path(config.ssl_keyfile),
+            ca_certificates=optional_path(config.ssl_ca_certs),
+            client_certificates=config.ssl_client_certs,
+            task_status=task_status,
+        )
