@@ -105,7 +105,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "api": Room(
-        rooms=words("contracts text metrics trio_tools store http engine admission"),
+        rooms=words("contracts text vision metrics trio_tools store http engine admission"),
         packages=words("trio multipart"),
         only_in={"multipart": words("form.py")},
         without=words("asyncio"),

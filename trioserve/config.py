@@ -29,6 +29,7 @@ from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.spelling import closest_name
@@ -349,6 +350,13 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     limit_mm_per_prompt: Annotated[str | dict[str, int] | None, _about(
         """JSON as in vLLM: images that one prompt may have, for models that see them, such as {"image": 4}; """
         "default: 8", "JSON")] = None
+    max_image_pixels: Annotated[int, _about(
+        "width times height of a picture that a request may ask for, of models that make pictures", "PIXELS", ge=1,
+        )] = ImageRequestLimits().pixels_max
+    max_image_steps: Annotated[int, _about(
+        "denoising steps that a request for pictures may ask for", "N", ge=1)] = ImageRequestLimits().steps_max
+    max_images: Annotated[int, _about(
+        "pictures that a request may ask for, its n", "N", ge=1)] = ImageRequestLimits().n_max
     seed: Annotated[int | None, _about(
         "from which the seeds of requests come that name none: the same requests in the same order are sampled alike; "
         "default: random", "N")] = None

@@ -14,10 +14,16 @@ import trio
 from trioserve.http.server import FrontendServer
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.testing.fake_engine import FakeEngine
+from trioserve.testing.fake_image_engine import FakeImageEngine
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
-from trioserve.testing.memory_server import MemoryServer, open_memory_server
+from trioserve.testing.memory_server import (
+    MemoryImageServer,
+    MemoryServer,
+    open_memory_image_server,
+    open_memory_server,
+)
 
-__all__ = ["RealRouter", "RealServer"]
+__all__ = ["RealImageServer", "RealRouter", "RealServer"]
 
 Value = TypeVar("Value")
 ENDPOINTS = ("a", "b")
@@ -100,6 +106,29 @@ class RealServer(RealProgram):
 
     async def open(self, stack: AsyncExitStack) -> FrontendServer:
         self.server = await stack.enter_async_context(open_memory_server(**self._options))
+        return self.server.server
+
+    def drain(self) -> None:
+        self.server.drain()
+
+    async def assert_all_free(self) -> None:
+        await self.server.assert_all_free()
+
+
+class RealImageServer(RealProgram):
+    """options: of open_memory_image_server."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+        self.server: MemoryImageServer
+
+    @property
+    def engine(self) -> FakeImageEngine:
+        return self.server.engine
+
+    async def open(self, stack: AsyncExitStack) -> FrontendServer:
+        self.server = await stack.enter_async_context(open_memory_image_server(**self._options))
         return self.server.server
 
     def drain(self) -> None:

@@ -109,11 +109,27 @@ def test_held_and_shared_differ_from_used_for_the_colour_blind(theme: str, blind
 
 
 def test_the_files_are_small_and_ask_nobody_else() -> None:
-    files = [path for path in FILES.iterdir() if path.suffix in (".html", ".css", ".js")]
-    assert sum(path.stat().st_size for path in files) < FILES_BYTES_MAX
-    for path in files:
+    files = {path.name: path for path in FILES.iterdir() if path.suffix in (".html", ".css", ".js")}
+    reached: set[str] = set()
+    for page in ("page.html", "images.html"):
+        names = names_reached(files, page)
+        assert sum(files[name].stat().st_size for name in names) < FILES_BYTES_MAX, page
+        reached |= names
+    assert reached == set(files), "a file that no page asks for"
+    for path in files.values():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|document\.cookie|\bstyle=|\son\w+=\"|innerHTML|\beval\(", text), path.name
+
+
+def names_reached(files: dict[str, Path], name: str) -> set[str]:
+    """The files that a page asks for, itself among them."""
+    found, left = set[str](), [name]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += re.findall(r"[\"/]((?:\w|-)+\.(?:css|js))\"", files[name].read_text())
+    return found
 
 
 NAMES = """

@@ -28,7 +28,7 @@ from trioserve.api.decisions.decisions import create_decisions
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
-from trioserve.api.error_responses import HandedOver
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, HandedOver, Refusal
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
@@ -171,6 +171,8 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/kept_streams/{stream}", operations={"GET": read_kept_stream, "DELETE": end_kept_stream}),
 )
 """Paths with an id in them, which is one segment: each segment in braces stands for any text."""
+IMAGES_PATH = "/v1/images/"
+"""Below this are the paths of a server that makes pictures."""
 NOT_HERE = frozenset({"/v1/responses/compact"})
 """What others have where an id would stand here."""
 
@@ -299,6 +301,20 @@ class App(BaseApp[RequestContext]):
     def paths(self) -> Iterable[str]:
         paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, REQUEST_HAND_OVER.path]
         return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
+
+    def not_found(self, path: str) -> Refusal:
+        if not path.startswith(IMAGES_PATH):
+            return super().not_found(path)
+        return Refusal(
+            ErrorResponse(
+                status=404,
+                type="invalid_request_error",
+                code="makes_texts",
+                message=f"there is nothing at {path}: the model {self._engine.model.name} makes texts and no pictures, "
+                "which take a server of a model that does; see docs/images.md",
+                headers=((REASON_HEADER, "makes_texts"),),
+            )
+        )
 
     def new_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext(

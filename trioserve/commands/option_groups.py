@@ -19,6 +19,7 @@ GROUPS = {
         "limit_mm_per_prompt allowed_media_domains "
         "quantization tool_call_parser reasoning_parser enable_auto_tool_choice"
     ),
+    "pictures": _words("max_image_pixels max_image_steps max_images"),
     "computing": _words(
         "device threads cpu_kernels gpu_kernels enforce_eager "
         "batch_invariant overlap_steps speculative_ngram speculative_model speculative_tokens "

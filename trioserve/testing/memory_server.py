@@ -5,33 +5,44 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.app import BaseApp
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
+from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.image_routes import ImageApp
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.api.streams.settings import DetachSettings
+from trioserve.contracts.image_generation import ImageRequestLimits
+from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
+from trioserve.testing.inline_pictures import InlinePictures
 from trioserve.testing.inline_store import open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
-__all__ = ["MemoryServer", "open_memory_server"]
+__all__ = ["MemoryImageServer", "MemoryServer", "open_memory_image_server", "open_memory_server"]
 
 
-class MemoryServer:
-    """Made by open_memory_server. engine: to look at and to hold. server: the front end. app: between them."""
+EngineT = TypeVar("EngineT", bound=FakeEngine | FakeImageEngine)
+AppT = TypeVar("AppT", bound=BaseApp[Any])
 
-    def __init__(self, engine: FakeEngine, server: FrontendServer, app: App, nursery: trio.Nursery) -> None:
+
+class ServedInMemory(Generic[EngineT, AppT]):
+    """engine: to look at and to hold. server: the front end. app: between them."""
+
+    def __init__(self, engine: EngineT, server: FrontendServer, app: AppT, nursery: trio.Nursery) -> None:
         self.engine = engine
         self.server = server
         self.app = app
@@ -52,7 +63,6 @@ class MemoryServer:
     def drain(self) -> None:
         """Begin to stop as the server does at SIGTERM: nothing new, GOAWAY, who waits in the queue is refused."""
         self.engine.drain()
-        self.app.drain()
         self.server.drain()
 
     async def hang_up(self) -> None:
@@ -72,6 +82,20 @@ class MemoryServer:
         counters = self.server.counters()
         assert counters.exchanges_open == 0, f"{counters.exchanges_open} requests are still open in the front end"
         assert counters.request_body_bytes_held == 0, f"{counters.request_body_bytes_held} bytes of bodies are held"
+
+
+class MemoryServer(ServedInMemory[FakeEngine, App]):
+    """Made by open_memory_server."""
+
+    def drain(self) -> None:
+        self.app.drain()
+        super().drain()
+
+
+class MemoryImageServer(ServedInMemory[FakeImageEngine, ImageApp]):
+    """Made by open_memory_image_server. threads: where it writes and reads pictures."""
+
+    threads: InlinePictures
 
 
 @asynccontextmanager
@@ -115,3 +139,39 @@ async def open_memory_server(
                 server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
                 yield MemoryServer(engine, server, app, nursery)
                 nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_memory_image_server(
+    *,
+    limits: FrontendLimits | None = None,
+    api_keys: tuple[str, ...] = (),
+    admin_api_key: str | None = None,
+    access: AccessRules | None = None,
+    page: PageSettings | None = None,
+    uploads: ImageLimits | None = None,
+    edits: EditPlaces | None = None,
+    logs_requests: bool = False,
+    request_limits: ImageRequestLimits | None = None,
+    **engine_options: Any,
+) -> AsyncIterator[MemoryImageServer]:
+    """The same for pictures. engine_options: see open_fake_image_engine; request_limits are its limits."""
+    async with open_fake_image_engine(limits=request_limits, **engine_options) as engine:
+        threads = InlinePictures()
+        app = ImageApp(
+            engine,
+            api_keys=api_keys,
+            admin_api_key=admin_api_key,
+            access=access,
+            page=page,
+            uploads=uploads,
+            edits=edits,
+            threads=threads,
+            logs_requests=logs_requests,
+        )
+        async with trio.open_nursery() as nursery:
+            server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
+            served = MemoryImageServer(engine, server, app, nursery)
+            served.threads = threads
+            yield served
+            nursery.cancel_scope.cancel()

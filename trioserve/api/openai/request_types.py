@@ -36,6 +36,7 @@ __all__ = [
     "UnloadAdapterBody",
     "check_cache_salt",
     "decode_body",
+    "wrong_field",
 ]
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -288,13 +289,13 @@ def decode_body(raw: bytes, kind: type[Body], *, values_max: int | None = VALUE_
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except msgspec.ValidationError as error:
-        message = str(error)
-        place = _PLACE.search(message)
-        raise InvalidRequest(message, param=(place[1] or None) if place else _missing_field(message)) from error
+        raise wrong_field(error) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
 
 
-def _missing_field(message: str) -> str | None:
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
-    return missing[1] if missing else None
+def wrong_field(error: msgspec.ValidationError) -> InvalidRequest:
+    """That a field has no value of its type, or is missing."""
+    message = str(error)
+    place = _PLACE.search(message) or re.fullmatch(r"Object missing required field `(\w+)`", message)
+    return InvalidRequest(message, param=(place[1] or None) if place else None)

@@ -10,7 +10,7 @@ import msgspec
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.responder import Responder
 
-__all__ = ["FILES", "PAGE_PATH", "ROUTER_PATH", "UI_PATH", "is_of_page", "show_file", "show_page"]
+__all__ = ["FILES", "PAGE_PATH", "ROUTER_PATH", "UI_PATH", "is_of_page", "show_file", "show_image_page", "show_page"]
 
 PAGE_PATH = "/"
 ROUTER_PATH = "/router"
@@ -21,6 +21,7 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
 }
 PAGE = "page.html"
+IMAGE_PAGE = "images.html"
 HEADERS = (
     (
         "content-security-policy",
@@ -62,11 +63,16 @@ async def show_page(context: Responder) -> None:
     await _show(context, FILES[PAGE])
 
 
+async def show_image_page(context: Responder) -> None:
+    """Of a server that makes pictures."""
+    await _show(context, FILES[IMAGE_PAGE])
+
+
 async def show_file(context: Responder) -> None:
     """Raises Refusal (404)."""
     name = context.exchange.path.removeprefix(UI_PATH)
     file = FILES.get(name)
-    if file is None or name == PAGE:
+    if file is None or name in (PAGE, IMAGE_PAGE):
         raise Refusal(
             ErrorResponse(
                 status=404,

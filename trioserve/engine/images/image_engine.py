@@ -41,6 +41,8 @@ from trioserve.metrics.registry import Metrics
 
 __all__ = ["ImageEngine"]
 
+DRAWN_SEED_BITS = 53  # whoever reads a seed that was drawn may send it back: JavaScript's numbers hold so many
+
 
 class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImageParts]):
     """Made by open_image_engine.
@@ -129,7 +131,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         request = OpenImage(
             to_str("prompt", prompt),
             params,
-            seed=self._draw_bits(64) if params.seed is None else params.seed,
+            seed=self._draw_bits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
             request_id=text_or_none("request_id", request_id) or self._new_request_id(),
             priority=to_int("priority", priority),
             deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),

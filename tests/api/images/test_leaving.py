@@ -1,0 +1,149 @@
+"""A client that leaves, at any phase of its pictures: its slots are back, and nothing of it is left."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+import pytest
+from PIL import Image
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.image_generation import ImageRequestLimits, Picture
+from trioserve.contracts.iterative import IterativeRequest
+from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
+from trioserve.testing.fake_pictures import FakePictureExecutor
+from trioserve.testing.memory_client import MemoryClient
+from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server
+
+from .forms import multipart
+
+GENERATIONS = "/v1/images/generations"
+EDITS = "/v1/images/edits"
+STEPS = 3
+BODY = {"prompt": "a cat", "n": 2, "steps": STEPS}
+PHASES = {"encode": 0, "first denoising step": 1, "later denoising step": 2, "decode": STEPS + 1}
+"""After how many steps of the engine the next one is of this phase."""
+
+Leave = Callable[[MemoryClient], None]
+WAYS: dict[str, Leave] = {
+    "closes": lambda client: client.close(),
+    "resets": lambda client: client.abort(),
+}
+
+
+def slots_used(server: MemoryImageServer) -> int:
+    return server.engine.stats().slots_used
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("http", [1, 2])
+@pytest.mark.parametrize("phase", PHASES)
+async def test_slots_are_back_right_after_the_step_in_flight(phase: str, http: int, is_streamed: bool) -> None:
+    async with open_memory_image_server(paused=True) as server:
+        body = {**BODY, "stream": is_streamed, "partial_images": 2 if is_streamed else 0}
+        async with server.client(http=http).ask(GENERATIONS, body):
+            await server.engine.step(PHASES[phase])
+            async with server.engine.held_step() as plan:
+                assert plan.phase.value == phase.rpartition(" ")[2].replace("step", "denoise")
+                assert slots_used(server) == 2
+        await server.engine.step()
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("phase", PHASES)
+async def test_leaving_between_two_steps_gives_slots_back_at_once(phase: str, way: str) -> None:
+    async with open_memory_image_server(paused=True) as server:
+        client = server.client()
+        async with client.ask(GENERATIONS, {**BODY, "stream": True}):
+            await server.engine.step(PHASES[phase])
+            assert slots_used(server) == (2 if PHASES[phase] else 0)
+            WAYS[way](client)
+            await wait_all_tasks_blocked()
+            assert slots_used(server) == 0
+        await server.assert_all_free()
+
+
+async def test_leaving_the_queue_lets_the_next_one_in() -> None:
+    async with open_memory_image_server(paused=True, slot_count=1) as server:
+        first, second, third = (server.client() for _ in range(3))
+        async with first.ask(GENERATIONS, {"prompt": "a"}), third.ask(GENERATIONS, {"prompt": "c"}) as response:
+            async with second.ask(GENERATIONS, {"prompt": "b"}):
+                await wait_all_tasks_blocked()
+                assert server.engine.load().waiting + server.engine.dispatch.core.stats().waiting >= 1
+            server.engine.resume()
+            assert await response.head() == 200
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["partial", "whole"])
+async def test_leaving_while_a_picture_is_written(is_whole: bool) -> None:
+    """The others of the request have their slots until then."""
+    async with open_memory_image_server(paused=True) as server:
+        body = {**BODY, "stream": True, "partial_images": 2}
+        async with server.client().ask(GENERATIONS, body):
+            with server.threads.held():
+                await server.engine.step(2 if not is_whole else STEPS + 1)
+                assert server.threads.held_count == 1
+                assert slots_used(server) == 2
+                await server.hang_up()
+                await wait_all_tasks_blocked()
+                assert server.threads.held_count == 0
+                assert slots_used(server) == 0
+        await server.assert_all_free()
+
+
+class Noise(FakePictureExecutor):
+    """Pictures that make large files."""
+
+    def shown(self, request: IterativeRequest, latent: int) -> Picture:
+        picture = super().shown(request, latent)
+        return Picture(picture.width, picture.height, Random(latent).randbytes(len(picture.rgb)))
+
+
+@pytest.mark.parametrize("http", [1, 2])
+async def test_leaving_while_a_picture_is_sent(http: int) -> None:
+    """A client that takes nothing: its window is full, and the handler waits inside of an event."""
+    model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
+    async with open_memory_image_server(paused=True, model=model, new_executor=Noise) as server:
+        client = server.client(http=http)
+        async with client.ask(GENERATIONS, {**BODY, "size": "512x512", "stream": True, "partial_images": 2}):
+            await server.engine.step(3)
+            assert server.threads.run_count == 1, "the second one waits for the first to be taken"
+            assert slots_used(server) == 2
+            client.close()
+            await wait_all_tasks_blocked()
+            assert slots_used(server) == 0
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+async def test_leaving_while_an_upload_is_read(is_large: bool) -> None:
+    file = io.BytesIO()
+    side = 256 if is_large else 16
+    Image.effect_noise((side, side), 80).save(file, "PNG")
+    content, content_type = multipart(("prompt", "p"), ("image", file.getvalue(), "a.png"))
+    assert (len(content) > 65_536) == is_large
+    limits = ImageRequestLimits(pixels_max=256 * 256)
+    async with open_memory_image_server(request_limits=limits) as server:
+        with server.threads.held():
+            async with server.client().ask(EDITS, content, headers={"content-type": content_type}):
+                await wait_all_tasks_blocked()
+                assert server.threads.held_count == 1
+            await wait_all_tasks_blocked()
+            assert server.threads.held_count == 0
+        await server.assert_all_free()
+
+
+async def test_a_whole_response_that_nobody_takes_holds_nothing_of_the_engine() -> None:
+    model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
+    async with open_memory_image_server(model=model, new_executor=Noise) as server:
+        async with server.client().ask(GENERATIONS, {**BODY, "size": "512x512"}):
+            await wait_all_tasks_blocked()
+            assert server.server.counters().exchanges_open == 1
+            assert slots_used(server) == 0
+            assert not server.engine.live_requests()
+        await server.assert_all_free()

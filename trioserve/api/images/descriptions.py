@@ -1,0 +1,79 @@
+"""What each path of a server that makes pictures does and may answer: for the API's own description."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.api.described_operation import GENERATES, DescribedOperation
+from trioserve.api.images import response_types
+from trioserve.api.images.request_types import RANGES, REFUSED, ImageEditBody, ImageGenerationBody
+from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
+from trioserve.api.page.descriptions import OPERATIONS as PAGE_OPERATIONS
+from trioserve.api.page.files import PAGE_PATH, UI_PATH
+
+__all__ = ["OPERATIONS"]
+
+SHARED = (
+    ("POST", "/v1/requests/abort"),
+    ("DELETE", "/v1/requests/{request}"),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("GET", "/is_paused"),
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("GET", "/debug/tasks"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/load"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+)
+"""The same as of a server that makes texts."""
+
+OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
+    ("POST", "/v1/images/generations"): DescribedOperation(
+        summary="Make pictures of a prompt",
+        description="Fields are OpenAI's, and those of samplers by the names that diffusers has for them. Fields that "
+        "are not named here are ignored.",
+        body=ImageGenerationBody,
+        ranges=RANGES,
+        refused=REFUSED,
+        response=response_types.Images,
+        named_events=(
+            response_types.GenerationProgress,
+            response_types.GenerationPartial,
+            response_types.GenerationCompleted,
+        ),
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    ("POST", "/v1/images/edits"): DescribedOperation(
+        summary="Change an image, all of it or behind a mask",
+        description='The image comes as the part "image" of a form, and a mask, if there is one, as the part "mask": '
+        "where that is transparent the picture may change.",
+        body=ImageEditBody,
+        body_media="multipart/form-data",
+        ranges=RANGES,
+        refused=REFUSED,
+        response=response_types.Images,
+        named_events=(response_types.EditProgress, response_types.EditPartial, response_types.EditCompleted),
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    ("GET", "/v1/models"): DescribedOperation(
+        summary="List the names that are served, and what may be asked of the model",
+        response=response_types.ImageModels,
+    ),
+    ("GET", "/v1/models/{model}"): DescribedOperation(
+        summary="Find a model by its name",
+        response=response_types.ImageModel,
+        errors=(400, 404),
+        path_parameter="name of the model, slashes included",
+    ),
+    ("GET", "/v1/requests"): msgspec.structs.replace(
+        OPENAI_OPERATIONS["GET", "/v1/requests"], response=response_types.LiveImageRequests
+    ),
+    **{key: OPENAI_OPERATIONS[key] for key in SHARED},
+    **{key: PAGE_OPERATIONS[key] for key in (("GET", PAGE_PATH), ("GET", UI_PATH + "{file}"))},
+}

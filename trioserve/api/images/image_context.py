@@ -1,0 +1,83 @@
+"""One request of the API of pictures: what came in, and the engine that it asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from trioserve.api.caller import AccessRules
+from trioserve.api.engine_context import EngineContext
+from trioserve.http.clock_and_ids import ClockAndIds
+
+if TYPE_CHECKING:
+    from trioserve.api.images.edit_places import EditPlaces
+    from trioserve.api.images.picture_threads import PictureThreads
+    from trioserve.api.operations.routers_heard import RoutersHeard
+    from trioserve.contracts.deadlines import Deadlines
+    from trioserve.contracts.image_generation import ImageParams
+    from trioserve.contracts.images import ImageLimits
+    from trioserve.engine.images.image_engine import ImageEngine
+    from trioserve.engine.images.image_stream import ImageStream
+    from trioserve.http.exchange import Exchange
+
+__all__ = ["ImageContext"]
+
+
+class AsksPictures(Protocol):
+    """What a body asks of the engine besides a prompt and ImageParams."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def priority(self) -> int | None: ...
+
+
+class ImageContext(EngineContext):
+    """Handlers get one of these, and answer it once.
+
+    threads: where pictures are written and read. uploads: what is taken of images that are to be changed, edits: and of
+    how many at a time.
+    streams: those that it has made. steps_done: of each picture, as its client was told.
+    """
+
+    engine: ImageEngine
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        engine: ImageEngine,
+        clock_and_ids: ClockAndIds,
+        *,
+        threads: PictureThreads,
+        uploads: ImageLimits,
+        edits: EditPlaces,
+        rules: AccessRules,
+        routers_heard: RoutersHeard,
+        tenant_header: str,
+    ) -> None:
+        super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
+        self.engine = engine
+        self.threads = threads
+        self.uploads = uploads
+        self.edits = edits
+        self.streams: list[ImageStream] = []
+        self.steps_done: dict[int, int] = {}
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return self.engine.model.served_names
+
+    def generate_image(self, body: AsksPictures, params: ImageParams, deadlines: Deadlines) -> ImageStream:
+        """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
+        what the caller may not ask for."""
+        self.caller.check_priority(body.priority)
+        stream = self.engine.generate_image(
+            body.prompt,
+            params,
+            request_id=self.request_id,
+            priority=max(body.priority or 0, self.priority_least),
+            deadlines=deadlines,
+            owner=self.owner,
+            tenant=self.caller.tenant(self.named_tenant),
+        )
+        self.streams.append(stream)
+        return stream

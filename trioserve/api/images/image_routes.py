@@ -1,0 +1,184 @@
+"""Path to handler, and nothing more: the API of a server that makes pictures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.api.api_keys import ApiKeys
+from trioserve.api.app import BaseApp, Route, find_templated
+from trioserve.api.caller import AccessRules
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.images.descriptions import OPERATIONS
+from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.image_context import ImageContext
+from trioserve.api.images.image_models import list_image_models, read_image_model
+from trioserve.api.images.live_images import list_image_requests
+from trioserve.api.images.picture_threads import PictureThreads
+from trioserve.api.images.pictures import EDITS_PATH, GENERATIONS_PATH, change_images, create_images
+from trioserve.api.openai.models import MODEL_PATH
+from trioserve.api.openapi import openapi_document
+from trioserve.api.operations.debug import TASKS_PATH, read_tasks
+from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
+from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests
+from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
+from trioserve.api.operations.routers_heard import RoutersHeard
+from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_image_page
+from trioserve.api.page.settings import PageSettings
+from trioserve.api.responder import TENANT_HEADER
+from trioserve.api.sse import encode
+from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.tracing import NO_TRACER, Tracer
+from trioserve.http.clock_and_ids import ClockAndIds
+
+if TYPE_CHECKING:
+    from trioserve.engine.images.image_engine import ImageEngine
+    from trioserve.http.exchange import Exchange
+
+__all__ = ["IMAGE_ROUTES", "IMAGE_TEMPLATES", "ImageApp"]
+
+TEXT_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/decisions",
+    "/tokenize",
+    "/detokenize",
+    "/api/chat",
+    "/api/generate",
+)
+"""Where others make texts, or take them apart."""
+
+
+async def read_image_openapi(context: ImageContext) -> None:
+    """What all routes take and give, in OpenAPI 3.1."""
+    await context.respond_bytes(_openapi_json(), "application/json")
+
+
+@functools.cache
+def _openapi_json() -> bytes:
+    return encode(openapi_document([*IMAGE_ROUTES.values(), *IMAGE_TEMPLATES, MODEL, REQUEST], OPERATIONS))
+
+
+IMAGE_ROUTES = {
+    route.path: route
+    for route in (
+        Route[ImageContext](path=GENERATIONS_PATH, operations={"POST": create_images}),
+        Route[ImageContext](path=EDITS_PATH, operations={"POST": change_images}),
+        Route[ImageContext](path="/v1/models", operations={"GET": list_image_models}),
+        Route[ImageContext](path="/v1/requests", operations={"GET": list_image_requests}),
+        Route[ImageContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route[ImageContext](path="/pause", operations={"POST": pause}),
+        Route[ImageContext](path="/resume", operations={"POST": resume}),
+        Route[ImageContext](path="/is_paused", operations={"GET": read_is_paused}),
+        Route[ImageContext](path="/pause_generation", operations={"POST": pause_generation}),
+        Route[ImageContext](path="/continue_generation", operations={"POST": continue_generation}),
+        Route[ImageContext](path=TASKS_PATH, operations={"GET": read_tasks}),
+        Route[ImageContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
+        Route[ImageContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
+        Route[ImageContext](path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
+        Route[ImageContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
+        Route[ImageContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
+        Route[ImageContext](path="/openapi.json", operations={"GET": read_image_openapi}, needs_key=False),
+        Route[ImageContext](path=PAGE_PATH, operations={"GET": show_image_page}, needs_key=False),
+    )
+}
+REQUEST = Route[ImageContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+MODEL = Route[ImageContext](path=MODEL_PATH + "{model}", operations={"GET": read_image_model})
+IMAGE_TEMPLATES: tuple[Route[ImageContext], ...] = (
+    Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
+)
+"""Paths with an id in them, which is one segment."""
+
+
+class ImageApp(BaseApp[ImageContext]):
+    """The handler of a server with an engine that makes pictures; the options are those of App.
+
+    uploads: what is taken of images that are to be changed; edits: how many of them at a time. threads: where pictures
+    are written and read.
+    """
+
+    def __init__(
+        self,
+        engine: ImageEngine,
+        *,
+        api_keys: Iterable[str] = (),
+        admin_api_key: str | None = None,
+        access: AccessRules | None = None,
+        tenant_header: str = TENANT_HEADER,
+        clock_and_ids: ClockAndIds | None = None,
+        uploads: ImageLimits | None = None,
+        edits: EditPlaces | None = None,
+        threads: PictureThreads | None = None,
+        page: PageSettings | None = None,
+        tracer: Tracer = NO_TRACER,
+        logs_requests: bool = False,
+    ) -> None:
+        super().__init__(
+            ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
+            engine.metrics,
+            tracer=tracer,
+            logs_requests=logs_requests,
+        )
+        self._engine = engine
+        self._tenant_header = tenant_header
+        self._clock_and_ids = clock_and_ids or ClockAndIds()
+        # What is to be changed may be as large as what is made: it is kept until it has been.
+        self._uploads = uploads or ImageLimits(pixels_max=engine.limits.pixels_max)
+        self._edits = edits or EditPlaces()
+        self._threads = threads or PictureThreads()
+        self._routers_heard = RoutersHeard(trio.current_time)
+        self._page = page or PageSettings()
+
+    def route(self, path: str) -> Route[ImageContext] | None:
+        if not self._page.is_shown and is_of_page(path):
+            return None
+        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
+            return MODEL
+        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in IMAGE_ROUTES:
+            return REQUEST
+        return IMAGE_ROUTES.get(path) or find_templated(IMAGE_TEMPLATES, path)
+
+    def paths(self) -> Iterable[str]:
+        paths = [*IMAGE_ROUTES, *(route.path for route in IMAGE_TEMPLATES), MODEL.path, REQUEST.path]
+        return [path for path in paths if self._page.is_shown or not is_of_page(path)]
+
+    def not_found(self, path: str) -> Refusal:
+        if not path.startswith(TEXT_PATHS):
+            return super().not_found(path)
+        return Refusal(
+            ErrorResponse(
+                status=404,
+                type="invalid_request_error",
+                code="makes_pictures",
+                message=f"there is nothing at {path}: the model {self._engine.model.name} makes pictures and no texts; "
+                f"ask {GENERATIONS_PATH}",
+                headers=((REASON_HEADER, "makes_pictures"),),
+            )
+        )
+
+    def new_context(self, exchange: Exchange) -> ImageContext:
+        return ImageContext(
+            exchange,
+            self._engine,
+            self._clock_and_ids,
+            threads=self._threads,
+            uploads=self._uploads,
+            edits=self._edits,
+            rules=self._keys.rules,
+            routers_heard=self._routers_heard,
+            tenant_header=self._tenant_header,
+        )
+
+    def end_fields(self, context: ImageContext) -> dict[str, object]:
+        if not context.streams:
+            return {}
+        return {
+            "pictures": sum(len(stream.seeds) for stream in context.streams),
+            "steps": sum(context.steps_done.values()),
+        }

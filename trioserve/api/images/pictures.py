@@ -1,0 +1,169 @@
+"""POST /v1/images/generations and /v1/images/edits: a prompt in, pictures out, whole or as they become.
+
+The request's scope is left before a whole response is written to its client. In a stream, a picture that is being
+written as a file, or sent, holds nothing of the engine's but its request's place: leaving gives back the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.error_responses import foreign_end
+from trioserve.api.form import INLINE_BYTES_MAX
+from trioserve.api.generation import KEEP_ALIVE_SECONDS
+from trioserve.api.images.edit_form import EditForm, parsed_edit
+from trioserve.api.images.image_context import ImageContext
+from trioserve.api.images.picture_writer import EventKind, PictureWriter, usage_of_pictures
+from trioserve.api.images.request_types import ImageBody, ImageEditBody, ImageGenerationBody
+from trioserve.api.sse import KEEP_ALIVE
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.image_generation import ImageDelta, ImageParams, Picture
+from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.output import Delta
+from trioserve.vision.picture_file import decoded_mask, decoded_picture
+
+if TYPE_CHECKING:
+    from trioserve.engine.images.image_stream import ImageStream
+
+__all__ = ["EDITS_PATH", "GENERATIONS_PATH", "change_images", "create_images"]
+
+GENERATIONS_PATH = "/v1/images/generations"
+EDITS_PATH = "/v1/images/edits"
+
+
+async def create_images(context: ImageContext) -> None:
+    body = await context.body(ImageGenerationBody)
+    model = context.model_name(body.model)
+    body.check()
+    await _respond(context, body, body.params(), "image_generation", model)
+
+
+async def change_images(context: ImageContext) -> None:
+    """Raises InvalidRequest, also where the model cannot do so, before anything is decoded."""
+    if not context.engine.model.takes_images:
+        raise InvalidRequest(
+            f"the model {context.engine.model.name} makes pictures of prompts alone, and changes none: ask "
+            f"{GENERATIONS_PATH}",
+            param="image",
+        )
+    raw = await context.exchange.body()
+    with context.edits.taken():
+        await _change(context, raw)
+
+
+async def _change(context: ImageContext, raw: bytes) -> None:
+    content_type = context.exchange.headers.get("content-type")
+    if len(raw) <= INLINE_BYTES_MAX:
+        form = parsed_edit(raw, content_type)
+    else:
+        form = await context.threads.run(partial(parsed_edit, raw, content_type))
+    model = context.model_name(form.body.model)
+    form.body.check()
+    params = await context.threads.run(partial(_edit_params, form, context.uploads))
+    await _respond(context, form.body, params, "image_edit", model)
+
+
+def _edit_params(form: EditForm, limits: ImageLimits) -> ImageParams:
+    """Decodes the files, so it takes a while. Raises InvalidRequest."""
+    body: ImageEditBody = form.body
+    image = decoded_picture(form.image, limits, "image")
+    mask = None if form.mask is None else decoded_mask(form.mask, limits, "mask")
+    return body.edit_params(image, mask)
+
+
+async def _respond(context: ImageContext, body: ImageBody, params: ImageParams, kind: EventKind, model: str) -> None:
+    form = body.picture_format()
+    deadlines = deadlines_of(body, context.exchange.headers)
+    created_at = context.clock_and_ids.unix_seconds()
+    pictures: dict[int, Picture] = {}
+    entries: dict[int, bytes] = {}
+    try:
+        async with context.generate_image(body, params, deadlines) as stream:
+            writer = PictureWriter(context.engine.model, kind, form, created_at=created_at, seeds=stream.seeds)
+            if body.stream:
+                end = await stream.wait_until_begun()
+                if end is not None:
+                    _note(context, end)
+                await context.start_events()
+                await _stream(context, stream, writer, given=params.image, tells_progress=body.wants_progress)
+            else:
+                async for delta in stream:
+                    _note(context, delta)
+                    if delta.finish_reason is not None and delta.picture is not None:
+                        entries[delta.index] = await context.threads.run(partial(writer.entry, delta))
+                        pictures[delta.index] = delta.picture
+    except InvalidRequest as error:
+        raise body.as_sent(error) from None
+    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
+    if body.stream:
+        await context.finish()
+        return
+    made = [pictures[index] for index in sorted(pictures)]
+    steps = sum(context.steps_done.values())
+    usage = usage_of_pictures(context.engine.model, made, steps=steps, given=params.image)
+    head: dict[str, Any] = {"id": f"img-{context.request_id}", "model": model, "usage": usage}
+    await _send_whole(context, writer.whole(head, made[0]), [entries[index] for index in sorted(entries)])
+
+
+async def _send_whole(context: ImageContext, around: tuple[bytes, bytes], entries: list[bytes]) -> None:
+    """Piece by piece: all of them together may be large."""
+    begin, end = around
+    await context.start_bytes("application/json")
+    for index, entry in enumerate(entries):
+        await context.exchange.send(b"," + entry if index else begin + entry)
+    await context.finish(end)
+
+
+async def _stream(
+    context: ImageContext, stream: ImageStream, writer: PictureWriter, *, given: Picture | None, tells_progress: bool
+) -> None:
+    """Until the last picture is sent. KEEP_ALIVE goes out when nothing else has for a while."""
+    send = context.exchange.send
+    partial_counts: Counter[int] = Counter()
+    deltas = aiter(stream)
+    alive_at = trio.current_time() + KEEP_ALIVE_SECONDS
+    while True:
+        delta: ImageDelta | None = None
+        event = KEEP_ALIVE
+        try:
+            with trio.move_on_at(alive_at):
+                delta = await anext(deltas)
+        except StopAsyncIteration:
+            return
+        if delta is not None:
+            _note(context, delta)
+            if delta.finish_reason is not None:
+                event = await context.threads.run(partial(writer.completed, delta, given=given))
+            elif delta.picture is not None:
+                event = await context.threads.run(partial(writer.partial, delta, partial_counts[delta.index]))
+                partial_counts[delta.index] += 1
+            elif tells_progress:
+                event = writer.progress(delta)
+            elif trio.current_time() < alive_at:
+                continue
+        await send(event)
+        alive_at = trio.current_time() + KEEP_ALIVE_SECONDS
+
+
+def _note(context: ImageContext, delta: ImageDelta) -> None:
+    """How far it is. Raises what `foreign_end` says of a picture that another's hand ended."""
+    context.steps_done[delta.index] = delta.steps_done
+    if delta.finish_reason is None:
+        return
+    end = foreign_end(
+        Delta(
+            index=delta.index,
+            text="",
+            token_ids=(),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            message=delta.message,
+        )
+    )
+    if end is not None:
+        raise end

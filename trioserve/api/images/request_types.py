@@ -1,0 +1,221 @@
+"""The bodies that ask for pictures: OpenAI's fields, and those of samplers by the names that vLLM-Omni, SGLang and
+diffusers have for them. As everywhere, what is not named here is ignored, and None means "not given"."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+
+from trioserve.api.openai.request_types import Int32
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.image_generation import GUIDANCE_MAX, PARTIAL_IMAGES_MAX, ImageParams, Picture
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.sampling import SAMPLING_RANGES, Range
+from trioserve.vision.picture_file import PICTURE_FORMATS, PictureFormat, PictureKind
+
+__all__ = ["RANGES", "REFUSED", "ImageBody", "ImageEditBody", "ImageGenerationBody", "ImageStreamOptions"]
+
+SIZE = re.compile(r"(\d{1,6})[x×](\d{1,6})")
+AUTO = "auto"
+QUALITIES = (AUTO, "standard")
+BACKGROUNDS = (AUTO, "opaque")
+MODERATIONS = (AUTO, "low")  # nothing is moderated here
+
+RANGES = {
+    "n": Range(1, None),
+    "width": Range(1, None),
+    "height": Range(1, None),
+    "steps": Range(1, None),
+    "num_inference_steps": Range(1, None),
+    "guidance": Range(0.0, GUIDANCE_MAX),
+    "guidance_scale": Range(0.0, GUIDANCE_MAX),
+    "seed": SAMPLING_RANGES["seed"],
+    "partial_images": Range(0, PARTIAL_IMAGES_MAX),
+    "output_compression": Range(0, 100),
+    "strength": Range(0.0, 1.0, is_low_excluded=True),
+    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
+}
+REFUSED = {
+    "style": "write into the prompt what it should look like",
+    "true_cfg_scale": "send guidance",
+    "num_images_per_prompt": "send n",
+    "negative_prompt_embeds": "send negative_prompt",
+    "prompt_embeds": "send prompt",
+    "svg": "pictures are made of pixels here",
+    "frame_count": "single pictures are made here",
+    "markup": "send image and mask",
+}
+"""Fields whose silent loss would change the pictures, and what to do instead."""
+
+
+class ImageStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """include_progress: an event for each denoising step, too, also where it brings no picture."""
+
+    include_progress: bool | None = None
+
+
+class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What both ways of asking have in common.
+
+    size: WIDTHxHEIGHT in pixels, or auto; width and height say the same. steps and num_inference_steps, guidance and
+    guidance_scale mean the same. seed: of the first picture; each further one has one more.
+    """
+
+    prompt: str
+    model: str | None = None
+    n: Int32 | None = None
+    size: str | None = None
+    width: Int32 | None = None
+    height: Int32 | None = None
+    seed: int | None = None
+    steps: Int32 | None = None
+    num_inference_steps: Int32 | None = None
+    guidance: float | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    sampler: str | None = None
+    stream: bool | None = None
+    stream_options: ImageStreamOptions | None = None
+    partial_images: Int32 | None = None
+    output_format: str | None = None
+    output_compression: Annotated[int, msgspec.Meta(ge=0, le=100)] | None = None
+    response_format: str | None = None
+    quality: str | None = None
+    background: str | None = None
+    moderation: str | None = None
+    user: str | None = None
+    priority: Int32 | None = None
+    queue_timeout: float | None = None
+    ttft_timeout: float | None = None
+    timeout: float | None = None
+    # Known to others, not supported: anything but null or empty is refused (see REFUSED).
+    style: Any = None
+    true_cfg_scale: Any = None
+    num_images_per_prompt: Any = None
+    negative_prompt_embeds: Any = None
+    prompt_embeds: Any = None
+    svg: Any = None
+    frame_count: Any = None
+    markup: Any = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what no type can say."""
+        for field, reason in REFUSED.items():
+            if getattr(self, field) not in (None, False, "", [], {}):
+                raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
+        if self.response_format not in (None, "b64_json"):
+            reason = "nothing is kept here that a URL could lead to" if self.response_format == "url" else "unknown"
+            raise InvalidRequest(
+                f"response_format is {self.response_format[:40]!r} ({reason}), allowed is b64_json",
+                param="response_format",
+            )
+        _check_one_of("quality", self.quality, QUALITIES, ": how well a picture is made, steps and size say")
+        _check_one_of("background", self.background, BACKGROUNDS, ": the models here know no transparency")
+        _check_one_of("moderation", self.moderation, MODERATIONS, "")
+        if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
+            raise InvalidRequest(
+                f"priority is {self.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
+            )
+        if not self.stream:
+            for field in ("partial_images", "stream_options"):
+                if getattr(self, field):
+                    raise InvalidRequest(f"{field} is only allowed when stream is true", param=field)
+
+    @property
+    def wants_progress(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_progress)
+
+    def picture_format(self) -> PictureFormat:
+        """Raises InvalidRequest."""
+        kind: PictureKind = "png"
+        if self.output_format is not None:
+            found = next((one for one in PICTURE_FORMATS if one == self.output_format), None)
+            if found is None:
+                raise InvalidRequest(
+                    f"output_format is {self.output_format[:40]!r}, allowed are {', '.join(PICTURE_FORMATS)}",
+                    param="output_format",
+                )
+            kind = found
+        quality = 100 if self.output_compression is None else self.output_compression
+        if kind == "png" and quality != 100:
+            raise InvalidRequest(
+                f"output_compression is {quality}, and PNG loses nothing: leave it out, or send output_format jpeg or "
+                "webp",
+                param="output_compression",
+            )
+        return PictureFormat(kind, quality)
+
+    def params(self, **more: Any) -> ImageParams:
+        """With the values of `more`. Raises InvalidRequest, naming the field as it was sent."""
+        width, height = self._size()
+        try:
+            return ImageParams(
+                width=width,
+                height=height,
+                steps=self._either("steps", "num_inference_steps"),
+                guidance=self._either("guidance", "guidance_scale"),
+                negative_prompt=self.negative_prompt or None,
+                n=1 if self.n is None else self.n,
+                seed=self.seed,
+                sampler=self.sampler,
+                partial_images=self.partial_images or 0,
+                **more,
+            )
+        except InvalidRequest as error:
+            raise self.as_sent(error) from None
+
+    def as_sent(self, error: InvalidRequest) -> InvalidRequest:
+        """The same with the field by the name that it came with."""
+        names = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
+        param = error.param
+        if param in ("width", "height") and self.size is not None:
+            error.param = "size"
+        elif param in names and getattr(self, param) is None:
+            error.param = names[param]
+        return error
+
+    def _either(self, name: str, other: str) -> Any:
+        value, other_value = getattr(self, name), getattr(self, other)
+        if None not in (value, other_value) and value != other_value:
+            raise InvalidRequest(f"{name} is {value} and {other} {other_value}: send one of them", param=other)
+        return other_value if value is None else value
+
+    def _size(self) -> tuple[int | None, int | None]:
+        if self.size is None or self.size == AUTO:
+            if (self.width is None) != (self.height is None):
+                missing = "width" if self.width is None else "height"
+                raise InvalidRequest(f"{missing} is missing: send both width and height, or size", param=missing)
+            return self.width, self.height
+        if self.width is not None or self.height is not None:
+            raise InvalidRequest("size, width and height all say how large: send size, or the others", param="size")
+        found = SIZE.fullmatch(self.size)
+        if found is None:
+            raise InvalidRequest(
+                f"size is {self.size[:40]!r}, allowed is auto, or a width and a height in pixels such as 512x512",
+                param="size",
+            )
+        return int(found[1]), int(found[2])
+
+
+class ImageGenerationBody(ImageBody, frozen=True, kw_only=True):
+    """Pictures of a text, or of a class by its name or its index."""
+
+
+class ImageEditBody(ImageBody, frozen=True, kw_only=True):
+    """The texts of a form; image and mask are files beside them. strength: above 0 to 1, how far from the image the
+    picture may go. stream_options[include_progress]: as a part of its own."""
+
+    strength: float | None = None
+    input_fidelity: str | None = None
+
+    def edit_params(self, image: Picture, mask: Picture | None) -> ImageParams:
+        """Raises InvalidRequest."""
+        _check_one_of("input_fidelity", self.input_fidelity, ("low",), ": strength says how much of the image is kept")
+        return self.params(image=image, mask=mask, strength=self.strength)
+
+
+def _check_one_of(name: str, value: str | None, allowed: tuple[str, ...], why: str) -> None:
+    if value is not None and value not in allowed:
+        raise InvalidRequest(f"{name} is {value[:40]!r}, allowed is {' or '.join(allowed)}{why}", param=name)
