@@ -58,6 +58,11 @@ def test_a_class_without_a_name_has_its_number(changed):
     assert describe_at(path).classes[:4] == ("0", "1", "owl", "3")
 
 
+def test_there_are_no_classes_behind_the_named_ones(changed):
+    path = changed("dit", "model_index.json", id2label={"1": "owl", "0": "cat"})
+    assert describe_at(path).classes == ("cat", "owl")
+
+
 def test_a_scheduler_that_is_not_had_here_leaves_the_samplers_that_are(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "PNDMScheduler"])
     assert describe_at(path).samplers == ("ddim", "dpm++", "euler")

@@ -9,6 +9,7 @@ from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import Picture
 from trioserve.contracts.iterative import IterativePlan, LatentMove
 from trioserve.contracts.step import IsAbandoned
+from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
 from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
 
 ENCODE, DENOISE, DECODE = IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE
@@ -91,6 +92,16 @@ def test_a_step_that_nobody_waits_for_ends_between_two_blocks(driver, dit, phase
         assert ready().run(phase, requests, is_abandoned=LeftAt(count)) is None
     (expected,) = driver.latents(dit, requests[:1])  # and what comes behind it is computed as ever
     assert torch.isfinite(expected).all()
+
+
+def test_a_place_without_a_block_is_none_where_a_step_may_end():
+    network = torch.nn.Module()
+    network.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1), None])  # as in an autoencoder without attention
+    abandoning = Abandoning([network])
+    network.blocks[0](torch.ones(1))
+    abandoning.begin(LeftAt(0))
+    with pytest.raises(Abandoned):
+        network.blocks[0](torch.ones(1))
 
 
 def test_moves_are_done_before_a_step_is_abandoned(driver, dit):

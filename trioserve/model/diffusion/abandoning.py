@@ -23,7 +23,7 @@ class Abandoning:
         for network in networks:
             for module in network.modules():
                 if isinstance(module, torch.nn.ModuleList):
-                    for block in module:
+                    for block in filter(None, module):  # diffusers has None where there is no attention
                         block.register_forward_pre_hook(self._look)
 
     def begin(self, is_abandoned: IsAbandoned) -> None:

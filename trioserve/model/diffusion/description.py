@@ -64,11 +64,14 @@ def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source
 
 
 def _classes(directory: ImageDirectory) -> tuple[str, ...]:
-    """Without a name for a class it has its number."""
+    """Without a name for a class it has its number. Where the first ones are named, and none behind them, there are no
+    others: DiTPipeline gives the rows without a class the index 1000, so that no network can have fewer places."""
     count = directory.denoiser.get("num_embeds_ada_norm", 1000)  # what diffusers takes where nothing is said
     labels = directory.labels
     if not isinstance(count, int) or count < 1 or any(not 0 <= index < count for index in labels):
         raise ModelLoadError(
             f"{directory.path}: id2label names classes up to {max(labels, default=0)}, and the network knows {count}"
         )
+    if labels and max(labels) == len(labels) - 1:
+        count = len(labels)
     return tuple(labels.get(index, str(index)) for index in range(count))
