@@ -27,6 +27,7 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.images import ImageEncoder, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
+from trioserve.contracts.weights import SharedWeights, WeightSource
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterPlace, Adapters
@@ -41,6 +42,8 @@ from trioserve.engine.model_description import PooledModel
 from trioserve.engine.rank_metrics import show_ranks
 from trioserve.engine.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
+from trioserve.engine.threaded_weights import ThreadedWeights, WrittenWeights
+from trioserve.engine.weight_updates import WeightPlace
 from trioserve.metrics.registry import Metrics
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
@@ -428,6 +431,7 @@ class _Opening:
                         image_encoder=computing.image_encoder,
                         guard=computing.guard,
                         nap=_nap(runner, compute, new_parts),
+                        weights=computing.weights,
                     )
 
                 self._note_model(checkpoint, runner)
@@ -440,7 +444,7 @@ class _Opening:
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, weights = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
@@ -494,6 +498,7 @@ class _Opening:
             adapters=self._adapters,
             guard=guard,
             nap=nap,
+            weights=weights,
         )
         return self._engine
 
@@ -583,6 +588,7 @@ class _Opening:
                 _AdapterPlace(runner, compute),
                 lambda: compute.run(runner.claim_memory),
                 _image_encoder(runner, compute),
+                weights=_weight_place(runner, compute),
             )
         finally:
             for made in runners:
@@ -950,6 +956,7 @@ class _Computing(NamedTuple):
     claim_memory: WhenIdle
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
+    weights: WeightPlace | str = "a model in ranks keeps its weights"
 
 
 class _Nap:
@@ -976,6 +983,20 @@ def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EnginePa
     if not isinstance(runner, ModelRunner):
         return "an encoder has no KV cache to give back"
     return runner.why_kept or _Nap(runner, compute, new_parts)
+
+
+def _weight_place(runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> WeightPlace | str:
+    from trioserve.model.runner import ModelRunner
+
+    if not isinstance(runner, ModelRunner):
+        return "an encoder keeps its weights"
+
+    def look(source: WeightSource) -> WrittenWeights:
+        from trioserve.model.weight_replacement import StoredWeights
+
+        return StoredWeights(runner, source if isinstance(source, SharedWeights) else Path(source))
+
+    return ThreadedWeights(look, compute)
 
 
 class _AdapterPlace:

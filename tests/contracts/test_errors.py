@@ -27,6 +27,7 @@ TREE = """
         QueueWaitOver
         RequestAborted
         DeadlinePassed
+        WeightsLost
         StoreFull
         StoreFault
         EndpointLost

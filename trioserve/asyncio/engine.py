@@ -95,6 +95,7 @@ class Engine:
     pause_generation = _awaited(TrioEngine.pause_generation)
     reset_prefix_cache = _called(TrioEngine.reset_prefix_cache)
     resume_generation = _called(TrioEngine.resume_generation)
+    update_weights = _awaited(TrioEngine.update_weights)
     wait_until_idle = _awaited(TrioEngine.wait_until_idle)
     load_adapter = _awaited(TrioEngine.load_adapter)
     unload_adapter = _awaited(TrioEngine.unload_adapter)
@@ -137,6 +138,11 @@ class Engine:
     def is_sleeping(self) -> bool:
         """Whether it has given memory back, or is about to, until all is there again."""
         return self.thread.call(lambda: self.on_trio.is_sleeping)
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that it computes with: "default" until they are replaced."""
+        return self.thread.call(lambda: self.on_trio.weight_version)
 
     @property
     def fault(self) -> EngineFault | None:

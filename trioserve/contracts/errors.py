@@ -27,6 +27,7 @@ __all__ = [
     "StoreFull",
     "TrioserveError",
     "UnknownModel",
+    "WeightsLost",
     "WrongLoop",
 ]
 
@@ -123,6 +124,11 @@ class DeadlinePassed(TrioserveError):
 
 class RequestAborted(TrioserveError):
     """Somebody has aborted the request by its id."""
+
+
+class WeightsLost(TrioserveError):
+    """New weights came only in part, or what computes was opened anew while they came. The message says which weights
+    are there, and what to do."""
 
 
 class StoreFull(TrioserveError):

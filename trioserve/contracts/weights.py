@@ -1,18 +1,51 @@
-"""Which weights computed what: an engine's weights have a version, and every token knows the one that sampled it."""
+"""Which weights computed what: an engine's weights have a version, every token knows the one that sampled it, and no
+block of KV is found by requests of another one."""
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
 
-__all__ = ["INITIAL_WEIGHTS", "WeightVersions", "joined_versions"]
+import msgspec
+
+__all__ = [
+    "INITIAL_WEIGHTS",
+    "ReplacementState",
+    "SharedWeights",
+    "WeightSource",
+    "WeightVersions",
+    "joined_versions",
+    "kept_salt",
+    "weights_salt",
+]
 
 INITIAL_WEIGHTS = "default"
 """The version of the weights that an engine was opened with, as SGLang calls it."""
+
+_WEIGHTS = "weights:"
 
 WeightVersions: TypeAlias = tuple[tuple[str, int], ...]
 """Of tokens in a row: a version and how many of them it sampled, again and again. Versions are compared by equality
 only. The counts add up to the number of tokens; or it is empty: all of them are of INITIAL_WEIGHTS, as nearly all
 responses are."""
+
+
+class ReplacementState(enum.Enum):
+    """How far new weights are in the places of the old ones. BEGUN: what is there is of both, if it ends so."""
+
+    CHECKED = "checked"
+    BEGUN = "begun"
+    WHOLE = "whole"
+
+
+class SharedWeights(msgspec.Struct, frozen=True):
+    """In a segment of shared memory on this machine, as trioserve.rollouts.publish_weights makes one, by its name."""
+
+    name: str
+
+
+WeightSource: TypeAlias = str | SharedWeights
+"""A path is that of a directory or file from which the model could be opened."""
 
 
 def joined_versions(
@@ -28,6 +61,20 @@ def joined_versions(
         elif count:
             joined.append((version, count))
     return tuple(joined)
+
+
+def weights_salt(salt: str | None, version: str | None) -> str | None:
+    """The salt of blocks that are computed by weights of this version; None: by those that an engine was opened with,
+    and nearly every salt stays as it is. No two pairs give the same, whatever salts callers choose."""
+    if version is None:
+        return f"{_WEIGHTS}none:{salt}" if salt is not None and salt.startswith(_WEIGHTS) else salt
+    own = f"{_WEIGHTS}{len(version)}:{version}"
+    return own if salt is None else f"{own}={salt}"
+
+
+def kept_salt(request_id: str) -> str:
+    """The salt of what weights of several versions have computed for one request, which nobody else is to find."""
+    return f"{_WEIGHTS}kept:{request_id}"
 
 
 def _runs(versions: WeightVersions, count: int) -> WeightVersions:

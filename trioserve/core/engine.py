@@ -37,6 +37,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
+from trioserve.contracts.weights import kept_salt
 from trioserve.core.block_holds import Hold
 from trioserve.core.guided_steps import GuidedSteps, take_token
 from trioserve.core.kv_blocks import BlockPool
@@ -248,6 +249,18 @@ class EngineCore:
         """Nothing that is computed by now is a hit for anybody. Legal at any moment: who uses blocks keeps them. What a
         connector keeps elsewhere it keeps."""
         self.cache.forget_all()
+
+    def change_weights(self, salt_of: Callable[[RequestId], str | None]) -> None:
+        """What is computed from here on, other weights compute. No step is in flight. salt_of: what the blocks of a
+        live request are called by from here on. Whoever has KV goes on with it (unless preempt_all comes first): what
+        weights of several versions compute is nobody else's."""
+        assert not self.flights, "a step is in flight, and is of either weights"
+        for live in self._live.values():
+            request_id = live.request.id
+            if live.blocks:
+                live.rename_blocks(kept_salt(request_id), is_private=True)
+            else:
+                live.rename_blocks(salt_of(request_id), is_private=False)
 
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
         """The connector reports; legal at any moment. What is about nothing is counted and ignored. Returns the end of

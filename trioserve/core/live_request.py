@@ -7,6 +7,8 @@ and a step that was planned ahead still reads them (steps_in_flight). At no othe
 
 from __future__ import annotations
 
+import msgspec
+
 from trioserve.contracts.events import Phase
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.request import EngineRequest
@@ -66,6 +68,12 @@ class LiveRequest(RequestLife[EngineRequest]):
         self.asked_remote = False  # a load was begun: it is not tried twice
         self.loaded_token_count = 0  # that came from elsewhere
         self.prompt_logprobs_count = 0  # handed out so far; a recomputed prompt repeats them
+
+    def rename_blocks(self, salt: str | None, *, is_private: bool) -> None:
+        """Its blocks are called otherwise from here on, by the core and by a connector. is_private: they are nobody
+        else's."""
+        self.request = msgspec.structs.replace(self.request, cache_salt=salt)
+        self.chain = PrefixChain(salt, self.request.given, is_private=is_private)
 
     @property
     def own_blocks(self) -> list[BlockIndex]:

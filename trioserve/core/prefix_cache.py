@@ -35,14 +35,15 @@ class PrefixChain:
 
     block_count and content say how far its prefix is published, by itself or by the one it shares with. found_count:
     how many blocks of it were found when it was last looked up, also those behind the last that it could go on from.
-    given: the request's.
+    given: the request's. is_private: nothing of it is published, and it finds nothing.
     """
 
-    __slots__ = ("block_count", "content", "found_count", "given", "hashes", "salt")
+    __slots__ = ("block_count", "content", "found_count", "given", "hashes", "is_private", "salt")
 
-    def __init__(self, salt: str | None, given: tuple[GivenRows, ...] = ()) -> None:
+    def __init__(self, salt: str | None, given: tuple[GivenRows, ...] = (), *, is_private: bool = False) -> None:
         self.salt = salt
         self.given = given
+        self.is_private = is_private
         self.hashes: list[BlockHash] = []
         self.block_count = self.found_count = 0
         self.content: ContentId | str | None = salt
@@ -92,6 +93,8 @@ class PrefixCache:
         NO_BLOCK. Advances the chain past the match; takes no block. can_go_on: whether a prefix may end with this
         content; None: with any."""
         assert chain.block_count == 0
+        if chain.is_private:
+            return []
         blocks: list[BlockIndex] = []
         end, content = 0, chain.content
         there_from = 0  # the blocks from here on have not been evicted
@@ -121,7 +124,9 @@ class PrefixCache:
         """Make every full block among the first `computed_count` tokens findable. blocks: the request's block table.
         Where another block already holds the same content, that one stays the published one. In a place without a
         block was one that is not needed: what comes behind it is found all the same. marks: by the number of blocks,
-        what on_content is told with the content that these end with."""
+        what on_content is told with the content that these end with. Nothing of a private chain is published."""
+        if chain.is_private:
+            return
         for index in range(chain.block_count, computed_count // self._block_size):
             found = self._find(chain, index, tokens)
             if found is None:

@@ -80,7 +80,9 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             choice.output.use_weights(self._weight_version)
 
     def use_weights(self, version: str) -> None:
-        """What steps bring from here on was sampled by weights of this version."""
+        """What is computed from here on, weights of this version compute. No step is in flight; all requests know of
+        it."""
+        self._core.change_weights(lambda sequence_id: self._choices[sequence_id].request.block_salt)
         self._weight_version = version
         for choice in self._choices.values():
             choice.output.use_weights(version)

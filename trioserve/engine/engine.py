@@ -79,6 +79,7 @@ from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import SERVER_STOPPING
 from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
 from trioserve.engine.step_times import StepTimes
+from trioserve.engine.weight_updates import WEIGHTS_REPLACED, GivenSource, WeightPlace, WeightUpdates
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
@@ -93,6 +94,7 @@ __all__ = ["Engine", "ModelDescription"]
 logger = logging.getLogger(__name__)
 
 ADAPTER_UNLOADED = "adapter_unloaded"
+WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended with what it had"
 
 
 class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
@@ -103,7 +105,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
     families: how the model writes calls and thoughts; None: as its chat template says. readers_first and when_idle: see
     EngineLoop. guides: makes those of requests, and the core their masks; None: no request has any. image_encoder: of a
     model that is described to see images. media: fetches those that are elsewhere; None: nobody does. adapters: what
-    there is of LoRA; None: nothing. guard, nap: see EngineParts.
+    there is of LoRA; None: nothing. guard, nap, weights: see EngineParts.
     """
 
     _delivery: Delivery
@@ -132,6 +134,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         adapters: Adapters | None = None,
         guard: Guard | None = None,
         nap: Nap[EngineParts] | str = "this engine cannot give its KV cache back alone",
+        weights: WeightPlace | str = "this engine has none",
     ) -> None:
         super().__init__(
             metrics=metrics,
@@ -139,7 +142,17 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             sequences_max=core.settings.max_num_seqs,
             new_request_id=new_request_id,
         )
-        self.model = model
+        self.model = self._first_model = model
+        self._weights = WeightUpdates(
+            weights,
+            self._pausing,
+            self._gate,
+            computes=lambda: self._is_running,
+            check_may_replace=self._check_may_replace,
+            end_begun=lambda: self._end_begun(WEIGHTS_REPLACED_MESSAGE, WEIGHTS_REPLACED),
+            take_weights=self._take_weights,
+            note_ended=self._note_update_ended,
+        )
         self.adapters = adapters or Adapters()
         self.role = role
         self.tokenizer = tokenizer
@@ -164,7 +177,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
         )
         self._forget_connector: Callable[[], None] = lambda: None
-        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, nap))
+        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, weights))
         self._show_sleep()
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
@@ -172,7 +185,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
     def _install(self, parts: EngineParts) -> None:
         """From here on it computes with these, and nothing of those before is known any more."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, _ = parts
         self._guard = guard
         self._why_no_nap = nap if isinstance(nap, str) else None
         if self._images is not None:
@@ -180,7 +193,14 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         metrics, settings = self.metrics, self._settings
         self._core = core
         self._connector = connector
-        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch, cancels=self.live_feed)
+        self._delivery = Delivery(
+            core,
+            metrics,
+            wake=self.wake,
+            step_watch=self.step_watch,
+            cancels=self.live_feed,
+            weight_version=self._weights.stamped_version,
+        )
         self.live_feed.install(core, connector)
         self._install_loop(
             EngineLoop(
@@ -306,6 +326,86 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         for request in self._kept_holds:
             if not (hands_over and request.is_given_away):
                 self._delivery.end_holds(request)
+
+    def reopen(self, parts: EngineParts) -> None:
+        if self._weights.install(parts.weights):
+            self.model = self._first_model
+        super().reopen(parts)
+
+    def _begin_carried(self) -> None:
+        for request in self._carried:
+            request.use_weights(self._weights.version)
+        super()._begin_carried()
+
+    async def _pause_and_sleep(self, level: int, mode: str) -> None:
+        async with self._weights.turn:
+            await super()._pause_and_sleep(level, mode)
+
+    def _end_begun_unless_it_goes_on(self) -> None:
+        if not self._weights.is_under_way:
+            super()._end_begun_unless_it_goes_on()
+
+    # --- weights ---
+
+    async def update_weights(
+        self,
+        source: GivenSource,
+        *,
+        version: str | None = None,
+        in_flight: Literal["keep", "recompute", "abort"] = "keep",
+    ) -> str:
+        """Replace the model's weights between two steps, tensor by tensor. Returns their version. A second one waits
+        for the first; an engine that was paused before stays so. What comes meanwhile waits, as in a pause.
+
+        source: where they are; all tensors of the model, by the names of its checkpoint, in bfloat16, float16 or
+            float32. A path is that of a directory or a file from which the model could be opened; SharedWeights lie in
+            shared memory.
+        version: what the new ones are called in deltas; the prefix cache takes equal versions for equal weights.
+            Default: a new name.
+        in_flight: what becomes of requests that have begun: "keep" goes on with the KV that it has, "recompute"
+            computes that anew, and "abort" ends them with what they have.
+
+        Raises InvalidRequest, and has changed nothing, for weights that are not this model's, or cannot be replaced
+        here. Raises WeightsLost where they came only in part: then the engine holds everything up until another update
+        is whole. Leaving while they are written waits for that. Raises Draining, EngineReopening and EngineFault.
+        """
+        self._own_run.check("engine.update_weights")
+        return await self._weights.update(source, version, in_flight)
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that it computes with: "default" until they are replaced."""
+        return self._weights.shown_version
+
+    @property
+    def has_half_weights(self) -> bool:
+        """Whether an update has ended halfway, so that nothing is computed until another one is whole."""
+        return self._weights.is_half
+
+    def _check_may_replace(self) -> None:
+        """Raises what refuses it."""
+        if self.fault is not None:
+            raise self.fault
+        if self.draining:
+            raise self._admission.refused_draining()
+        if self.sleep_level:
+            raise InvalidRequest("the engine sleeps, and has no weights to replace: wake it up first")
+        if not self._is_running:
+            raise self._admission.refused_reopening()
+
+    def _take_weights(self, version: str, recomputes: bool) -> None:
+        """No step is in flight."""
+        self.model = self._first_model.with_weights(version)
+        if recomputes:
+            self._core.preempt_all(trio.current_time())
+        for request in self._requests:
+            request.use_weights(version)
+        self._delivery.use_weights(version)
+
+    def _note_update_ended(self) -> None:
+        if self.draining:
+            self._end_begun_unless_it_goes_on()
+        self.load_changes.note()
 
     def _gives_away(self, request: OpenRequest) -> bool:
         """Whether another engine goes on with it from here on, or does already."""
@@ -714,6 +814,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             self._preparation.check(request)
 
     def _sequences(self, request: OpenRequest) -> list[EngineRequest]:
+        request.use_weights(self._weights.version)
         sequences = (
             pooled_sequences(self.model, request)
             if isinstance(request, PooledRequest)

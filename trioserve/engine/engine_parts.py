@@ -13,6 +13,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.shell.engine_life import Guard
+from trioserve.engine.weight_updates import WeightPlace
 
 __all__ = ["EngineParts", "Guard", "Nap", "OpenParts", "no_parts"]
 
@@ -34,7 +35,8 @@ class Nap(Protocol[PartsOut]):
 
 class EngineParts(NamedTuple):
     """For their meanings see Engine and EngineLoop. guard: None: what computes is not gone before a step says so. nap:
-    or why the KV cache cannot be given back alone, in a sentence."""
+    or why the KV cache cannot be given back alone, in a sentence. weights: where they are replaced, or why they cannot
+    be, in a sentence; the same object as long as they are there."""
 
     core: EngineCore
     steps: StepRunner
@@ -44,6 +46,7 @@ class EngineParts(NamedTuple):
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
     nap: Nap[EngineParts] | str = "this engine cannot give its KV cache back alone"
+    weights: WeightPlace | str = "this engine has none"
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]

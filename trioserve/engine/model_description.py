@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import msgspec
 
 from trioserve.contracts.images import ImageProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 
 __all__ = ["ModelDescription", "PooledModel"]
+
+DIGEST_BYTES = 16
 
 
 class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,14 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             return self.fingerprint
         name, plus, promise = self.fingerprint.partition("+")
         return f"{name}.{adapter_digest}{plus}{promise}"
+
+    def with_weights(self, version: str) -> ModelDescription:
+        """The same with other weights, and another fingerprint. To be asked of what the engine was opened with."""
+        if self.fingerprint is None:
+            return self
+        name, plus, promise = self.fingerprint.partition("+")
+        digest = blake2b(f"{name} {version}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+        return msgspec.structs.replace(self, fingerprint=f"{digest}{plus}{promise}")
 
     def pooled_tokens_max(self, params: PoolingParams) -> int:
         """Tokens that an input may have."""

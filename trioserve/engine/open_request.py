@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import trio
 
 from trioserve.admission.local_endpoint import local_request
@@ -26,6 +27,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.contracts.weights import weights_salt
 from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.engine.given_output import GivenOutput
@@ -129,6 +131,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.adapter = adapter
         self.adapter_lease: AdapterLease | None = None
         self.adapter_digest: str | None = None  # of the one that it has, or had
+        self.weight_version: str | None = None  # of what computes its next token; None: the engine's first weights
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
         self.is_given_away = False
@@ -276,7 +279,15 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     @property
     def block_salt(self) -> str | None:
         """Of its blocks' names."""
-        return adapter_salt(self.cache_salt, self.adapter_digest)
+        return weights_salt(adapter_salt(self.cache_salt, self.adapter_digest), self.weight_version)
+
+    def use_weights(self, version: str | None) -> None:
+        """What the core gets of it from here on, these weights compute."""
+        self.weight_version = version
+        salt = self.block_salt
+        sequences = [(choice, msgspec.structs.replace(sequence, cache_salt=salt)) for choice, sequence in self.upcoming]
+        self.upcoming.clear()
+        self.upcoming.extend(sequences)
 
     async def wait_until_released(self) -> None:
         """See RequestStream."""

@@ -7,7 +7,8 @@
     any ──resume──► RUNS
 
 Asleep is a state beside these: an engine that sleeps begins no step either, and one that was paused before is so when
-it wakes up. A caller that leaves while it waits takes nothing back: the pause is the engine's, not the caller's.
+it wakes up. So is having its weights replaced. A caller that leaves while it waits takes nothing back: the pause is the
+engine's, not the caller's.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ class Pausing:
         self.state = PauseState.RUNS
         self.is_asleep = False
         self._at_rest: Callable[[], bool] | None = None
+        self.is_replacing = False
         self._is_over = False
         self._waiting = trio.lowlevel.ParkingLot()  # for a change of any of these
 
     @property
     def holds_up(self) -> bool:
         """Whether what the core does not have yet may not begin."""
-        return not self._is_over and (self.state is not PauseState.RUNS or self.is_asleep)
+        return not self._is_over and (self.state is not PauseState.RUNS or self.is_asleep or self.is_replacing)
 
     def pause(self, *, drains: bool) -> None:
         """Nothing to do if it pauses already. drains: what has begun is to end first."""
@@ -75,6 +77,11 @@ class Pausing:
         self.is_asleep = is_asleep
         self._settle()
 
+    def set_replacing(self, is_replacing: bool) -> None:
+        """Weights are being replaced, or are there only in part."""
+        self.is_replacing = is_replacing
+        self._settle()
+
     def end(self) -> None:
         """The engine takes nothing new any more, or computes nothing: nobody waits for it to go on."""
         self._is_over = True
@@ -93,7 +100,7 @@ class Pausing:
             await self._waiting.park()
 
     def _settle(self) -> None:
-        is_open = self.state is not PauseState.PAUSED and not self.is_asleep
+        is_open = self.state is not PauseState.PAUSED and not self.is_asleep and not self.is_replacing
         goes_on = is_open and not self._gate.is_open
         self._gate.set_open(is_open)
         self._waiting.unpark_all()

@@ -120,7 +120,12 @@ class Linear:
             self._four_bits = join([self._four_bit_parts.pop(each) for each in self._outputs])
 
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
-        """Copy one projection's rows in; with the last one the weight is complete."""
+        """Copy one projection's rows in; with the last one the weight is complete. The next one then begins another
+        weight, in the old one's place, of which every projection has to come."""
+        if not self._missing:
+            self._missing = set(self._outputs)
+            if self._packed:
+                self._weight = None  # of oneDNN's order, and the new one comes in the plain one
         if self._weight is None:
             # Not before: while the file's order lets it, only one unpacked weight exists at a time.
             rows = sum(self._outputs.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -57,7 +57,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_model import StepModel
 from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, warm_up_plans
-from trioserve.model.weights import fill_slots
+from trioserve.model.weights import Slot, fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:
@@ -243,6 +243,34 @@ class ModelRunner:
     def states(self) -> StateStorage[Any] | None:
         """What layers keep of sequences; None before allocate_kv, and of a model without such layers."""
         return None if self._model is None else self._model.states
+
+    @property
+    def why_fixed(self) -> str | None:
+        """Why the weights cannot be replaced while it computes, as a sentence's end; None: they can."""
+        assert self._model is not None, "why_fixed after close"
+        if self.vision is not None:
+            return "it sees images, and what was made of these stays that of the old ones"
+        if any(slot.block_type is not None for slot in self._model.slots()):
+            return (
+                "they are kept in the blocks of a quantized file, which plain ones cannot become: open it with --dtype "
+                "float32 or with --quantization none"
+            )
+        return None
+
+    @property
+    def loading_threads(self) -> int:
+        """That may fill its slots at the same time."""
+        assert self._model is not None, "loading_threads after close"
+        return self._model.loading_threads
+
+    def slots(self) -> Iterator[Slot]:
+        """The places of the weights, to be filled in the thread that computes, between two steps."""
+        assert self._model is not None, "slots after close"
+        return self._model.slots()
+
+    def check_open(self) -> None:
+        """Asserts that it was not closed."""
+        assert self._model is not None, "the model was closed"
 
     def kv_pages(self, model_name: str) -> KVPages:
         """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both. A

@@ -13,7 +13,7 @@ from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve_kernels.native import FileRowsStruct, Library, Loading, RowsKind
 
-__all__ = ["Progress", "RowsTarget", "Slot", "fill_slots"]
+__all__ = ["Progress", "RowsTarget", "Slot", "fill_slot", "fill_slots", "paired"]
 
 Progress = Callable[[int, int], None]
 """progress(bytes_done, bytes_total), first when reading has begun, and then again and again. What it raises ends the
@@ -74,7 +74,7 @@ def fill_slots(
     twice, has another shape, or never comes; and if one cannot be read.
     """
     bytes_done = 0
-    parts = [part for slot, tensor in _pairs(slots, tensors) for part in _parts(slot, tensor)]
+    parts = [part for slot, tensor in paired(slots, tensors) for part in _parts(slot, tensor)]
     by_library = [part for part in parts if _is_for_library(*part)]
     others = [part for part in parts if not _is_for_library(*part)]
     with contextlib.closing(_filled(by_library, others, thread_count)) as filled:
@@ -84,7 +84,8 @@ def fill_slots(
                 progress(min(bytes_done, bytes_total), bytes_total)
 
 
-def _pairs(slots: Iterable[Slot], tensors: Iterable[StoredTensor]) -> list[tuple[Slot, StoredTensor]]:
+def paired(slots: Iterable[Slot], tensors: Iterable[StoredTensor]) -> list[tuple[Slot, StoredTensor]]:
+    """Each slot and its tensor, of which none is read. Raises ModelLoadError as fill_slots does."""
     waiting = {slot.name: slot for slot in slots}
     pairs: dict[str, tuple[Slot, StoredTensor]] = {}
     for tensor in tensors:
@@ -140,12 +141,12 @@ def _filled(
             with _read_errors():
                 _loading([part]).run()
             yield part[1].byte_count
-        yield from map(_fill, others)
+        yield from map(fill_slot, others)
         return
     with ThreadPoolExecutor(thread_count, "trioserve-load") as pool:
         if by_library:
             yield from _filled_by_library(_loading(by_library), pool, thread_count)
-        yield from pool.map(_fill, others)  # closed early, it drops what has not begun
+        yield from pool.map(fill_slot, others)  # closed early, it drops what has not begun
 
 
 def _filled_by_library(loading: Loading, pool: ThreadPoolExecutor, thread_count: int) -> Generator[int, None, None]:
@@ -207,7 +208,8 @@ def _loading(parts: list[tuple[Slot, StoredTensor]]) -> Loading:
     return Loading(library, list(files), structs)
 
 
-def _fill(pair: tuple[Slot, StoredTensor]) -> int:
+def fill_slot(pair: tuple[Slot, StoredTensor]) -> int:
+    """Read one, and put it into its place. Returns how many bytes that were."""
     slot, tensor = pair
     if tensor.read_blocks is not None and slot.fill_blocks is not None and tensor.block_type == slot.block_type:
         slot.fill_blocks(tensor.read_blocks())

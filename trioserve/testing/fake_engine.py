@@ -34,6 +34,7 @@ from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAG
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
+from trioserve.testing.fake_weights import FakeWeightPlace
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
@@ -54,7 +55,8 @@ NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 class FakeEngine(SteppedByHand[StepPlan], Engine):
     """Made by open_fake_engine: an Engine, and what a test needs besides.
 
-    core, steps, executor, connector, image_encoder: its inside, to look at.
+    core, steps, executor, connector, image_encoder: its inside, to look at. weights: where they are replaced; see
+    FakeWeightPlace.
     """
 
     core: GatedCore
@@ -112,6 +114,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             guides=GuideFactory(byte_form_compiler()),
             adapters=adapters,
             nap=parts.nap,
+            weights=parts.weights,
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
             image_encoder=parts.image_encoder,
             image_limits=image_limits,
@@ -128,6 +131,8 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         assert isinstance(steps, ControlledSteps)
         assert isinstance(steps.executor, FakeExecutor)
         self.core, self.steps, self.executor, self.connector = core, steps, steps.executor, parts.connector
+        assert isinstance(parts.weights, FakeWeightPlace)
+        self.weights = parts.weights
         assert parts.image_encoder is None or isinstance(parts.image_encoder, FakeImageEncoder)
         self.image_encoder = parts.image_encoder
 
@@ -351,6 +356,7 @@ async def open_fake_engine(
                 opened[0].broken_openings -= 1
                 raise InjectedFault("a test broke the opening")
         adapter_place: list[_FakeAdapterPlace] = []
+        weights = FakeWeightPlace()
 
         def made() -> EngineParts:
             executor = new_executor(
@@ -371,7 +377,8 @@ async def open_fake_engine(
             seconds = opened[0].step_seconds if opened else step_seconds
             adapter_place[:] = [_FakeAdapterPlace(executor)]
             steps = ControlledSteps(executor, seconds=seconds)
-            return EngineParts(core, steps, connects, image_encoder=images, nap=_FakeNap(made_anew))
+            weights.attach(executor)
+            return EngineParts(core, steps, connects, image_encoder=images, nap=_FakeNap(made_anew), weights=weights)
 
         async def made_anew() -> EngineParts:
             await trio.sleep(opening_seconds)

@@ -20,6 +20,7 @@ from trioserve.contracts.ids import NO_BLOCK, RequestId
 from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.weights import kept_salt
 from trioserve.testing.fake_drafts import FakeDraftModel
 
 __all__ = ["EMBEDDING_SIZE", "NOTHING_MAY_COME", "FakeExecutor", "FakeModel", "IsAllowed"]
@@ -161,11 +162,17 @@ class FakeExecutor:
         self.adapters: set[int] = set()
         # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
+        self._weights = [0]  # that it had, the last ones last
         # The same for each state; what stands in one that nobody wrote yet is as wrong as can be.
         self._states: list[tuple[int, str | None] | None] = [None] * state_slot_count
         # What the last plan gave, for one that was made ahead of it; a request that has no entry has failed there.
         self._last_plan: StepPlan | None = None
         self._last_token_ids: dict[RequestId, int | None] = {}
+
+    def use_weights(self, number: int) -> None:
+        """Everything that is computed from here on is another one; 0: what it was at first."""
+        if number != self._weights[-1]:
+            self._weights.append(number)
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """An abandoned step leaves garbage in its slots, as a real one may, and has no result. Raises AssertionError
@@ -388,7 +395,7 @@ class FakeExecutor:
         else:
             parent = self.model.root(chunk.request)
         for position, token_id in zip(positions, chunk.row_tokens, strict=True):
-            parent = self.model.digest((token_id,), _given_at(chunk.request, position, parent))
+            parent = self._digest(token_id, _given_at(chunk.request, position, parent), self._weights[-1])
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _write_states(self, chunk: ScheduledChunk) -> None:
@@ -398,6 +405,8 @@ class FakeExecutor:
             root = self.model.root(chunk.request)
             found = (root, salt) if span.reads is None else self._states[span.reads]
             expected = (self.model.digest(chunk.tokens[:position], root), salt)
+            if found is not None and _is_kept(chunk.request):
+                found = (found[0], salt)
             assert found == expected, (
                 f"{name}: state {span.reads} before position {position} is {found}, not {expected}"
             )
@@ -441,11 +450,16 @@ class FakeExecutor:
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
         first = self._first_seen(chunk)
         for position, token_id in enumerate(tokens):
-            expected = self.model.digest((token_id,), _given_at(chunk.request, position, expected))
+            before = _given_at(chunk.request, position, expected)
+            expected = self._digest(token_id, before, self._weights[-1])
             if not self.keeps_kv or position < first:
                 digests.append(expected)
                 continue
             found = self._slots[self._slot(chunk, position)]
+            if found is not None and _is_kept(chunk.request):  # by any weights, and called as it was in their time
+                digests_of_all = [self._digest(token_id, before, weights) for weights in self._weights]
+                expected = found[0] if found[0] in digests_of_all else expected
+                found = (found[0], chunk.request.cache_salt)
             assert found == (expected, chunk.request.cache_salt), (
                 f"{chunk.request.id}: position {position}, in block {chunk.block_table[position // self.block_size]}, "
                 f"holds {found} instead of {(expected, chunk.request.cache_salt)}"
@@ -453,12 +467,20 @@ class FakeExecutor:
             digests.append(found[0])
         return digests
 
+    def _digest(self, token_id: int, parent: int, weights: int) -> int:
+        return self.model.digest((token_id,), _mixed(parent ^ weights) if weights else parent)
+
     def _prompt_logprobs(self, chunk: ScheduledChunk, digests: list[int], top_count: int) -> tuple[TokenLogprob, ...]:
         first, last = chunk.start + 1, min(chunk.start + chunk.count, len(chunk.request.prompt_token_ids) - 1)
         return tuple(
             self.model.logprob(chunk.tokens[position], digests[position - 1], top_count)
             for position in range(first, last + 1)
         )
+
+
+def _is_kept(request: EngineRequest) -> bool:
+    """Whether it goes on with what other weights have computed."""
+    return request.cache_salt == kept_salt(request.id)
 
 
 def _given_at(request: EngineRequest, position: int, parent: int) -> int:

@@ -270,7 +270,7 @@ class HostPolicy:
 
     def _chain(self, request: EngineRequest) -> BlockChain:
         chain = self._chains.get(request.id)
-        if chain is None:
+        if chain is None or chain.salt != request.cache_salt:  # which a change of weights changes
             chain = BlockChain(request.cache_salt, self._block_size, hash_block=self._hash_block)
             self._chains[request.id] = chain
             if len(self._chains) > CHAINS_MAX:

@@ -1,0 +1,233 @@
+"""Weights that are replaced while an engine runs: afterwards it computes the bits of one that was opened with them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import trio
+from safetensors.torch import load_file, save_file
+
+from trioserve import open_engine
+from trioserve.contracts.errors import InvalidRequest, WeightsLost
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.engine import Engine
+from trioserve.model.weight_replacement import StoredWeights
+
+PROMPTS = ([3, 5, 8, 13, 21, 34, 55, 89, 144, 233], [7] * 40, [9])
+SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"kv_cache_memory": 0.02, "max_model_len": 256, "threads": 1}
+KINDS = [
+    "llama",
+    "llama-tied",
+    "llama-biased-64",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "phi3-part",
+    "mixtral",
+    "gpt-oss",
+    "deepseek-v3",
+    "lfm2",
+    "mamba2",
+]
+
+Said = list[tuple[tuple[int, ...], list[TokenLogprob]]]
+
+
+def changed(directory: Path, target: Path, *, dtype: torch.dtype | None = None, seed: int = 7) -> Path:
+    """The same model with other weights, as somebody has trained it."""
+    shutil.copytree(directory, target)
+    draw = torch.Generator().manual_seed(seed)
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            other = tensor.float() + 0.02 * torch.randn(tensor.shape, generator=draw)
+            tensors[name] = other.to(dtype or tensor.dtype).contiguous()
+        save_file(tensors, path)
+    return target
+
+
+async def said(engine: Engine) -> Said:
+    answers: Said = []
+    for prompt in PROMPTS:
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        async with engine.generate(prompt, SAMPLING) as stream:
+            async for delta in stream:
+                tokens += delta.token_ids
+                logprobs += delta.logprobs or ()
+        answers.append((tuple(tokens), logprobs))
+    return answers
+
+
+async def said_when_opened(path: Path, **options: Any) -> Said:
+    async with open_engine(str(path), **{**OPTIONS, **options}) as engine:
+        return await said(engine)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_computed_is_that_of_an_engine_opened_with_the_new_weights(
+    kind: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    old = tiny_checkpoint(kind)
+    new = changed(old, tmp_path / "new")
+    options = {"cpu_kernels": kernels, "dtype": "float32"}
+    expected = await said_when_opened(new, **options)
+    async with open_engine(str(old), **OPTIONS, **options) as engine:
+        before, fingerprint = await said(engine), engine.model.fingerprint
+        assert before != expected
+        assert engine.weight_version == "default"
+        assert await engine.update_weights(new, version="step 1") == "step 1"
+        assert engine.weight_version == "step 1"
+        assert await said(engine) == expected
+        assert engine.model.fingerprint not in (None, fingerprint)
+        second = await engine.update_weights(str(old))
+        assert second not in ("step 1", "default")
+        assert await said(engine) == before
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+async def test_any_plain_format_becomes_the_one_that_is_computed(
+    dtype: str, stored: torch.dtype, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    old = tiny_checkpoint("llama", dtype="bfloat16")
+    new = changed(old, tmp_path / "new", dtype=stored)
+    options = {"dtype": dtype, "cpu_kernels": kernels}
+    async with open_engine(str(old), **OPTIONS, **options) as engine:
+        await engine.update_weights(new)
+        assert await said(engine) == await said_when_opened(new, **options)
+
+
+async def test_a_model_from_a_gguf_file_takes_plain_weights(
+    tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    gguf = tmp_path / "model.gguf"
+    tiny_checkpoints.write_gguf(tiny_checkpoint("llama-tied"), gguf, quant_type="Q8_0")
+    new = changed(tiny_checkpoint("llama-tied"), tmp_path / "new")
+    async with open_engine(str(gguf), **OPTIONS, dtype="float32") as engine:
+        before = await said(engine)
+        await engine.update_weights(new)
+        assert await said(engine) != before
+        after = [tokens for tokens, _ in await said(engine)]
+    assert after == [tokens for tokens, _ in await said_when_opened(new, dtype="float32")]
+    async with open_engine(str(gguf), **OPTIONS, quantization="file") as engine:
+        with pytest.raises(InvalidRequest, match="blocks of a quantized file"):
+            await engine.update_weights(new)
+        assert engine.ready
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+async def test_weights_that_are_quantized_when_read_are_so_when_replaced(
+    quantization: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    new = changed(tiny_checkpoint("llama"), tmp_path / "new")
+    async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS, quantization=quantization) as engine:
+        await engine.update_weights(new)
+        assert await said(engine) == await said_when_opened(new, quantization=quantization)
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def with_another(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "one is missing": (without("model.layers.1.mlp.up_proj.weight"), "mlp.up_proj"),
+    "one has another shape": (with_another("model.norm.weight", torch.zeros(65)), "norm"),
+    "one is too many": (with_another("model.layers.0.mlp.other.weight", torch.zeros(3)), "other"),
+    "one has another type": (with_another("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "I8"),
+}
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("case", BAD)
+async def test_a_bad_directory_changes_nothing(
+    case: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    change, named = BAD[case]
+    old = tiny_checkpoint("llama")
+    bad = changed(old, tmp_path / "bad")
+    tensors = load_file(bad / "model.safetensors")
+    change(tensors)
+    save_file(tensors, bad / "model.safetensors")
+    async with open_engine(str(old), **OPTIONS, cpu_kernels=kernels) as engine:
+        before = await said(engine)
+        with pytest.raises(InvalidRequest, match=named) as refusal:
+            await engine.update_weights(bad)
+        assert refusal.value.param == "model_path"
+        assert engine.weight_version == "default"
+        assert await said(engine) == before
+        for path in (tiny_checkpoint("qwen3"), tmp_path / "nowhere", tiny_checkpoint("llama3-rope")):
+            with pytest.raises(InvalidRequest):
+                await engine.update_weights(path)
+        assert await said(engine) == before
+
+
+async def test_files_that_end_while_they_are_read_leave_an_engine_that_computes_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tiny_checkpoint("llama")
+    new, bad = changed(old, tmp_path / "new"), changed(old, tmp_path / "bad")
+    look = StoredWeights.__init__
+
+    def cut(self: StoredWeights, runner: Any, source: Any) -> None:
+        look(self, runner, source)
+        if source == bad:
+            with (bad / "model.safetensors").open("r+b") as file:
+                file.truncate(file.seek(0, 2) // 2)
+
+    monkeypatch.setattr(StoredWeights, "__init__", cut)
+    async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
+        with pytest.raises(WeightsLost, match="shorter"):
+            await engine.update_weights(bad, version="bad")
+        assert engine.has_half_weights
+        assert not engine.ready
+        with trio.move_on_after(0.1) as scope:
+            await said(engine)
+        assert scope.cancelled_caught
+        await engine.update_weights(new, version="new")
+        assert engine.ready
+        assert await said(engine) == await said_when_opened(new, dtype="float32")
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+async def test_a_recomputed_stream_goes_on_as_the_new_model_would(
+    kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    old = tiny_checkpoint("llama")
+    new = changed(old, tmp_path / "new")
+    options = {"dtype": "float32", "cpu_kernels": kernels}
+    prompt: list[int] = [*PROMPTS[0]]
+    tokens: list[int] = []
+    told: list[tuple[str, int]] = []
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    async with open_engine(str(old), **OPTIONS, **options) as engine:
+        async with engine.generate(prompt, sampling) as stream:
+            async for delta in stream:
+                tokens += delta.token_ids
+                told += delta.weight_versions or [("default", len(delta.token_ids))]
+                if len(tokens) >= 20 and engine.weight_version == "default":
+                    await engine.update_weights(new, version="new", in_flight="recompute")
+        count = sum(count for version, count in told if version == "default")
+        assert 20 <= count < 60
+        assert sum(count for version, count in told if version == "new") == 60 - count
+    rest = SamplingParams(max_tokens=60 - count, temperature=0.0, ignore_eos=True)
+    async with (
+        open_engine(str(new), **OPTIONS, **options) as engine,
+        engine.generate([*prompt, *tokens[:count]], rest) as stream,
+    ):
+        assert [token async for delta in stream for token in delta.token_ids] == tokens[count:]

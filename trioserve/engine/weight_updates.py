@@ -1,0 +1,189 @@
+"""Which weights an engine computes with, and how they are replaced between two steps. What computes writes them.
+
+    one at a time:  look at what is offered ─► begin no step ─► the step in flight ends ─► replace ─► go on
+
+Until it is replaced nothing has changed. From then on nothing may be computed until all of it is: one that ends halfway
+leaves an engine that holds everything up until another one is whole, or the model is read anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from trioserve.contracts.arguments import refuse, to_str
+from trioserve.contracts.errors import InvalidRequest, WeightsLost
+from trioserve.contracts.weights import INITIAL_WEIGHTS, ReplacementState, SharedWeights, WeightSource
+from trioserve.engine.pausing import Pausing
+from trioserve.engine.step_gate import StepGate
+
+__all__ = ["IN_FLIGHT", "GivenSource", "WEIGHTS_REPLACED", "Replacement", "WeightPlace", "WeightUpdates"]
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = ("keep", "recompute", "abort")
+WEIGHTS_REPLACED = "weights_replaced"
+VERSION_CHARACTERS_MAX = 256
+
+GivenSource = str | os.PathLike[str] | SharedWeights
+
+
+class Replacement(Protocol):
+    """Weights that can take the place of those that are there. state: how far they have."""
+
+    @property
+    def state(self) -> ReplacementState: ...
+
+    async def replace(self) -> None:
+        """Write them, with nothing computing meanwhile. Once this has begun to write, it ends also when cancelled.
+        Raises ModelLoadError, WeightsLost, and what comes of a model that is closed meanwhile."""
+        ...
+
+
+class WeightPlace(Protocol):
+    """What computes, for new weights."""
+
+    async def check(self, source: WeightSource) -> Replacement:
+        """Look at what is offered, without a change to anything. Raises InvalidRequest."""
+        ...
+
+
+class WeightUpdates:
+    """place: of what computes; a sentence where nothing can be replaced. version: what is computed with; None: what the
+    engine was opened with. turn: to be had by whoever takes away what computes.
+
+    computes: whether there is what steps need. check_may_replace: raises what refuses it now. end_begun: what has begun
+    ends with what it has. take_weights(version, recomputes): steps compute with them from here on, and none is in
+    flight. note_ended: it goes on as before, or nothing is computed until an update is whole.
+    """
+
+    def __init__(
+        self,
+        place: WeightPlace | str,
+        pausing: Pausing,
+        gate: StepGate,
+        *,
+        computes: Callable[[], bool],
+        check_may_replace: Callable[[], None],
+        end_begun: Callable[[], None],
+        take_weights: Callable[[str, bool], None],
+        note_ended: Callable[[], None],
+    ) -> None:
+        self._computes = computes
+        self._check_may_replace = check_may_replace
+        self._end_begun = end_begun
+        self._take_weights = take_weights
+        self._note_ended = note_ended
+        self._pausing = pausing
+        self._gate = gate
+        self._place = place
+        self.turn = trio.Lock()
+        self.version: str | None = None
+        self.is_half = False
+        self._has_replaced = False
+        self._count = 0
+
+    @property
+    def shown_version(self) -> str:
+        return INITIAL_WEIGHTS if self.version is None else self.version
+
+    @property
+    def stamped_version(self) -> str | None:
+        """What deltas say of new tokens. None: nothing, since weights were never replaced."""
+        return self.shown_version if self._has_replaced else None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an update keeps steps from beginning, for a while."""
+        return self._pausing.is_replacing and not self.is_half
+
+    def install(self, place: WeightPlace | str) -> bool:
+        """What computes may be another. Returns whether it is, with the weights that it was opened with."""
+        if place is self._place:
+            return False
+        self._place = place
+        self.version, self.is_half = None, False
+        self._pausing.set_replacing(False)
+        return True
+
+    async def update(self, source: GivenSource, version: str | None, in_flight: str) -> str:
+        """See Engine.update_weights."""
+        new = self._checked_version(version)
+        checked = _checked_source(source)
+        if in_flight not in IN_FLIGHT:
+            refuse("in_flight", in_flight, f"one of {', '.join(IN_FLIGHT)}")
+        async with self.turn:
+            self._check_may_replace()
+            if isinstance(self._place, str):
+                raise InvalidRequest(f"{self._place}: they cannot be replaced while it computes")
+            place = self._place
+            replacement = await place.check(checked)
+            self._check_may_replace()
+            try:
+                self._pausing.set_replacing(True)
+                if in_flight == "abort":
+                    self._end_begun()
+                await self._gate.wait_until_at_rest()
+                self._check_may_replace()
+                await self._write(replacement, place)
+            finally:
+                if place is self._place:
+                    self._note_end(replacement.state, new, recomputes=in_flight == "recompute")
+        return new
+
+    async def _write(self, replacement: Replacement, place: WeightPlace) -> None:
+        try:
+            await replacement.replace()
+        except Exception as error:
+            self._check_is_there(place)
+            if replacement.state is ReplacementState.BEGUN:
+                raise WeightsLost(
+                    f"the new weights came only in part, and the engine pauses until an update is whole: {error}"
+                ) from error
+            raise
+        self._check_is_there(place)
+
+    def _note_end(self, state: ReplacementState, version: str, *, recomputes: bool) -> None:
+        if state is ReplacementState.WHOLE:
+            self.is_half = False
+            self.version, self._has_replaced = version, True
+            logger.info("weights replaced version=%s", version)
+            self._take_weights(version, recomputes)
+        elif state is ReplacementState.BEGUN:
+            self.is_half = True
+            logger.error("weights half replaced: nothing is computed until an update is whole version=%s", version)
+        self._pausing.set_replacing(self.is_half)
+        self._note_ended()
+
+    def _check_is_there(self, place: WeightPlace) -> None:
+        """Raises WeightsLost."""
+        if place is not self._place or not self._computes():
+            raise WeightsLost("the engine ended meanwhile; one that is opened anew has the weights that it began with")
+
+    def _checked_version(self, version: str | None) -> str:
+        if version is None:
+            self._count += 1
+            return f"update-{self._count}-{secrets.token_hex(4)}"
+        if not 0 < len(to_str("version", version, "a text (str), or None")) <= VERSION_CHARACTERS_MAX:
+            raise InvalidRequest(
+                f"version has {len(version)} characters, allowed are 1 to {VERSION_CHARACTERS_MAX}", param="version"
+            )
+        if version == INITIAL_WEIGHTS:
+            raise InvalidRequest(
+                f'version is "{version}", which names the weights that the engine was opened with: take another name',
+                param="version",
+            )
+        return version
+
+
+def _checked_source(source: object) -> WeightSource:
+    if isinstance(source, SharedWeights):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        refuse("source", source, "a path, or a SharedWeights")
+    return os.fspath(source)

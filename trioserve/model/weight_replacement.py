@@ -1,0 +1,109 @@
+"""New weights in the places of those that a model computes with: checked before anything is written, and then read and
+put there part by part, so that nothing is there twice.
+
+Where it ends halfway, the model has weights of both, and nobody may compute with it until a replacement was whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError
+from trioserve.contracts.weights import ReplacementState, SharedWeights
+from trioserve.model.loading.arriving_tensor import ArrivingTensor
+from trioserve.model.loading.checkpoint import one_line, open_checkpoint
+from trioserve.model.loading.described_tensors import check_same_model, described_tensors
+from trioserve.model.loading.shared_weights import shared_tensors
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.number_formats import Values
+from trioserve.model.weights import fill_slot, fill_slots, paired
+
+if TYPE_CHECKING:
+    from trioserve.model.runner import ModelRunner
+
+__all__ = ["ArrivingWeights", "StoredWeights"]
+
+
+class StoredWeights:
+    """Weights that lie in files, or in memory that is shared as one. state: how far they are in the model's places."""
+
+    def __init__(self, runner: ModelRunner, source: Path | SharedWeights) -> None:
+        """Reads headers only. Raises InvalidRequest if they cannot take the place of those that are there."""
+        self._runner = runner
+        self.state = ReplacementState.CHECKED
+        _check_can_be_replaced(runner)
+        param = "name" if isinstance(source, SharedWeights) else "model_path"
+        try:
+            if isinstance(source, SharedWeights):
+                tensors: Sequence[StoredTensor] = _by_name(
+                    described_tensors(runner.config, shared_tensors(source.name))
+                )
+            else:
+                tensors = _of_directory(runner, source)
+            paired(runner.slots(), tensors)
+        except ModelLoadError as error:
+            raise InvalidRequest(one_line(str(error)), param=param) from error
+        self._tensors = tensors
+
+    def replace(self) -> None:
+        """To be called once, where the model computes. Raises ModelLoadError if what was there cannot be read any
+        more."""
+        self.state = ReplacementState.BEGUN
+        fill_slots(
+            self._runner.slots(),
+            self._tensors,
+            bytes_total=0,
+            progress=None,
+            thread_count=self._runner.loading_threads,
+        )
+        self.state = ReplacementState.WHOLE
+
+
+class ArrivingWeights:
+    """Weights that come one after the other, each by its name. state: as of StoredWeights."""
+
+    def __init__(self, runner: ModelRunner, tensors: Mapping[str, ArrivingTensor]) -> None:
+        """Raises InvalidRequest if they cannot take the place of those that are there."""
+        self._runner = runner
+        self.state = ReplacementState.CHECKED
+        _check_can_be_replaced(runner)
+        try:
+            given = described_tensors(runner.config, tensors)
+            pairs = paired(runner.slots(), _by_name(given))
+        except ModelLoadError as error:
+            raise InvalidRequest(one_line(str(error)), param="names") from error
+        slots = {tensor.name: slot for slot, tensor in pairs}
+        self._pairs = {name: [(slots[tensor.name], tensor) for tensor in of_one] for name, of_one in given.items()}
+        self._tensors = dict(tensors)
+
+    def put(self, name: str, values: Values) -> None:
+        """One has come: into its places, where the model computes. `values` are not kept."""
+        self._runner.check_open()  # its memory is another's, once it is closed
+        tensor = self._tensors.pop(name)
+        self.state = ReplacementState.BEGUN
+        tensor.values = values
+        for pair in self._pairs[name]:
+            fill_slot(pair)
+        tensor.values = None
+        if not self._tensors:
+            self.state = ReplacementState.WHOLE
+
+
+def _check_can_be_replaced(runner: ModelRunner) -> None:
+    if runner.why_fixed is not None:
+        raise InvalidRequest(f"the weights of this model cannot be replaced: {runner.why_fixed}")
+
+
+def _of_directory(runner: ModelRunner, path: Path) -> Sequence[StoredTensor]:
+    checkpoint = open_checkpoint(path, uses_further_layers=True)
+    try:
+        check_same_model(runner.config, checkpoint.config)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {path}: {error}") from error
+    return [*checkpoint.tensors()]
+
+
+def _by_name(given: Mapping[str, Sequence[StoredTensor]]) -> list[StoredTensor]:
+    return [tensor for of_one in given.values() for tensor in of_one]
