@@ -152,7 +152,7 @@ ROOMS = {
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words("__init__ __main__ asgi assemble cli commands config ray ray_engines ray_ranks")
+TOP_FILES = words("__init__ __main__ asgi assemble assemble_images cli commands config ray ray_engines ray_ranks")
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
@@ -461,6 +461,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.core.engine", "torch trio"),
         ("trioserve.asgi", "torch ray"),
         ("trioserve.assemble", "torch ray trioserve.model.runner trioserve_kernels.native"),
+        ("trioserve.assemble_images", "torch ray diffusers transformers"),
         ("trioserve.cli", "torch trio h2 ray"),
         ("trioserve.config", "torch trio h2"),
         ("trioserve.text.tokenizer", "torch trio"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trioserve.asgi import asgi_app
     from trioserve.assemble import open_engine
+    from trioserve.assemble_images import open_image_engine
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.errors import (
         ContextTooLong,
@@ -76,6 +77,7 @@ __all__ = [
     "__version__",
     "asgi_app",
     "open_engine",
+    "open_image_engine",
 ]
 
 __version__ = "0.1.0"
@@ -83,6 +85,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "asgi_app": "trioserve.asgi",
     "open_engine": "trioserve.assemble",
+    "open_image_engine": "trioserve.assemble_images",
     "ChatPrompt": "trioserve.contracts.prompt",
     "Deadlines": "trioserve.contracts.deadlines",
     "Delta": "trioserve.contracts.output",

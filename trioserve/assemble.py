@@ -77,6 +77,7 @@ from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.trio_tools.own_run import check_is_in_trio
 from trioserve.trio_tools.worker_thread import WorkerThread
@@ -785,12 +786,11 @@ class _Opening:
     ) -> ModelRunner | EncoderRunner:
         """Weights in the compute thread, and beside them what texts need. What is put in `runners` is the caller's to
         close, also when this raises."""
-        is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
+        job = LongJob()
         weights_come, token = trio.Event(), trio.lowlevel.current_trio_token()
 
         def tell(progress: LoadProgress) -> None:
-            if is_cancelled.is_set():
-                raise _LoadingCancelled
+            job.check()
             if self._engine is None and self._on_progress is not None:
                 self._on_progress(progress)
 
@@ -829,13 +829,7 @@ class _Opening:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
-            try:
-                runner = await compute.run(load_runner, on_cancel=is_cancelled.set)
-            except Exception:
-                if is_cancelled.is_set():  # what the loading says then is not the reason
-                    await trio.sleep_forever()  # raises Cancelled
-                raise
-        return runner
+            return await job.run(compute, load_runner)
 
     def _note_model(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> None:
         """Raises StartupError if its files have become another model's since the engine was opened first."""
@@ -1057,10 +1051,6 @@ def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overla
 def _image_encoder(runner: Runner, compute: WorkerThread) -> ImageEncoder | None:
     vision = getattr(runner, "vision", None)
     return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
-
-
-class _LoadingCancelled(Exception):
-    """Ends the loading in the compute thread."""
 
 
 def _make_compiler(

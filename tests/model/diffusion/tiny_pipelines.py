@@ -9,6 +9,8 @@ import diffusers
 import torch
 import transformers
 
+transformers.utils.logging.disable_progress_bar()  # which starts a thread
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 NOISE = {

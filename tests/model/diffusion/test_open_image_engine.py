@@ -1,0 +1,152 @@
+"""An engine of pictures over real, tiny networks: what comes of it, and that leaving it leaves nothing."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import pytest
+import trio
+
+import trioserve
+from trioserve import assemble_images
+from trioserve.assemble_images import open_configured_image_engine, open_image_engine
+from trioserve.config import make_config
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
+from trioserve.contracts.image_generation import ImageParams, Picture
+from trioserve.model.diffusion.runner import DiffusionRunner
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_thread():
+    before = set(threading.enumerate())
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
+async def test_pictures_alone_and_together_are_the_same(checkpoint):
+    async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=4, dtype="float32") as engine:
+        params = ImageParams(steps=4, seed=1)
+        (alone,) = await engine.generate_image("a cat", params)
+        others: dict[str, tuple[Picture, ...]] = {}
+
+        async def ask(text: str, **more: object) -> None:
+            others[text] = await engine.generate_image(text, ImageParams(**{"seed": 1, "steps": 4, **more}))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "a cat")
+            for index, text in enumerate(("two dogs", "trees", "a lake", "night")):
+                nursery.start_soon(
+                    lambda i=index, t=text: ask(t, steps=3 + i, guidance=1.0 + i, n=1 + i % 2, sampler="euler")
+                )
+        assert others["a cat"] == (alone,)
+        assert len(others["trees"]) == 2
+        stats = engine.stats()
+        assert (stats.slots_used, stats.kept_used, stats.running_count) == (0, 0, 0)
+
+
+async def test_a_class_by_its_name_with_partial_pictures(checkpoint):
+    async with trioserve.open_image_engine(checkpoint("dit"), served_model_name=("digits",)) as engine:
+        assert engine.model.name == "digits"
+        assert engine.model.fingerprint is not None
+        assert engine.model.fingerprint.endswith("+exact")
+        params = ImageParams(steps=4, seed=2**64 - 1, partial_images=1)
+        async with engine.generate_image("d3", params) as stream:
+            deltas = [delta async for delta in stream]
+        assert deltas[-1].picture is not None
+        assert (deltas[-1].picture.width, deltas[-1].steps_done) == (8, 4)
+        assert await engine.generate_image("3", params) == (deltas[-1].picture,)
+        with pytest.raises(InvalidRequest, match="1000 classes"):
+            await engine.generate_image("a cat", params)
+
+
+async def test_leaving_gives_the_slot_back(checkpoint):
+    async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=2) as engine:
+        with trio.move_on_after(30):
+            async with engine.generate_image("a cat", ImageParams(steps=200)) as stream:
+                async for delta in stream:
+                    assert engine.stats().slots_used == 1
+                    if delta.steps_done >= 2:
+                        break
+        await engine.generate_image("b", ImageParams(steps=1))  # the step in flight is over then
+        assert engine.stats().slots_used == 0
+
+
+async def test_a_picture_outlives_what_broke(checkpoint, monkeypatch):
+    async with open_image_engine(checkpoint("dit"), engine_restarts=1, dtype="float32") as engine:
+        params = ImageParams(steps=6, seed=3)
+        (expected,) = await engine.generate_image("1", params)
+        predict, breaks = DiffusionRunner._predict, [3]
+
+        def breaking(self, states):
+            breaks[0] -= 1
+            if breaks[0] == 0:
+                raise RuntimeError("the device is lost")
+            return predict(self, states)
+
+        monkeypatch.setattr(DiffusionRunner, "_predict", breaking)
+        assert await engine.generate_image("1", params) == (expected,)
+        assert breaks[0] < 0
+
+
+async def test_other_weights_are_no_way_to_go_on(checkpoint, tiny, tmp_path, monkeypatch):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("dit"), path)
+    with pytest.raises(trioserve.EngineFault) as raised:
+        async with open_image_engine(path, engine_restarts=1) as engine:
+            tiny.save_dit(path, learned_variance=True)
+
+            def breaking(self, states):
+                raise RuntimeError("the device is lost")
+
+            monkeypatch.setattr(DiffusionRunner, "_predict", breaking)
+            await engine.generate_image("1", ImageParams(steps=2))
+    assert "has changed since the engine was opened" in str(raised.value.__cause__ or raised.value)
+
+
+async def test_being_cancelled_while_it_loads_ends_the_loading(checkpoint):
+    loaded = []
+    with trio.CancelScope() as scope:
+        token = trio.lowlevel.current_trio_token()
+
+        def cancel(progress) -> None:
+            loaded.append(progress.what)
+            trio.from_thread.run_sync(scope.cancel, trio_token=token)
+
+        config = make_config(model=str(checkpoint("dit")))
+        async with open_configured_image_engine(config, on_progress=cancel):
+            pytest.fail("it was opened")
+    assert scope.cancelled_caught
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"kept_slots": -1}, "kept_slots is -1"),
+        ({"device": "tpu"}, "device"),
+        ({"request_timeout": -1}, "timeout"),
+    ],
+    ids=["slots", "kept", "device", "deadline"],
+)
+async def test_what_is_out_of_range_is_named(checkpoint, options, says):
+    with pytest.raises(StartupError, match=says):
+        async with open_image_engine(checkpoint("dit"), **options):
+            pytest.fail("it was opened")
+
+
+async def test_no_model_and_no_extra_are_told(tmp_path, monkeypatch):
+    with pytest.raises(ModelLoadError, match="save_pretrained"):
+        async with open_image_engine(tmp_path):
+            pytest.fail("it was opened")
+
+    def missing() -> None:
+        raise StartupError("pip install 'trioserve[image]'")
+
+    monkeypatch.setattr(assemble_images, "check_image_extra", missing)
+    with pytest.raises(StartupError, match="pip install"):
+        async with open_image_engine(tmp_path):
+            pytest.fail("it was opened")
