@@ -39,7 +39,7 @@ from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ThoughtOutcome
-from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapter_metrics import show_adapters
@@ -867,20 +867,12 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             return NO_TRACE
         is_pooled = isinstance(request, PooledRequest)
         operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
-        attributes: Attributes = {
-            "gen_ai.operation.name": "embeddings" if is_pooled else operation,
-            "gen_ai.provider.name": "trioserve",
-            "gen_ai.request.model": request.adapter or self.model.name,
-            "gen_ai.response.model": request.adapter or self.model.name,
-            "trioserve.request.id": request.id,
-            "trioserve.priority": request.priority,
-            **({} if is_pooled else sampling_attributes(request.sampling)),
-        }
-        span = self.tracer.begin(
-            f"{attributes['gen_ai.operation.name']} {self.model.name}",
-            parent=request.part_of,
+        span = self._span_of(
+            request,
+            "embeddings" if is_pooled else operation,
+            model_name=request.adapter or self.model.name,
+            attributes={} if is_pooled else sampling_attributes(request.sampling),
             traceparent=None if request.kv_transfer is None else request.kv_transfer.traceparent,
-            attributes=attributes,
         )
         return SpannedRequest(span, is_pooled=is_pooled) if span.is_recording else NO_TRACE
 

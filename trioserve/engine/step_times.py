@@ -5,13 +5,15 @@ Written by the step loop, a line a step; whoever shows it reads it when it is as
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from trioserve.contracts.step import StepPlan
+from trioserve.engine.shell.stepped_core import AnyPlan
 
-__all__ = ["STEPS_MAX", "StepTime", "StepTimes"]
+__all__ = ["STEPS_MAX", "PlanTimes", "StepCounts", "StepTime", "StepTimes"]
 
 STEPS_MAX = 1000  # half a minute of decoding on a CPU, some seconds on a GPU: enough to see what a step waits for
 
@@ -21,7 +23,8 @@ class StepTime(NamedTuple):
     computed, and its forward pass begins when that one's ends.
 
     prefill_tokens: of prompts, and of what is computed again. decode_tokens: drafts included. is_dropped: nothing of it
-    was delivered, since nobody waited for it any more.
+    was delivered, since nobody waited for it any more. phase, work_count: of a step of pictures what it did, and how
+    much; it has no tokens.
     """
 
     step_index: int
@@ -38,9 +41,25 @@ class StepTime(NamedTuple):
     preempted_count: int
     is_ahead: bool
     is_dropped: bool
+    phase: str = ""
+    work_count: int = 0
 
 
-class StepTimes:
+class StepCounts(NamedTuple):
+    """What a plan computes; see StepTime."""
+
+    sequence_count: int
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    is_ahead: bool = False
+    phase: str = ""
+    work_count: int = 0
+
+
+Plan = TypeVar("Plan", bound=AnyPlan)
+
+
+class PlanTimes(ABC, Generic[Plan]):
     """count and the sums: of all steps so far, for whoever takes the difference of two looks."""
 
     def __init__(self) -> None:
@@ -55,9 +74,13 @@ class StepTimes:
         """The last steps, the oldest first, as they stand now."""
         return tuple(self._steps)
 
+    @abstractmethod
+    def _counts(self, plan: Plan) -> StepCounts:
+        """What it computes."""
+
     def note(
         self,
-        plan: StepPlan,
+        plan: Plan,
         *,
         schedule_at: float,
         planned_at: float,
@@ -68,7 +91,7 @@ class StepTimes:
         is_dropped: bool,
     ) -> None:
         """A step was delivered. The times are those at which one thing ended and the next began."""
-        decode_tokens = sum([chunk.row_count for chunk in plan.chunks if chunk.count == 1 and chunk.samples])
+        counts = self._counts(plan)
         step = StepTime(
             step_index=plan.step_index,
             schedule_at=schedule_at,
@@ -77,13 +100,15 @@ class StepTimes:
             forward_seconds=computed_at - forward_at,
             update_seconds=updated_at - computed_at,
             deliver_seconds=delivered_at - updated_at,
-            sequence_count=len(plan.chunks),
-            prefill_tokens=plan.token_count - decode_tokens,
-            decode_tokens=decode_tokens,
+            sequence_count=counts.sequence_count,
+            prefill_tokens=counts.prefill_tokens,
+            decode_tokens=counts.decode_tokens,
             admitted_count=len(plan.admitted),
             preempted_count=len(plan.preempted),
-            is_ahead=plan.is_ahead,
+            is_ahead=counts.is_ahead,
             is_dropped=is_dropped,
+            phase=counts.phase,
+            work_count=counts.work_count,
         )
         self._steps.append(step)
         self.count += 1
@@ -91,3 +116,11 @@ class StepTimes:
         self.forward_seconds += step.forward_seconds
         self.update_seconds += step.update_seconds
         self.deliver_seconds += step.deliver_seconds
+
+
+class StepTimes(PlanTimes[StepPlan]):
+    """Of an engine of texts."""
+
+    def _counts(self, plan: StepPlan) -> StepCounts:
+        decode_tokens = sum([chunk.row_count for chunk in plan.chunks if chunk.count == 1 and chunk.samples])
+        return StepCounts(len(plan.chunks), plan.token_count - decode_tokens, decode_tokens, plan.is_ahead)

@@ -48,6 +48,7 @@ def _events(steps: list[StepTime], *, origin: float) -> Iterator[dict[str, objec
             "preempted": step.preempted_count,
             "planned_ahead": step.is_ahead,
             "dropped": step.is_dropped,
+            **({"phase": step.phase, "work": step.work_count} if step.phase else {}),
         }
         for name, tid, at, seconds in (
             ("schedule", EVENT_LOOP, step.schedule_at, step.schedule_seconds),

@@ -61,6 +61,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
 
     core: GatedCore
     steps: ControlledSteps[StepPlan, StepResult]
+    executor: FakeExecutor
 
     def __init__(
         self,
@@ -83,7 +84,6 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE, has_images=True) if sees_images else byte_tokenizer()
         self._look_into(parts)
         core = self.core
-        self.broken_openings = 0
         super().__init__(
             model=ModelDescription(
                 served_names=served_names,
@@ -135,20 +135,6 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         self.weights = parts.weights
         assert parts.image_encoder is None or isinstance(parts.image_encoder, FakeImageEncoder)
         self.image_encoder = parts.image_encoder
-
-    # --- what goes wrong ---
-
-    def break_openings(self, count: int = 1) -> None:
-        """The next openings after a fault raise, too."""
-        self.broken_openings = count
-
-    def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
-        """The request's next forward pass fails, for each of its choices, and for nobody else's. It must live."""
-        choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
-        live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
-        assert live_ids, f"no request {request_id!r} lives: {[view.id for view in self.live_requests()]} do"
-        for sequence_id in live_ids:
-            self.executor.errors[sequence_id] = message
 
     # --- what is left ---
 

@@ -57,12 +57,12 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
 
     core: GatedImageCore
     steps: ControlledSteps[IterativePlan, IterativeResult]
+    executor: FakePictureExecutor
 
     def __init__(
         self, parts: ImageParts, settings: EngineSettings, model: ImageModelDescription, limits: ImageRequestLimits
     ) -> None:
         self._look_into(parts)
-        self.broken_openings = 0
         super().__init__(
             model=model,
             core=parts.core,
@@ -83,24 +83,6 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         assert isinstance(parts.steps, ControlledSteps)
         assert isinstance(parts.steps.executor, FakePictureExecutor)
         self.core, self.steps, self.executor = parts.core, parts.steps, parts.steps.executor
-
-    # --- what goes wrong ---
-
-    def break_next_step(self, error: Exception | None = None) -> None:
-        """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
-        self.steps.fault = error or InjectedFault("a test broke the engine")
-
-    def break_openings(self, count: int = 1) -> None:
-        """The next openings after a fault raise, too."""
-        self.broken_openings = count
-
-    def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
-        """The request's next forward pass fails, for each of its pictures, and for nobody else's. It must live."""
-        choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
-        live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
-        assert live_ids, f"no request {request_id!r} lives: {[view.id for view in self.live_requests()]} do"
-        for sequence_id in live_ids:
-            self.executor.errors[sequence_id] = message
 
     # --- what it makes, and what is left ---
 

@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from trioserve.testing.fake_engine import FakeEngine
+    from trioserve.testing.fake_image_engine import FakeImageEngine
     from trioserve.testing.memory_server import MemoryServer
 
     def trio_fixture(function: Callable[..., Any]) -> Callable[..., Any]: ...
@@ -28,7 +29,7 @@ else:
 
 T = TypeVar("T")
 
-__all__ = ["fake_engine", "fake_engine_options", "memory_server"]
+__all__ = ["fake_engine", "fake_engine_options", "fake_image_engine", "memory_server"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "fake_engine(**options): options of trioserve.testing.open_fake_engine, for this test's fixtures fake_engine "
         "and memory_server (the latter takes those of open_memory_server, too)",
+    )
+    config.addinivalue_line(
+        "markers",
+        "fake_image_engine(**options): options of trioserve.testing.open_fake_image_engine, for this test's fixture "
+        "fake_image_engine",
     )
 
 
@@ -53,6 +59,20 @@ async def fake_engine(request: pytest.FixtureRequest, fake_engine_options: dict[
     from trioserve.testing.fake_engine import open_fake_engine
 
     async with _kept(open_fake_engine(**_options(request, fake_engine_options))) as engine:
+        yield engine
+        if engine.fault is None:
+            await trio.testing.wait_all_tasks_blocked()
+            engine.assert_all_free()
+
+
+@trio_fixture
+async def fake_image_engine(request: pytest.FixtureRequest) -> AsyncIterator[FakeImageEngine]:
+    """An engine of pictures without weights. After the test, no latent slot and no place may be taken."""
+    import trio.testing
+
+    from trioserve.testing.fake_image_engine import open_fake_image_engine
+
+    async with _kept(open_fake_image_engine(**_options(request, {}, "fake_image_engine"))) as engine:
         yield engine
         if engine.fault is None:
             await trio.testing.wait_all_tasks_blocked()
@@ -79,7 +99,7 @@ async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
     import trio
 
     from trioserve.contracts.errors import EngineFault
-    from trioserve.testing.fake_engine import InjectedFault
+    from trioserve.testing.stepped_by_hand import InjectedFault
 
     async def keep(task_status: trio.TaskStatus[T]) -> None:
         try:
@@ -95,6 +115,8 @@ async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
         nursery.cancel_scope.cancel()
 
 
-def _options(request: pytest.FixtureRequest, options: dict[str, Any]) -> dict[str, Any]:
-    marker = request.node.get_closest_marker("fake_engine")
+def _options(
+    request: pytest.FixtureRequest, options: dict[str, Any], marker_name: str = "fake_engine"
+) -> dict[str, Any]:
+    marker = request.node.get_closest_marker(marker_name)
     return {**options, **(marker.kwargs if marker else {})}

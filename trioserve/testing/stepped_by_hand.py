@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.contracts.ids import RequestId
 from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.shell.stepped_core import AnyPlan
 from trioserve.testing.controlled_steps import ControlledSteps
@@ -22,11 +23,19 @@ class InjectedFault(Exception):
     """What breaks an engine or a request because a test wants it to."""
 
 
+class FailsRequests(Protocol):
+    """errors: of requests whose next forward pass fails."""
+
+    errors: dict[RequestId, str]
+
+
 class SteppedByHand(Generic[PlanT]):
     """Stands before an engine among the parents of a class. core, steps: the engine's."""
 
     core: GatedSteps
     steps: ControlledSteps[PlanT, Any]
+    executor: FailsRequests
+    broken_openings = 0
     wake: Any  # the engine's
     _requests: RequestsById[Any]
 
@@ -115,6 +124,20 @@ class SteppedByHand(Generic[PlanT]):
     def break_next_step(self, error: Exception | None = None) -> None:
         """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
         self.steps.fault = error or InjectedFault("a test broke the engine")
+
+    # --- what goes wrong ---
+
+    def break_openings(self, count: int = 1) -> None:
+        """The next openings after a fault raise, too."""
+        self.broken_openings = count
+
+    def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
+        """The request's next forward pass fails, for all that it asked for, and for nobody else's. It must live."""
+        choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
+        live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
+        assert live_ids, f"no request {request_id!r} lives: {[request.id for request in self._requests]} do"
+        for sequence_id in live_ids:
+            self.executor.errors[sequence_id] = message
 
     # --- what is left ---
 

@@ -21,14 +21,16 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageModelDescription, ImageParams, ImageRequestLimits
 from trioserve.contracts.iterative import IterativeRequest, IterativeStats
 from trioserve.contracts.live import LiveImageView
-from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.engine.engine_loop import EngineLoop
 from trioserve.engine.engine_parts import Nap
 from trioserve.engine.images.image_delivery import ImageDelivery
 from trioserve.engine.images.image_parts import ImageParts, ImageSteps, no_image_parts
 from trioserve.engine.images.image_preparation import ImagePreparation
+from trioserve.engine.images.image_step_times import ImageStepTimes
 from trioserve.engine.images.image_stream import ImageStream
+from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_attributes
 from trioserve.engine.images.live_image import view_of
 from trioserve.engine.images.open_image import ImageChoice, OpenImage
 from trioserve.engine.request_preparation import instance_of, text_or_none
@@ -76,6 +78,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         self.limits = limits or ImageRequestLimits()
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
         self._preparation = ImagePreparation(model, self.limits, step_work_max=core.settings.step_work_max)
+        self.step_times = ImageStepTimes()
         self._parts_total = 0  # of all requests: what makes their ids in the core unique
         self._install(ImageParts(core, steps, guard, nap))
         self._show_sleep()
@@ -88,7 +91,16 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         self._why_no_nap = nap if isinstance(nap, str) else None
         self._core = core
         self._delivery = ImageDelivery(core, self.metrics, wake=self.wake, step_watch=self.step_watch)
-        self._install_loop(EngineLoop(core, steps, self._delivery, after_step=self._after_step, gate=self._gate))
+        self._install_loop(
+            EngineLoop(
+                core,
+                steps,
+                self._delivery,
+                after_step=self._after_step,
+                step_times=self.step_times,
+                gate=self._gate,
+            )
+        )
         self._gauges = ImageGauges(self.metrics, core.stats())
 
     # --- what it is asked ---
@@ -206,7 +218,10 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         return lambda choice: choice.asked
 
     def _trace(self, request: OpenImage) -> RequestTrace:
-        return NO_TRACE
+        if self.tracer is NO_TRACER:
+            return NO_TRACE
+        span = self._span_of(request, OPERATION, model_name=self.model.name, attributes=image_attributes(request))
+        return SpannedImage(span) if span.is_recording else NO_TRACE
 
     def _set_gauges(self) -> None:
         stats = self._core.stats()

@@ -17,7 +17,7 @@ from trioserve.contracts.arguments import refuse, to_float, to_str
 from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason
-from trioserve.contracts.tracing import NO_TRACER, Tracer
+from trioserve.contracts.tracing import NO_TRACER, Attributes, Span, Tracer
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.request_trace import RequestTrace
 from trioserve.engine.settings import EngineSettings
@@ -227,6 +227,31 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
             raise InvalidRequest(
                 f"n is {count}, but at most {self._live_max} sequences may run and wait here", param="n"
             )
+
+    def _span_of(
+        self,
+        request: ScopeT,
+        operation: str,
+        *,
+        model_name: str,
+        attributes: Attributes,
+        traceparent: str | None = None,
+    ) -> Span:
+        """Begun now: it has entered the queue. operation: as in OpenTelemetry's conventions for generative AI."""
+        return self.tracer.begin(
+            f"{operation} {model_name}",
+            parent=request.part_of,
+            traceparent=traceparent,
+            attributes={
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "trioserve",
+                "gen_ai.request.model": model_name,
+                "gen_ai.response.model": model_name,
+                "trioserve.request.id": request.id,
+                "trioserve.priority": request.priority,
+                **attributes,
+            },
+        )
 
     def _set_alarms(self, request: ScopeT) -> None:
         for deadline in Deadline:

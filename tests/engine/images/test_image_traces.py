@@ -1,0 +1,106 @@
+"""What becomes of a request for pictures, as a span, as step times and as metrics."""
+
+from __future__ import annotations
+
+from trioserve.contracts.image_generation import ImageParams
+from trioserve.contracts.tracing import NO_SPAN, Span, Tracer
+from trioserve.engine.step_trace import step_trace
+from trioserve.testing.fake_image_engine import open_fake_image_engine
+
+
+class NotedSpan(Span):
+    """Writes down what it is told."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name = name
+        self.lines = lines
+        self.attributes: dict[str, object] = {}
+
+    is_recording = True
+
+    def event(self, name, attributes=None) -> None:
+        self.lines.append(f"{name} {dict(attributes)}" if attributes else name)
+
+    def note(self, attributes) -> None:
+        self.attributes.update(attributes)
+
+    def child(self, name, *, kind="internal", attributes=None) -> Span:
+        return NO_SPAN
+
+    def end(self, error=None) -> None:
+        self.lines.append(f"end {error}")
+
+
+class NotedTracer(Tracer):
+    def __init__(self) -> None:
+        self.spans: list[NotedSpan] = []
+
+    def begin(self, name, *, parent=None, traceparent=None, attributes=None, **rest) -> Span:
+        span = NotedSpan(name, [])
+        span.note(attributes or {})
+        self.spans.append(span)
+        return span
+
+
+async def test_a_span_tells_what_becomes_of_a_request(autojump_clock):
+    async with open_fake_image_engine(paused=True) as fake:
+        fake.tracer = NotedTracer()
+        async with fake.generate_image("a secret", ImageParams(steps=3, n=2, partial_images=1), request_id="r"):
+            await fake.step(5)
+        (span,) = fake.tracer.spans
+        assert span.name == "generate_content fake"
+        assert span.lines == ["queue", "wait", "denoise", "first_picture", "free", "end None"]
+        assert span.attributes["gen_ai.request.choice.count"] == 2
+        assert span.attributes["gen_ai.response.finish_reasons"] == ["stop", "stop"]
+        assert span.attributes["trioserve.image.steps"] == 3
+        assert "secret" not in str(span.attributes)
+
+
+async def test_the_span_of_one_that_leaves_ends_when_its_slot_is_back(autojump_clock):
+    async with open_fake_image_engine(paused=True) as fake:
+        fake.tracer = NotedTracer()
+        stream = fake.generate_image("a cat")
+        async with stream:
+            await fake.step(2)
+            (span,) = fake.tracer.spans
+            step = fake.held_step()
+            await step.__aenter__()
+        assert span.lines == ["queue", "wait", "denoise", "cancel {'reason': 'abort'}"]
+        await step.__aexit__(None, None, None)
+        assert span.lines[-2:] == ["free", "end None"]
+
+
+async def test_each_step_is_in_the_times_with_what_it_did(autojump_clock):
+    async with open_fake_image_engine(step_seconds=0.5) as fake:
+        await fake.generate_image("a cat", ImageParams(steps=2, n=2, guidance=3.0))
+        steps = list(fake.step_times.latest())
+        assert [(step.phase, step.sequence_count, step.work_count) for step in steps] == [
+            ("encode", 2, 2),
+            ("denoise", 2, 4),
+            ("denoise", 2, 4),
+            ("decode", 2, 2),
+        ]
+        assert [step.forward_seconds for step in steps] == [0.5] * 4
+        assert b'"phase":"denoise"' in step_trace(steps)
+
+
+async def test_pictures_and_steps_are_counted(autojump_clock):
+    async with open_fake_image_engine(step_seconds=1, slot_count=2) as fake:
+        await fake.generate_image("a cat", ImageParams(steps=3, n=3, partial_images=2))
+        page = fake.metrics.expose().decode()
+
+        def value(name: str, labels: str = "") -> float:
+            start = f"trioserve:{name}{{"
+            (line,) = [line for line in page.splitlines() if line.startswith(start) and labels in line]
+            return float(line.rpartition(" ")[2])
+
+        assert value("images_total") == 3
+        assert value("denoising_steps_total") == 9
+        assert value("latent_slots", 'state="free"') == 2
+        assert value("latent_slots", 'state="used"') == 0
+        assert value("request_success_total", 'finished_reason="stop"') == 3
+        assert value("e2e_request_latency_seconds_count") == 3
+        assert value("time_to_first_picture_seconds_count") == 3
+        assert value("step_work_sum", 'phase="denoise"') == 9
+        # two are encoded, and denoised once: that is the first to be seen; the third gets the slot of one of them
+        assert 2.0 + 2.0 < value("time_to_first_picture_seconds_sum") < value("e2e_request_latency_seconds_sum")
