@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest, StartupError
@@ -55,3 +56,11 @@ def test_a_mask_has_the_size_of_its_image() -> None:
 def test_limits_are_at_least_1() -> None:
     with pytest.raises(StartupError, match="n_max is 0"):
         ImageRequestLimits(n_max=0)
+
+
+def test_numbers_of_another_library_become_pythons_own():
+    params = ImageParams(
+        width=np.int64(16), n=np.uint8(2), seed=np.uint64(2**63), guidance=np.float32(2), strength=None
+    )
+    assert [type(value) for value in (params.width, params.n, params.seed, params.guidance)] == [int, int, int, float]
+    assert (params.width, params.n, params.seed, params.guidance) == (16, 2, 2**63, 2.0)

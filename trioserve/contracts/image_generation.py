@@ -8,6 +8,7 @@ partial result or as the output, is a Picture.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -48,13 +49,15 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller asks for; None leaves it to the model. Raises InvalidRequest for what no model could do; what the
     model at hand cannot do is refused on entering.
 
-    width, height: in pixels. steps: denoising steps. guidance: how much more the prompt counts than no prompt (or the
+    width, height: in pixels; None of an image that is changed: its own size, as near as the model comes to it. steps:
+    denoising steps. guidance: how much more the prompt counts than no prompt (or the
     negative one); 1 or less: the prompt alone. negative_prompt: what is not to be seen, with guidance above 1. n: how
     many pictures. seed: of the first; picture i has the seed + i. None: a random one. sampler: one of the model's
-    samplers. partial_images: so many times, in even distances, what has become of each picture so far is wanted.
+    samplers. partial_images: so many times, at even distances, what has become of each picture so far is wanted; fewer
+    times where it has fewer steps.
     image: what is to be changed, with width and height of its own; mask: the same size, bright (128 and more, of the
     mean of its colours) where it may change; None: everywhere. strength: above 0 to 1, how much of the image is lost
-    first; of the steps that part is done.
+    first; of the steps that part is done. None: 0.8, or all of what a mask lets change.
     """
 
     width: int | None = None
@@ -71,24 +74,22 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
     strength: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("width", "height", "steps"):
+        for name in ("width", "height", "steps", "n", "partial_images", "seed"):
+            self._keep(name, to_int)
+        for name in ("guidance", "strength"):
+            self._keep(name, to_float)
+        for name in ("width", "height", "steps", "n"):
             value = getattr(self, name)
-            if value is not None and to_int(name, value) < 1:
+            if value is not None and value < 1:
                 refuse(name, value, "1 or more")
-        if to_int("n", self.n) < 1:
-            refuse("n", self.n, "1 or more")
-        if not 0 <= to_int("partial_images", self.partial_images) <= PARTIAL_IMAGES_MAX:
+        if not 0 <= self.partial_images <= PARTIAL_IMAGES_MAX:
             refuse("partial_images", self.partial_images, f"0 to {PARTIAL_IMAGES_MAX}")
-        if self.seed is not None and not SAMPLING_RANGES["seed"].holds(to_int("seed", self.seed)):
+        if self.seed is not None and not SAMPLING_RANGES["seed"].holds(self.seed):
             refuse("seed", self.seed, str(SAMPLING_RANGES["seed"]))
-        if self.guidance is not None:
-            guidance = to_float("guidance", self.guidance)
-            if not 0 <= guidance <= GUIDANCE_MAX:
-                refuse("guidance", self.guidance, f"0 to {GUIDANCE_MAX:g}")
-        if self.strength is not None:
-            strength = to_float("strength", self.strength)
-            if not 0 < strength <= 1:
-                refuse("strength", self.strength, "above 0, up to 1")
+        if self.guidance is not None and not 0 <= self.guidance <= GUIDANCE_MAX:
+            refuse("guidance", self.guidance, f"0 to {GUIDANCE_MAX:g}")
+        if self.strength is not None and not 0 < self.strength <= 1:
+            refuse("strength", self.strength, "above 0, up to 1")
         for name in ("negative_prompt", "sampler"):
             value = getattr(self, name)
             if value is not None:
@@ -107,6 +108,14 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.mask.width}x{self.mask.height}",
                 f"the size of the image, {self.image.width}x{self.image.height}",
             )
+
+    def _keep(self, name: str, to_number: Callable[[str, object], int | float]) -> None:
+        """As a number of Python's own: it travels far. None stays what it is where it may be left out."""
+        value = getattr(self, name)
+        if value is not None or name in ("n", "partial_images"):
+            number = to_number(name, value)
+            if number is not value:
+                msgspec.structs.force_setattr(self, name, number)
 
 
 class ImageTask(msgspec.Struct, frozen=True, kw_only=True):

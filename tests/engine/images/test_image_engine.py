@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.errors import AlreadyEnded, Overloaded
+from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, IterativePhase
 from trioserve.contracts.image_generation import ImageParams
 from trioserve.testing.fake_image_engine import open_fake_image_engine
@@ -126,6 +126,14 @@ async def test_more_than_may_wait_are_refused_and_nothing_is_held_for_them(autoj
 async def test_more_pictures_than_slots_come_one_after_the_other(autojump_clock):
     async with open_fake_image_engine(slot_count=2, step_seconds=1) as fake:
         assert len(await fake.generate_image("many", ImageParams(n=5))) == 5
+        fake.assert_all_free()
+
+
+async def test_more_pictures_than_may_ever_wait_are_refused(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, waiting_requests_max=2) as fake:
+        with pytest.raises(InvalidRequest, match="n is 4, but at most 3 pictures may run and wait here"):
+            await fake.generate_image("many", ImageParams(n=4))
+        assert len(await fake.generate_image("many", ImageParams(n=3))) == 3
         fake.assert_all_free()
 
 

@@ -77,3 +77,9 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
         if reason is FinishReason.STOP:
             self._metrics.images_total.inc()
             self._metrics.e2e_request_latency_seconds.observe(now - choice.request.entered_at)
+            if choice.running_at is not None:
+                self._metrics.request_inference_time_seconds.observe(now - choice.running_at)
+
+    def _count_all_ended(self, request: OpenImage) -> None:
+        if request.has_run:
+            self._metrics.request_params_n.observe(request.params.n)

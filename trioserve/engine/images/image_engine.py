@@ -54,6 +54,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
     """
 
     _delivery: ImageDelivery
+    _part_name = "pictures"
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import math
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.ended_ids import EndedIds
@@ -41,6 +41,8 @@ def new_request_id() -> str:
 class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
     """Every method belongs to the thread of the Trio program that opened it. new_request_id: for requests whose caller
     gives none."""
+
+    _part_name: ClassVar[str] = "sequences"
 
     def __init__(
         self, *, metrics: Metrics, settings: EngineSettings, sequences_max: int, new_request_id: Callable[[], str]
@@ -225,7 +227,7 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
             raise self._admission.refused_overdue(overdue)
         if count > self._live_max:
             raise InvalidRequest(
-                f"n is {count}, but at most {self._live_max} sequences may run and wait here", param="n"
+                f"n is {count}, but at most {self._live_max} {self._part_name} may run and wait here", param="n"
             )
 
     def _span_of(
