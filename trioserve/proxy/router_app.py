@@ -66,6 +66,7 @@ FORWARDED = (
     "/v1/responses",
     "/v1/responses/input_tokens",
     "/v1/embeddings",
+    "/v1/images/generations",
     *RERANK_PATHS,
     *SCORE_PATHS,
     "/v1/decisions",
