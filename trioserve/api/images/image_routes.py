@@ -71,7 +71,7 @@ IMAGE_ROUTES = {
         Route[ImageContext](path=GENERATIONS_PATH, operations={"POST": create_images}),
         Route[ImageContext](path=EDITS_PATH, operations={"POST": change_images}),
         Route[ImageContext](path="/v1/models", operations={"GET": list_image_models}),
-        Route[ImageContext](path="/v1/requests", operations={"GET": list_image_requests}),
+        Route[ImageContext](path="/v1/requests", operations={"GET": list_image_requests}, is_polled=True),
         Route[ImageContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
         Route[ImageContext](path="/pause", operations={"POST": pause}),
         Route[ImageContext](path="/resume", operations={"POST": resume}),
