@@ -62,3 +62,10 @@ async def test_a_client_that_leaves_the_router_frees_its_slots() -> None:
                 assert server.engine.stats().slots_used == 2
             await wait_all_tasks_blocked()
             assert server.engine.stats().slots_used == 0
+
+
+async def test_an_image_that_is_to_be_changed_goes_to_an_endpoint_itself() -> None:
+    async with opened() as (router, _server):
+        response = await router.client().post("/v1/images/edits", b"--x--")
+        assert response.status == 404
+        assert response.headers["x-trioserve-reason"] == "not_routed"

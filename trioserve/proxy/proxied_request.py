@@ -38,8 +38,15 @@ if TYPE_CHECKING:
 
 __all__ = ["forward"]
 
-COMPUTES_NOTHING = frozenset(
-    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/api/show"}
+HAS_NO_BLOCKS = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+        "/api/show",
+        "/v1/images/generations",
+    }
 )
 """Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
 
@@ -95,7 +102,7 @@ def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tu
     not ask for."""
     context.caller.check_priority(body.priority)
     salt = body.cache_salt
-    if context.exchange.path not in COMPUTES_NOTHING:
+    if context.exchange.path not in HAS_NO_BLOCKS:
         salt = context.caller.cache_salt(salt, context.named_tenant)
     fields: dict[str, object] = {} if salt == body.cache_salt else {"cache_salt": salt}
     return without_transfer_params(raw, body, fields), msgspec.structs.replace(body, cache_salt=salt)

@@ -80,6 +80,7 @@ FORWARDED = (
 )
 """Paths whose requests name a model and go to an endpoint that serves it."""
 
+EDITS_PATH = "/v1/images/edits"
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """What follows is the endpoint's id, slashes included."""
@@ -436,6 +437,20 @@ class RouterApp(BaseApp[RouterContext]):
     def paths(self) -> Iterable[str]:
         paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, ENDPOINT.path]
         return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
+
+    def not_found(self, path: str) -> Refusal:
+        if path != EDITS_PATH:
+            return super().not_found(path)
+        return Refusal(
+            ErrorResponse(
+                status=404,
+                type="invalid_request_error",
+                code="not_routed",
+                message="a router reads no forms, and so passes on no image that is to be changed: ask an endpoint "
+                "itself, whose URL /endpoints says",
+                headers=((REASON_HEADER, "not_routed"),),
+            )
+        )
 
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(
