@@ -31,6 +31,7 @@ from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, engine_settings
 from trioserve.engine.engine import Engine
 from trioserve.http.server import FrontendServer
+from trioserve.model.diffusion.directory import is_image_model
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
@@ -45,7 +46,12 @@ def run_server(config: Config) -> int:
     """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError and EngineFault."""
 
     async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
-        await serve_configured(config, orders, on_serving=announce)
+        if is_image_model(config.model):
+            from trioserve.commands.serve_images import serve_images  # whoever serves texts needs none of it
+
+            await serve_images(config, orders, on_serving=announce)
+        else:
+            await serve_configured(config, orders, on_serving=announce)
 
     return run_until_signal(config, serve, what=", ".join(_names(config)))
 

@@ -1,0 +1,128 @@
+"""`python -m trioserve serve` of a model that makes pictures: its engine and a front end before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
+from typing import Protocol
+
+import msgspec
+import trio
+
+from trioserve.api.images.image_routes import ImageApp
+from trioserve.assemble import LoadReport
+from trioserve.assemble_images import open_configured_image_engine
+from trioserve.commands.front_ends import check_front_end, chosen_front_end
+from trioserve.commands.log_lines import show_dropped_lines
+from trioserve.commands.option_groups import GROUPS
+from trioserve.commands.serving import (
+    access_rules,
+    around_app,
+    check_front,
+    frontend_limits,
+    open_places,
+    page_settings,
+    server_tls,
+)
+from trioserve.commands.terminal import LoadingBar
+from trioserve.commands.tracing import open_tracing
+from trioserve.config import Config, engine_settings
+from trioserve.contracts.errors import StartupError
+from trioserve.engine.images.image_engine import ImageEngine
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.service import Service
+
+__all__ = ["serve_images"]
+
+logger = logging.getLogger(__name__)
+
+REFUSED = (
+    *GROUPS["ranks"],
+    *GROUPS["routing"],
+    *GROUPS["KV between engines"],
+    "quantization",
+    "speculative_ngram",
+    "speculative_model",
+    "speculative_config",
+    "enable_lora",
+    "lora_modules",
+    "batch_invariant",
+)
+"""Options whose silent loss would be missed: a model that makes pictures cannot do what they ask for."""
+NO_USE = (
+    *(set(GROUPS["model"]) - {"model", "dtype"}),
+    *(set(GROUPS["computing"]) - {"device", "threads"}),
+    *(set(GROUPS["memory and batches"]) - {"max_num_seqs"}),
+    *GROUPS["adapters"],
+    *GROUPS["what outlives a request"],
+    "share_prefix_cache",
+    "trust_request_chat_template",
+    "max_queued_tokens",
+    "profile",
+)
+"""Options of texts: a file or an environment for several servers may have them, so that they are named in the log."""
+
+
+class OpenImageEngine(Protocol):
+    """As open_configured_image_engine."""
+
+    def __call__(self, config: Config, *, on_progress: LoadReport) -> AbstractAsyncContextManager[ImageEngine]: ...
+
+
+async def serve_images(
+    config: Config,
+    orders: trio.MemoryReceiveChannel[object],
+    *,
+    on_serving: Callable[[list[str]], None] = lambda urls: None,
+    open_engine: OpenImageEngine = open_configured_image_engine,
+) -> None:
+    """The whole server in the caller's scope, as serve_configured is. open_engine: makes the engine, where it is not to
+    be the configured one. Raises StartupError."""
+    check_front(config)
+    check_front_end(config)
+    check_options(config)
+    limits = frontend_limits(config)
+    ssl_context = server_tls(config)
+    async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
+        tracing = await scopes.enter_async_context(open_tracing(config))
+        with closing(LoadingBar(config.model)) as bar:
+            engine = await scopes.enter_async_context(open_engine(config, on_progress=bar.progress))
+        app = ImageApp(
+            engine,
+            api_keys=config.api_key,
+            admin_api_key=config.admin_api_key,
+            access=access_rules(config),
+            tenant_header=config.tenant_header,
+            page=page_settings(config),
+            tracer=tracing.tracer,
+            logs_requests=config.access_log,
+        )
+        tracing.show(engine.metrics)
+        show_dropped_lines(engine.metrics)
+        handler = around_app(app, config)
+        front_end = chosen_front_end(app, handler, listeners, config, ssl_context, engine.metrics)
+        service = Service(engine, front_end, engine_settings(config), wait_for_rest=engine.wait_until_idle)
+        engine.on_fault = service.pass_on_fault
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                await nursery.start(service.run, orders)
+                on_serving(urls)
+
+
+def check_options(config: Config) -> None:
+    """Refuses options that nothing here can do, and tells which of the others have no use. Raises StartupError."""
+    given = {field.name for field in msgspec.structs.fields(Config) if getattr(config, field.name) != field.default}
+    refused = sorted(given.intersection(REFUSED))
+    if refused:
+        raise StartupError(
+            f"{config.model} makes pictures, which {_flags(refused)} cannot be given for: leave "
+            f"{'it' if len(refused) == 1 else 'them'} out"
+        )
+    unused = sorted(given.intersection(NO_USE))
+    if unused:
+        logger.warning("options without use for a model that makes pictures options=%s", ",".join(unused))
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
