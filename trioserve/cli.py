@@ -311,6 +311,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="requests that take a known number of steps, as diffusion does: encode, denoise, decode (default: off)",
     )
     parser.add_argument(
+        "--images",
+        action="store_true",
+        help="an engine that makes pictures, with all that clients and operators do to it (default: off)",
+    )
+    parser.add_argument(
         "--routers",
         type=int,
         nargs="*",

@@ -33,7 +33,7 @@ FILES = sorted((HERE / "planted").glob("*/*.txt"))
 HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
 # Taken once: pytest changes a variable for each test, and bugs are looked for in other threads meanwhile.
 ENVIRONMENT = dict(os.environ)
-OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "ranks")
+OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "images", "ranks")
 MODES = {"core": [], **{mode: [f"--{mode}"] for mode in OTHERS}}
 
 

@@ -15,7 +15,7 @@ from trioserve.simulation.stack import http_server as stack_http_server
 from trioserve.simulation.stack.plan import drawn_stack_plan
 from trioserve.testing.task_order import SOURCE, SWITCH, seeded_schedule
 
-MODES = [[], ["--stack"], ["--router"], ["--routers"], ["--pair"], ["--lasting"], ["--ranks"]]
+MODES = [[], ["--stack"], ["--router"], ["--routers"], ["--pair"], ["--lasting"], ["--ranks"], ["--images"]]
 BOTH_PROTOCOLS = """\
 stage block_count=8 max_num_seqs=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1
 connection number=0 http=1

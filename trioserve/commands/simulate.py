@@ -33,6 +33,7 @@ STEPS: dict[Mode, int] = {
     "lasting": 8,  # clients
     "ranks": 6,  # clients
     "iterative": 150,  # events: some fifteen requests
+    "images": 12,  # clients
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
@@ -63,12 +64,13 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             "lasting": arguments.lasting,
             "ranks": arguments.ranks,
             "iterative": arguments.iterative,
+            "images": arguments.images,
         }
         modes = [mode for mode, is_named in named.items() if is_named]
         if len(modes) > 1:
             raise StartupError(
-                "--stack, --router, --routers, --pair, --lasting, --ranks and --iterative are different simulations: "
-                "give one of them"
+                "--stack, --router, --routers, --pair, --lasting, --ranks, --iterative and --images are different "
+                "simulations: give one of them"
             )
         mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps
@@ -140,7 +142,7 @@ def run_simulate(settings: SimulateSettings) -> int:
                 return EXIT_FAILED
     for what in sorted(totals):
         print(f"  {what:<32}{totals[what]:>12,}")
-    if settings.mode in ("stack", "lasting", "ranks"):
+    if settings.mode in ("stack", "lasting", "ranks", "images"):
         print(f"  digest of all traces            {digest.hexdigest()}")
     grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode in ("router", "routers") else ""
     print(

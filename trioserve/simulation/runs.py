@@ -15,7 +15,7 @@ from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, 
 
 __all__ = ["Mode", "Runs", "runs_of"]
 
-Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks", "iterative"]
+Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks", "iterative", "images"]
 
 
 class Runs(Protocol):
@@ -65,6 +65,17 @@ def runs_of(mode: Mode) -> Runs:
             plan_of=ranks_plan.ranks_plan_of,
             script_of=ranks_plan.script_of,
             simulation=ranks_simulator.RanksSimulation,
+        )
+    if mode == "images":
+        from trioserve.simulation.images import plan as images_plan
+        from trioserve.simulation.images import simulator as images_simulator
+
+        return _PlanRuns(
+            drawn_plan=images_plan.drawn_images_plan,
+            plan=images_plan.ImagesPlan,
+            plan_of=images_plan.images_plan_of,
+            script_of=images_plan.script_of,
+            simulation=images_simulator.ImagesSimulation,
         )
     if mode == "router":
         from trioserve.simulation.router import generator as router_generator

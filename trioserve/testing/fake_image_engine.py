@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
@@ -11,10 +11,12 @@ import trio
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, Picture
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
+from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.iterative.settings import IterativeSettings
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.images.image_stream import ImageStream
+from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
@@ -86,6 +88,16 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
 
     # --- what it makes, and what is left ---
 
+    @property
+    def current_core(self) -> IterativeCore:
+        """`core`, but of an engine that sleeps or is opened anew one that has nobody."""
+        return self._core
+
+    @property
+    def open_requests(self) -> list[OpenImage]:
+        """Those that are entered and not left."""
+        return list(self._requests)
+
     def expected(self, stream: ImageStream, *, steps_done: int | None = None) -> list[Picture]:
         """What each picture of a stream that was entered is after so many steps, and at the end by default: the same
         whatever else runs."""
@@ -120,7 +132,7 @@ async def open_fake_image_engine(
     engine_restarts: int = 0,
     opening_seconds: float = 0.0,
     seed: int | None = None,
-    new_executor: type[FakePictureExecutor] = FakePictureExecutor,
+    new_executor: Callable[[int], FakePictureExecutor] = FakePictureExecutor,
 ) -> AsyncIterator[FakeImageEngine]:
     """An engine as open_image_engine gives it, but for the model: a picture has one colour, which follows from what was
     asked, its seed and its steps (FakeImageEngine.expected), and a forward pass takes step_seconds.

@@ -1,8 +1,8 @@
-"""Who pauses the engine of a simulated stack, has it sleep, and has it go on: drawn from a seed beforehand."""
+"""Who pauses a simulated engine, has it sleep, and has it go on: drawn from a seed beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Literal
 
@@ -46,8 +46,10 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
 Halt = Pause | Resume | Sleep | Wake
 
 
-def drawn_halts(rng: Random, moment: Callable[[float], float], span: float) -> list[Halt]:
-    """Mostly none. moment: one in so many seconds."""
+def drawn_halts(
+    rng: Random, moment: Callable[[float], float], span: float, *, levels: Sequence[int] = (1, 2)
+) -> list[Halt]:
+    """Mostly none. moment: one in so many seconds. levels: of sleep."""
     if rng.random() >= PAUSE_SHARE:
         return []
     sleeps = rng.random() < 0.6
@@ -61,7 +63,7 @@ def drawn_halts(rng: Random, moment: Callable[[float], float], span: float) -> l
         elif what == "resume":
             halts.append(Resume(at=at))
         elif what == "sleep":
-            halts.append(Sleep(at=at, level=rng.choice((1, 2)), mode=mode, patience=patience))
+            halts.append(Sleep(at=at, level=rng.choice(levels), mode=mode, patience=patience))
         else:
             halts.append(Wake(at=at, patience=patience))
     return halts

@@ -1,4 +1,4 @@
-"""Pauses and sleeps in a simulation of the stack, by books of the simulation's own.
+"""Pauses and sleeps in a simulation of an engine, by books of the simulation's own.
 
 The books follow from what operators have asked, and are compared with the engine after every turn of a task: whether it
 pauses and sleeps, that no step begins meanwhile, that nobody new gets to the core, that who is to end has ended, and
@@ -8,21 +8,57 @@ that a caller who leaves takes back what it may.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Literal, Protocol
 
 import trio
 from trio.lowlevel import Task
 
 from trioserve.contracts.errors import Draining, EngineFault
-from trioserve.core.engine import EngineCore
-from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.shell.request_scope import AnyScope
 from trioserve.simulation.stack.pause_plan import Halt, Pause, Resume, Sleep, Wake
-from trioserve.testing.fake_engine import FakeEngine
 
 __all__ = ["Pauses"]
 
 STEPS_IN_FLIGHT_MAX = 2
 ROUNDING_SECONDS = 1e-6
+
+
+class HaltedCore(Protocol):
+    @property
+    def flights(self) -> Any:
+        """Of steps; has a length."""
+        ...
+
+    def live_requests(self) -> Iterable[Any]: ...
+    def stats(self) -> Any: ...
+
+
+class HaltedEngine(Protocol):
+    """A fake engine, of texts or of pictures."""
+
+    @property
+    def core(self) -> HaltedCore: ...
+    @property
+    def current_core(self) -> HaltedCore: ...
+    @property
+    def open_requests(self) -> Sequence[AnyScope]: ...
+    @property
+    def fault(self) -> EngineFault | None: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def reopens_at(self) -> float | None: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def sleep_level(self) -> int: ...
+    def pause_generation(self, mode: Literal["abort", "wait", "keep"]) -> Coroutine[Any, Any, None]: ...
+    def resume_generation(self) -> None: ...
+    def sleep(self, level: int, mode: Literal["abort", "wait", "keep"]) -> Coroutine[Any, Any, None]: ...
+    def wake_up(self) -> Coroutine[Any, Any, None]: ...
 
 
 class Pauses(trio.abc.Instrument):
@@ -38,10 +74,10 @@ class Pauses(trio.abc.Instrument):
         *,
         tell: Callable[[str], None],
         count: Callable[[str], None],
-        note_ended: Callable[[OpenRequest, str], None],
+        note_ended: Callable[[AnyScope, str], None],
         step_seconds_max: float,
     ) -> None:
-        self.engine: FakeEngine | None = None
+        self.engine: HaltedEngine | None = None
         self.state = "runs"
         self.level = 0
         self._tell, self._count, self._note_ended = tell, count, note_ended
@@ -50,8 +86,8 @@ class Pauses(trio.abc.Instrument):
         self._is_woken = False
         self._changes = {"resumed": 0, "woken": 0, "slept": 0}  # how often; who waits finds that others came before
         self._admitted: set[str] = set()  # sequences that may be in the core while it is held up
-        self._closed_at: tuple[EngineCore, int] | None = None  # how many steps had begun by then
-        self._must_be_over: list[OpenRequest] = []
+        self._closed_at: tuple[HaltedCore, int] | None = None  # how many steps had begun by then
+        self._must_be_over: list[AnyScope] = []
         self._sleepers: dict[Task, Sleep] = {}  # who is inside of `sleep`
         self._asks_later: set[Task] = set()  # of these, those that wait for it to be awake first
         self._violation: str | None = None
@@ -72,7 +108,7 @@ class Pauses(trio.abc.Instrument):
 
     # --- what operators do ---
 
-    async def operate(self, fake: FakeEngine, halts: Iterable[Halt]) -> None:
+    async def operate(self, fake: HaltedEngine, halts: Iterable[Halt]) -> None:
         """All of that, and in the end it goes on."""
         async with trio.open_nursery() as nursery:
             for halt in halts:
@@ -83,7 +119,7 @@ class Pauses(trio.abc.Instrument):
             self._resume_engine(fake)
         self.check()
 
-    async def _halt(self, fake: FakeEngine, halt: Halt) -> None:
+    async def _halt(self, fake: HaltedEngine, halt: Halt) -> None:
         await trio.sleep(halt.at)
         what = type(halt).__name__.lower()
         self._tell(what)
@@ -105,7 +141,7 @@ class Pauses(trio.abc.Instrument):
         self._count(f"{what}s: {outcome}")
         self.check()
 
-    async def _pause(self, fake: FakeEngine, order: Pause) -> str:
+    async def _pause(self, fake: HaltedEngine, order: Pause) -> str:
         asked_at, resumed = trio.current_time(), self._changes["resumed"]
         if fake.fault is None and not fake.draining:
             self._is_of_sleep = False
@@ -123,7 +159,7 @@ class Pauses(trio.abc.Instrument):
         assert order.mode == "wait" or trio.current_time() <= late_at, "a pause takes longer than the steps in flight"
         return order.mode
 
-    async def _sleep(self, fake: FakeEngine, order: Sleep) -> str:
+    async def _sleep(self, fake: HaltedEngine, order: Sleep) -> str:
         task, before = trio.lowlevel.current_task(), dict(self._changes)
         patience = order.patience
         if fake.fault is None and not fake.draining:
@@ -150,10 +186,10 @@ class Pauses(trio.abc.Instrument):
             return "overtaken"
         self.check()
         assert self.level, "a sleep has returned, and the engine is awake"
-        assert fake.current_core is not fake.core, "a sleep has returned, and the KV cache is still there"
+        assert fake.current_core is not fake.core, "a sleep has returned, and its memory is still there"
         return f"level {order.level}"
 
-    async def _wake(self, fake: FakeEngine, order: Wake) -> str:
+    async def _wake(self, fake: HaltedEngine, order: Wake) -> str:
         was, slept = self.level, self._changes["slept"]
         self._changes["woken"] += 1
         if self.level:
@@ -168,7 +204,7 @@ class Pauses(trio.abc.Instrument):
 
     # --- the books ---
 
-    def note_drained(self, fake: FakeEngine) -> None:
+    def note_drained(self, fake: HaltedEngine) -> None:
         """It is about to be drained: where it cannot go on, what it keeps ends."""
         if self.is_closed:
             for request in self._begun(fake):
@@ -176,7 +212,7 @@ class Pauses(trio.abc.Instrument):
                 if request.has_run:
                     self._note_ended(request, "server_stopping")
 
-    def _ask(self, fake: FakeEngine, mode: str) -> None:
+    def _ask(self, fake: HaltedEngine, mode: str) -> None:
         """A pause is asked for, right now."""
         begun = self._begun(fake)
         self._hold_up(begun)
@@ -190,18 +226,18 @@ class Pauses(trio.abc.Instrument):
                 self._must_be_over.append(request)
                 self._note_ended(request, "paused")
 
-    def _ask_for_sleep(self, fake: FakeEngine, order: Sleep) -> None:
+    def _ask_for_sleep(self, fake: HaltedEngine, order: Sleep) -> None:
         self._is_of_sleep = self._is_of_sleep or self.state == "runs"
         self._ask(fake, order.mode)
 
-    def _hold_up(self, begun: Iterable[OpenRequest]) -> None:
+    def _hold_up(self, begun: Iterable[AnyScope]) -> None:
         if not self.holds_up:
             self._admitted = {choice.sequence_id for request in begun for choice in request.choices}
             fake = self.engine
             assert fake is not None
             self._admitted |= {live.request.id for live in fake.current_core.live_requests()}  # who has left, too
 
-    def _close(self, fake: FakeEngine) -> None:
+    def _close(self, fake: HaltedEngine) -> None:
         if not self.is_closed:
             self._closed_at = fake.current_core, fake.current_core.stats().steps_total
         self.state = "paused"
@@ -210,11 +246,11 @@ class Pauses(trio.abc.Instrument):
         self.state, self._is_of_sleep = "runs", False
         self._changes["resumed"] += 1
 
-    def _resume_engine(self, fake: FakeEngine) -> None:
+    def _resume_engine(self, fake: HaltedEngine) -> None:
         self._resume()
         fake.resume_generation()
 
-    def _begun(self, fake: FakeEngine) -> list[OpenRequest]:
+    def _begun(self, fake: HaltedEngine) -> list[AnyScope]:
         """Those with the core, and those that were, and that it gets again."""
         ids = {live.request.id for live in fake.current_core.live_requests()}
         return [
@@ -242,7 +278,7 @@ class Pauses(trio.abc.Instrument):
             if self._violation is not None:
                 self._violation = f"at {trio.current_time():.3f}: {self._violation}"
 
-    def _settle(self, fake: FakeEngine) -> None:
+    def _settle(self, fake: HaltedEngine) -> None:
         """What has begun may have ended. Who has left, and is in the step in flight, need not be waited for."""
         if self.state == "drains":
             lives = list(fake.current_core.live_requests())
@@ -251,7 +287,7 @@ class Pauses(trio.abc.Instrument):
             if not (lives or is_upcoming) or (fake.is_paused and not goes_on):
                 self._close(fake)
 
-    def _follow_sleep(self, fake: FakeEngine, task: Task) -> str | None:
+    def _follow_sleep(self, fake: HaltedEngine, task: Task) -> str | None:
         level = fake.sleep_level
         if level == self.level:
             return None
@@ -270,14 +306,15 @@ class Pauses(trio.abc.Instrument):
             self._resume()
         return None
 
-    def _look(self, fake: FakeEngine) -> str | None:
+    def _look(self, fake: HaltedEngine) -> str | None:
         if fake.is_paused != (self.state == "paused"):
             return f"it {'pauses' if fake.is_paused else 'does not pause'}, and ought to be {self.state}"
         unended = [request.id for request in self._must_be_over if not request.is_finished]
         self._must_be_over.clear()
         if unended:
             return f"{unended} were to end with the pause, and go on"
-        if fake.ready != (not self.holds_up and not fake.draining):
+        is_ready = not self.holds_up and not fake.draining and fake.reopens_at is None
+        if fake.ready != is_ready:
             return (
                 f"it says that it is {'ready' if fake.ready else 'not ready'}, and {self.state}, asleep: {self.level}"
             )

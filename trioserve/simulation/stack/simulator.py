@@ -27,9 +27,9 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.structured_output import StructuredOutput
-from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.shell.request_scope import AnyScope
 from trioserve.simulation.clients_inside import ClientsInside
 from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
 from trioserve.simulation.orders import Order
@@ -328,7 +328,7 @@ class StackSimulation(TracedRun):
         self._inside.note_abort(request_id)
         return self._inside.is_used(request_id)
 
-    def _note_ended(self, request: OpenRequest, stop_reason: str) -> None:
+    def _note_ended(self, request: AnyScope, stop_reason: str) -> None:
         """A pause is about to end it."""
         for number, stream in self._inside.streams.items():
             if stream._request is request:

@@ -1,0 +1,84 @@
+"""An engine of pictures in virtual time: what a plan says, that plans hold, and that they reach every moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.simulation.images.plan import Client, Fail, ImagesPlan, ImagesStage, images_plan_of, script_of
+from trioserve.simulation.orders import Order
+from trioserve.simulation.runs import runs_of
+from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Wake
+
+EVERYTHING = ImagesPlan(
+    ImagesStage(
+        schedule_seed=3, slots=2, kept=1, work=4, waiting_max=5, step_seconds=(0.01, 0.02), opening_seconds=0.1
+    ),
+    (
+        Client(number=0, id="a", pictures=2, steps=4, size=2, guided=True, partials=3, pause=0.05),
+        Client(number=1, id="b", at=0.02, steps=2, priority=-1, leaves_after=1),
+        Client(number=2, id="b", at=0.02, patience=0.03, timeout=0.2, queue_timeout=0.1),
+        Fail(at=0.03, id="a"),
+        Pause(at=0.04, mode="wait", patience=0.01),
+        Resume(at=0.05),
+        Order(at=0.06, ids=("b", "nobody")),
+        Sleep(at=0.07, level=2),
+        Wake(at=0.08),
+        Order(at=0.3, drains=True),
+        Order(at=0.4, ends_all=True),
+    ),
+)
+MOMENTS = [
+    *(f"aborts: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
+    *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
+    *(f"clients: refused: {what}" for what in ("draining", "full", "reopening")),
+    *(f"ends: {reason}" for reason in ("abort", "deadline", "error", "stop")),
+    *(f"pauses: {mode}" for mode in ("abort", "keep", "wait")),
+    *(f"steps to {phase}" for phase in ("encode", "denoise", "decode")),
+    "engines broken",
+    "faults",
+    "partial pictures",
+    "preempted",
+    "resumes",
+    "sleeps: level 2",
+    "steps abandoned",
+    "wakes: done",
+]
+SELDOM = ("clients: told of a fault", "engines broken", "wakes: done")  # few seeds may not have these
+
+
+def test_a_script_says_everything():
+    assert images_plan_of(script_of(EVERYTHING)) == EVERYTHING
+
+
+@pytest.mark.parametrize("script", ["", 'client number=0 id="a"', "images schedule_seed=1\nimages schedule_seed=1"])
+def test_a_script_begins_with_its_stage(script):
+    with pytest.raises(InvalidRequest, match="begins with 'images"):
+        images_plan_of(script)
+
+
+@pytest.mark.parametrize("missing", range(len(EVERYTHING.parts) + 1))
+def test_a_plan_means_something_whatever_is_missing(missing):
+    parts = EVERYTHING.parts[:missing] + EVERYTHING.parts[missing + 1 :]
+    for kept in (parts, parts[::-1]):
+        assert runs_of("images").run_script(script_of(ImagesPlan(EVERYTHING.stage, kept))).failure is None
+
+
+def test_a_seed_is_the_same_trace_again():
+    traces: list[list[str]] = [[], []]
+    for trace in traces:
+        assert runs_of("images").run_seed(5, 12, trace=trace.append).failure is None
+    assert traces[0] == traces[1]
+    assert len(traces[0]) > 20
+
+
+@pytest.mark.parametrize("seed_count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_seeds_hold_and_reach_every_moment(seed_count):
+    totals: Counter[str] = Counter()
+    for seed in range(seed_count):
+        verdict = runs_of("images").run_seed(seed, 12)
+        assert verdict.failure is None, (seed, verdict.failure)
+        totals.update(verdict.counts)
+    assert [moment for moment in MOMENTS if not totals[moment] and (seed_count > 100 or moment not in SELDOM)] == []

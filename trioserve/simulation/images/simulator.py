@@ -1,0 +1,434 @@
+"""An engine that makes pictures, in virtual time: clients that read slowly, leave, or run out of patience, operators
+who abort by id, pause and drain, requests and steps that fail, an engine that is opened anew. Everything is real but
+the model and the clock.
+
+The core is checked wherever a task touches it: every slot is free, used or kept, by somebody who is still inside. Each
+client knows what it may see (picture_book.py), and what leaving must do at once: nothing of it computes but the step in
+flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import Draining, EngineFault, EngineReopening, Overloaded
+from trioserve.contracts.events import FinishReason, IterativePhase
+from trioserve.contracts.image_generation import ImageDelta, ImageParams
+from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult
+from trioserve.contracts.output import REQUEST_POISONED
+from trioserve.contracts.step import IsAbandoned, never_abandoned
+from trioserve.engine.images.image_stream import ImageStream
+from trioserve.engine.restarts import FAULTS_OF_ONE_MAX
+from trioserve.engine.shell.request_scope import AnyScope
+from trioserve.simulation.clients_inside import ClientsInside
+from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
+from trioserve.simulation.images.picture_book import PictureBook
+from trioserve.simulation.images.plan import Client, Fail, ImagesPlan
+from trioserve.simulation.orders import Order
+from trioserve.simulation.stack.pause_plan import Halt
+from trioserve.simulation.stack.pauses import Pauses
+from trioserve.simulation.traced_run import TracedRun
+from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
+from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
+from trioserve.testing.iterative_invariants import check_iterative_core
+from trioserve.testing.task_order import seeded_schedule
+
+__all__ = ["ImagesSimulation"]
+
+REST_SECONDS = 10.0  # the step in flight is over by then, and an engine that broke with it is open
+SECONDS_MAX = 10_000.0  # of virtual time: who is not done then waits for something that never comes
+READ = "read to the end"
+MODEL = msgspec.structs.replace(FAKE_IMAGE_MODEL, width=8, height=8, pixels_per_work=64)  # small ones are made fast
+BROKEN = "the engine was told to break"
+FAILED = "the picture was told to fail"
+
+
+class ImagesSimulation(TracedRun):
+    """One plan, once."""
+
+    def __init__(self, plan: ImagesPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        super().__init__(trace)
+        self.plan = plan
+        self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
+        self._inside = ClientsInside[ImageStream](_progress, tell=self.tell, count=self.count)
+        self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
+        self._failing: set[int] = set()  # that may be told of an error of their own
+        self._gone_at: dict[str, int] = {}  # sequences that nobody waits for, and with which step they are over
+        self._owners: dict[str, Client] = {}  # of sequences
+        self._step_count = 0  # that were computed
+        self._fault_count = 0
+        self._step_seconds = itertools.cycle(plan.stage.step_seconds)
+        self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
+        self._pauses = Pauses(
+            tell=self.tell,
+            count=self.count,
+            note_ended=self._note_ended,
+            step_seconds_max=max(plan.stage.step_seconds),
+        )
+        self._idle_watch = IdleWatch()
+        self._fake: FakeImageEngine | None = None
+
+    def run(self) -> None:
+        """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
+        with seeded_schedule(self.plan.stage.schedule_seed), _without_log_lines():
+            clock = MockClock(autojump_threshold=0)
+            trio.run(self._main, clock=clock, instruments=[self._idle_watch, self._pauses])
+        self._idle_watch.check()
+        self._pauses.check()
+
+    async def _main(self) -> None:
+        stage = self.plan.stage
+        try:
+            with trio.fail_after(SECONDS_MAX):
+                async with open_fake_image_engine(
+                    slot_count=stage.slots,
+                    kept_slot_count=stage.kept,
+                    step_work_max=stage.work,
+                    waiting_requests_max=stage.waiting_max,
+                    engine_restarts=stage.restarts,
+                    opening_seconds=stage.opening_seconds,
+                    step_seconds=next(self._step_seconds),
+                    model=MODEL,
+                    new_executor=functools.partial(_WatchedExecutor, self),
+                ) as fake:
+                    self._fake = self._pauses.engine = fake
+                    self._idle_watch.who_waits = lambda: self._waits_in_vain(fake)
+                    await self._live(fake)
+                    self._idle_watch.stop()
+                    self._pauses.engine = None
+        except EngineFault as fault:
+            if BROKEN not in str(fault):
+                raise (fault.__cause__ or fault) from None  # a check failed inside of a step
+            assert not self._untold, f"the engine broke, and clients {sorted(self._untold)} were not told"
+            self.count("engines broken")
+
+    async def _live(self, fake: FakeImageEngine) -> None:
+        fake.on_fault = fake.wait_until_idle  # clients have their time
+        async with trio.open_nursery() as nursery:
+            for part in self.plan.parts:
+                if isinstance(part, Client):
+                    nursery.start_soon(self._be_client, fake, part)
+                elif isinstance(part, Order):
+                    nursery.start_soon(self._be_operator, fake, part)
+                elif isinstance(part, Fail):
+                    nursery.start_soon(self._have_fail, fake, part)
+            if halts := [part for part in self.plan.parts if isinstance(part, Halt)]:
+                nursery.start_soon(self._pauses.operate, fake, halts)
+        await fake.wait_until_idle()
+        await trio.sleep(REST_SECONDS)
+        fake.assert_all_free()
+        self.check(fake)
+        self._check_freed(fake)
+        may_break = any(fault >= self._step_count for fault in self.plan.stage.faults)
+        if fake.ready and not may_break:  # whoever comes now finds every place free
+            stage = self.plan.stage
+            number = max(self._clients, default=0) + 1
+            last = Client(number=number, id="last", pictures=min(fake.limits.n_max, stage.slots + stage.waiting_max))
+            self._clients[number] = last
+            outcome = await self._be_client(fake, last)
+            assert outcome == READ, f"nobody is left, and one that comes is {outcome}"
+            fake.assert_all_free()
+
+    # --- what tasks do ---
+
+    async def _be_client(self, fake: FakeImageEngine, client: Client) -> str:
+        await trio.sleep(client.at)
+        self.count("requests")
+        stream = fake.generate_image(
+            f"a picture for {client.number}",
+            _params_of(client),
+            request_id=client.id,
+            priority=client.priority,
+            deadlines=Deadlines(timeout=client.timeout, queue_timeout=client.queue_timeout),
+        )
+        outcome = "left early"
+        is_new_id = self._inside.begin(client.number, stream)
+        try:
+            with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
+                async with stream:
+                    self._untold.add(client.number)
+                    if await self._read(fake, client, stream):
+                        outcome = READ
+        except EngineReopening:
+            outcome = "refused: reopening"
+        except Overloaded as error:
+            outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
+        except EngineFault:
+            outcome = "told of a fault"
+        finally:
+            is_refused = is_new_id and not stream._request.choices  # at once: it never had a place
+            self._inside.end(client.number, unused_id=client.id if is_refused else None)
+            # However it leaves: from this moment on nothing of it computes but the step in flight.
+            self._check_left(fake, client, stream)
+        if scope.cancelled_caught:
+            outcome = "out of patience"
+        self._untold.discard(client.number)
+        self.tell(f"client {client.number} {client.id}: {outcome}")
+        self.count(f"clients: {outcome}")
+        return outcome
+
+    async def _read(self, fake: FakeImageEngine, client: Client, stream: ImageStream) -> bool:
+        """Whether everything was read."""
+        books = [_book_of(client, request) for request in _asked(stream)]
+        if client.leaves_after == 0:
+            return False
+        delta_count = 0
+        async for delta in stream:
+            self.tell(f"client {client.number} {client.id}: {delta.index} {_shown(delta)}")
+            books[delta.index].take(delta)
+            self._count_delta(delta)
+            if delta.finish_reason not in (None, FinishReason.STOP):
+                self._check_end(client, delta)
+            self.check(fake)
+            delta_count += 1
+            if delta_count == client.leaves_after:
+                return False
+            await trio.sleep(client.pause)
+        unended = [book.name for book in books if book.end is None]
+        assert not unended, f"the stream is over, and these have no end: {unended}"
+        return True
+
+    def _check_end(self, client: Client, delta: ImageDelta) -> None:
+        """Of one that another's hand has ended."""
+        reason, name = delta.finish_reason, f"client {client.number}, picture {delta.index}"
+        if reason is FinishReason.ABORT:
+            assert self._inside.was_aborted(client.number), f"{name} was aborted by nobody"
+            told = self._stop_reasons.get(client.number, delta.stop_reason)
+            assert delta.stop_reason == told, f"{name} ended with {delta.stop_reason}, and not {told}"
+        elif reason is FinishReason.DEADLINE:
+            assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
+        elif delta.stop_reason == REQUEST_POISONED:
+            assert self._fault_count >= FAULTS_OF_ONE_MAX, f"{name} is blamed for {self._fault_count} faults"
+        else:
+            assert reason is FinishReason.ERROR, f"{name} ended with {reason}"
+            assert delta.message == FAILED, f"{name} ended with an error: {delta.message}"
+            assert client.number in self._failing, f"{name} failed, and was not told to"
+
+    def _check_left(self, fake: FakeImageEngine, client: Client, stream: ImageStream) -> None:
+        in_flight = _in_flight(fake)
+        self._note_owner(client, stream)
+        for choice in stream._request.choices:
+            self._note_gone(choice.sequence_id, is_in_flight=choice.sequence_id in in_flight)
+        self._inside.check_left(client.number, stream)
+        self._stop_reasons.pop(client.number, None)
+        self.check(fake)
+
+    async def _be_operator(self, fake: FakeImageEngine, order: Order) -> None:
+        await trio.sleep(order.at)
+        if order.drains:
+            self.tell("drain")
+            self._pauses.note_drained(fake)
+            fake.drain()
+            for number, stream in self._inside.streams.items():
+                request = stream._request
+                has_begun = request.has_run or not request.has_begun
+                assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
+            waiting = fake.dispatch.core.stats().waiting
+            assert waiting == 0, f"{waiting} requests were in the queue, and were not refused"
+        elif order.ends_all:
+            self.tell("end all")
+            for number in self._inside.streams:
+                self._inside.note_end(number)
+            fake.abort_all("the server is shutting down")
+            for number, stream in self._inside.streams.items():
+                assert stream.is_finished, f"client {number} was ended with all others, and goes on"
+        else:
+            self._inside.abort(fake.abort, order.ids)
+            in_flight = _in_flight(fake)
+            for stream in self._inside.streams.values():
+                for choice in stream._request.choices if stream.id in order.ids else ():
+                    self._note_gone(choice.sequence_id, is_in_flight=choice.sequence_id in in_flight)
+        self.check(fake)
+
+    async def _have_fail(self, fake: FakeImageEngine, fail: Fail) -> None:
+        await trio.sleep(fail.at)
+        numbers = [
+            number
+            for number, stream in self._inside.streams.items()
+            if stream.id == fail.id and any(not choice.is_ended for choice in stream._request.choices)
+        ]
+        if numbers:
+            self.tell(f"fail {fail.id}")
+            fake.fail_request(fail.id, FAILED)
+            self._failing.update(numbers)
+
+    # --- what is noted ---
+
+    def check(self, fake: FakeImageEngine) -> None:
+        """What has to hold at any moment."""
+        check_iterative_core(fake.current_core)
+        self._idle_watch.check()
+        self._pauses.check()
+        stage, now = self.plan.stage, trio.current_time()
+        views = fake.live_requests()
+        assert len(views) == len(self._inside.streams), "the engine knows other requests than are inside"
+        waited_for = {
+            choice.sequence_id
+            for stream in self._inside.streams.values()
+            for choice in stream._request.choices
+            if not choice.is_ended
+        }
+        for live in fake.current_core.live_requests() if fake.fault is None else ():
+            name = live.request.id
+            is_last = live.steps_in_flight and live.abort_reason is not None
+            assert name in waited_for or is_last, f"nobody waits for {name}, and it goes on"
+        live_count = len(list(fake.current_core.live_requests()))
+        given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
+        assert live_count <= given_count, f"the core has {live_count} pictures, and was given {given_count}"
+        unfinished_count = sum(view.state != "finished" for view in views)
+        live_max = stage.slots + stage.waiting_max
+        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
+        for number, stream in self._inside.streams.items():
+            client, request = self._clients[number], stream._request
+            self._note_owner(client, stream)
+            is_over = client.timeout is not None and now > request.entered_at + client.timeout
+            assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
+            is_late = client.queue_timeout is not None and now > request.entered_at + client.queue_timeout
+            waits = any(not choice.has_run and not choice.is_ended for choice in request.choices)
+            assert not (is_late and waits), f"client {number} has waited for too long"
+
+    def begin_step(self, plan: IterativePlan, *, is_abandoned: bool) -> None:
+        """It is about to be computed. Says how long the next one takes, and breaks."""
+        fake = self._fake
+        assert fake is not None
+        self.check(fake)
+        works = " ".join(f"{work.request.id}[{work.step}]@{work.slot}" for work in plan.works)
+        self.tell(f"step {plan.step_index} to {plan.phase.value}: {works}{' abandoned' if is_abandoned else ''}")
+        self.count(f"steps to {plan.phase.value}")
+        self.counts["preempted"] += len(plan.preempted)
+        self.counts["steps abandoned"] += is_abandoned
+        costs = [_cost(self._owners[work.request.id], plan.phase) for work in plan.works]
+        assert plan.work_count == sum(costs) <= self.plan.stage.work, f"{plan.work_count} is not the work of {costs}"
+        for work in plan.works:
+            priority = self._owners[work.request.id].priority
+            assert work.request.priority == priority, f"{work.request.id} has another priority than {priority}"
+            gone_at = self._gone_at.get(work.request.id, math.inf)
+            assert self._step_count <= gone_at, f"{work.request.id} is computed, and nobody waits for it any more"
+        fake.step_seconds = next(self._step_seconds)
+        self._step_count += 1
+        if self._step_count - 1 in self.plan.stage.faults:
+            self._fault_count += 1
+            self.count("faults")
+            raise RuntimeError(BROKEN)
+
+    def _note_owner(self, client: Client, stream: ImageStream) -> None:
+        self._owners.update({choice.sequence_id: client for choice in stream._request.choices})
+
+    def _note_gone(self, sequence_id: str, *, is_in_flight: bool) -> None:
+        """Nobody waits for it: at most the step in flight computes it."""
+        self._gone_at.setdefault(sequence_id, self._step_count - (not is_in_flight))
+
+    def _note_ended(self, request: AnyScope, stop_reason: str) -> None:
+        """A pause is about to end it."""
+        for number, stream in self._inside.streams.items():
+            if stream._request is request:
+                self._inside.note_end(number)
+                self._stop_reasons[number] = stop_reason
+
+    def _waits_in_vain(self, fake: FakeImageEngine) -> str | None:
+        """While it pauses, or is opened anew, nobody does, nor, while what has begun ends, who has not."""
+        if self._pauses.is_closed or fake.reopens_at is not None or fake.current_core.flights:
+            return None
+        if self._pauses.holds_up and not any(fake.current_core.live_requests()):
+            return None
+        return waits_for_a_step(fake)
+
+    def _count_delta(self, delta: ImageDelta) -> None:
+        if delta.finish_reason is not None:
+            self.count(f"ends: {delta.finish_reason.value}")
+        elif delta.picture is not None:
+            self.count("partial pictures")
+
+    def _check_freed(self, fake: FakeImageEngine) -> None:
+        """By the engine's own figures, too, no cancel took more than the step in flight."""
+        steps = fake.metrics.cancel_to_free_steps
+        for phase, child in steps._children.items():
+            late = sum(child.counts()[index] for index, bound in enumerate((*steps.bounds, math.inf)) if bound > 1)
+            assert not late, f"{late} cancels took more than a step: {phase}"
+
+
+@contextmanager
+def _without_log_lines() -> Iterator[None]:
+    """An engine that is opened anew says why, with all of a traceback; here that is what was asked for."""
+    logger = logging.getLogger("trioserve.engine")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _WatchedExecutor(FakePictureExecutor):
+    """With a look at the engine before it computes."""
+
+    def __init__(self, simulation: ImagesSimulation, slot_count: int) -> None:
+        super().__init__(slot_count)
+        self._simulation = simulation
+
+    def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
+        self._simulation.begin_step(plan, is_abandoned=is_abandoned())
+        return super().execute(plan, is_abandoned)
+
+
+def _in_flight(fake: FakeImageEngine) -> set[str]:
+    return {live.request.id for live in fake.current_core.live_requests() if live.steps_in_flight}
+
+
+def _progress(stream: ImageStream) -> int:
+    return sum(choice.steps_done for choice in stream._request.choices)
+
+
+def _params_of(client: Client) -> ImageParams:
+    """A picture of one unit's size is as large as the model's own."""
+    return ImageParams(
+        width=MODEL.width,
+        height=MODEL.height * client.size,
+        steps=client.steps,
+        guidance=3.0 if client.guided else 1.0,
+        n=client.pictures,
+        seed=_seed(client),
+        partial_images=client.partials,
+    )
+
+
+def _asked(stream: ImageStream) -> list[IterativeRequest]:
+    """What each of its pictures is, for the fake model."""
+    request = stream._request
+    return [
+        request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
+        for choice, seed in zip(request.choices, request.seeds, strict=True)
+    ]
+
+
+def _book_of(client: Client, asked: IterativeRequest) -> PictureBook:
+    index = asked.seed - _seed(client)
+    name = f"client {client.number}, picture {index}"
+    distance = math.ceil(client.steps / (client.partials + 1))
+    shown = range(distance, client.steps, distance) if client.partials else ()
+    pictures = {step: picture_after(asked, step) for step in shown}
+    return PictureBook(name, index, client.steps, pictures, picture_after(asked, client.steps))
+
+
+def _cost(client: Client, phase: IterativePhase) -> int:
+    if phase is IterativePhase.ENCODE:
+        return 1
+    return client.size * (2 if phase is IterativePhase.DENOISE and client.guided else 1)
+
+
+def _seed(client: Client) -> int:
+    return 1_000 * client.number
+
+
+def _shown(delta: ImageDelta) -> str:
+    return f"{delta.steps_done}{'*' if delta.picture else ''}{delta.finish_reason.value if delta.finish_reason else ''}"
