@@ -78,6 +78,7 @@ class ImageContext(EngineContext):
             deadlines=deadlines,
             owner=self.owner,
             tenant=self.caller.tenant(self.named_tenant),
+            part_of=self.span,
         )
         self.streams.append(stream)
         return stream

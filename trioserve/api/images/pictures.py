@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -18,11 +18,11 @@ from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.api.generation import KEEP_ALIVE_SECONDS
 from trioserve.api.images.edit_form import EditForm, parsed_edit
 from trioserve.api.images.image_context import ImageContext
-from trioserve.api.images.picture_writer import EventKind, PictureWriter, usage_of_pictures
+from trioserve.api.images.picture_writer import EventKind, PictureWriter
 from trioserve.api.images.request_types import ImageBody, ImageEditBody, ImageGenerationBody
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.image_generation import ImageDelta, ImageParams, Picture
+from trioserve.contracts.image_generation import ImageDelta, ImageParams
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.output import Delta
 from trioserve.vision.picture_file import decoded_mask, decoded_picture
@@ -80,37 +80,44 @@ async def _respond(context: ImageContext, body: ImageBody, params: ImageParams, 
     form = body.picture_format()
     deadlines = deadlines_of(body, context.exchange.headers)
     created_at = context.clock_and_ids.unix_seconds()
-    pictures: dict[int, Picture] = {}
-    entries: dict[int, bytes] = {}
+    entries: list[bytes] = []
     try:
         async with context.generate_image(body, params, deadlines) as stream:
-            writer = PictureWriter(context.engine.model, kind, form, created_at=created_at, seeds=stream.seeds)
+            writer = PictureWriter(
+                context.engine.model,
+                kind,
+                form,
+                created_at=created_at,
+                seeds=stream.seeds,
+                size=stream.size,
+                given=params.image,
+            )
             if body.stream:
-                end = await stream.wait_until_begun()
-                if end is not None:
-                    _note(context, end)
-                await context.start_events()
-                await _stream(context, stream, writer, given=params.image, tells_progress=body.wants_progress)
+                await _stream(context, stream, writer, tells_progress=body.wants_progress)
             else:
-                async for delta in stream:
-                    _note(context, delta)
-                    if delta.finish_reason is not None and delta.picture is not None:
-                        entries[delta.index] = await context.threads.run(partial(writer.entry, delta))
-                        pictures[delta.index] = delta.picture
+                entries = await _collect(context, stream, writer)
     except InvalidRequest as error:
         raise body.as_sent(error) from None
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish()
-        return
-    made = [pictures[index] for index in sorted(pictures)]
-    steps = sum(context.steps_done.values())
-    usage = usage_of_pictures(context.engine.model, made, steps=steps, given=params.image)
-    head: dict[str, Any] = {"id": f"img-{context.request_id}", "model": model, "usage": usage}
-    await _send_whole(context, writer.whole(head, made[0]), [entries[index] for index in sorted(entries)])
+    else:
+        head = {"id": f"img-{context.request_id}", "model": model}
+        await _send_whole(context, entries, writer.around(head, steps=sum(context.steps_done.values())))
 
 
-async def _send_whole(context: ImageContext, around: tuple[bytes, bytes], entries: list[bytes]) -> None:
+async def _collect(context: ImageContext, stream: ImageStream, writer: PictureWriter) -> list[bytes]:
+    """Each picture as an entry of a whole response, in their order. Those that are made are written while others are
+    computed."""
+    entries: dict[int, bytes] = {}
+    async for delta in stream:
+        _note(context, delta)
+        if delta.finish_reason is not None:
+            entries[delta.index] = await context.threads.run(partial(writer.entry, delta))
+    return [entries[index] for index in sorted(entries)]
+
+
+async def _send_whole(context: ImageContext, entries: list[bytes], around: tuple[bytes, bytes]) -> None:
     """Piece by piece: all of them together may be large."""
     begin, end = around
     await context.start_bytes("application/json")
@@ -119,10 +126,12 @@ async def _send_whole(context: ImageContext, around: tuple[bytes, bytes], entrie
     await context.finish(end)
 
 
-async def _stream(
-    context: ImageContext, stream: ImageStream, writer: PictureWriter, *, given: Picture | None, tells_progress: bool
-) -> None:
+async def _stream(context: ImageContext, stream: ImageStream, writer: PictureWriter, *, tells_progress: bool) -> None:
     """Until the last picture is sent. KEEP_ALIVE goes out when nothing else has for a while."""
+    end = await stream.wait_until_begun()
+    if end is not None:
+        _note(context, end)
+    await context.start_events()
     send = context.exchange.send
     partial_counts: Counter[int] = Counter()
     deltas = aiter(stream)
@@ -138,7 +147,7 @@ async def _stream(
         if delta is not None:
             _note(context, delta)
             if delta.finish_reason is not None:
-                event = await context.threads.run(partial(writer.completed, delta, given=given))
+                event = await context.threads.run(partial(writer.completed, delta))
             elif delta.picture is not None:
                 event = await context.threads.run(partial(writer.partial, delta, partial_counts[delta.index]))
                 partial_counts[delta.index] += 1
