@@ -152,7 +152,9 @@ ROOMS = {
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words("__init__ __main__ asgi assemble assemble_images cli commands config ray ray_engines ray_ranks")
+TOP_FILES = words(
+    "__init__ __main__ asgi assemble assemble_images cli commands config ray ray_engines ray_ranks rollouts"
+)
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"

@@ -231,7 +231,8 @@ class ScriptedEngine:
         self.load_changes = LoadChanges()
         self.fault: EngineFault | None = None
         self.reopens_at: float | None = None
-        self.holds_up = self.is_sleeping = False
+        self.holds_up = self.is_sleeping = self.has_half_weights = False
+        self.weight_version = "default"
         self.script: Script = say("Hello", "!")
         self.enter_errors: list[Exception | None] = []
         self.queue: trio.Event | None = None

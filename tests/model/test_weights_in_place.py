@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +20,10 @@ from trioserve import open_engine
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.weights import SharedWeights
 from trioserve.engine.engine import Engine
 from trioserve.model.weight_replacement import StoredWeights
+from trioserve.rollouts import publish_weights
 
 PROMPTS = ([3, 5, 8, 13, 21, 34, 55, 89, 144, 233], [7] * 40, [9])
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, ignore_eos=True)
@@ -231,3 +236,57 @@ async def test_a_recomputed_stream_goes_on_as_the_new_model_would(
         engine.generate([*prompt, *tokens[:count]], rest) as stream,
     ):
         assert [token async for delta in stream for token in delta.token_ids] == tokens[count:]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+async def test_weights_in_shared_memory(kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    old = tiny_checkpoint("llama-tied")
+    options = {"dtype": "float32", "cpu_kernels": kernels}
+    async with open_engine(str(old), **OPTIONS, **options) as engine:
+        first, second = (changed(old, tmp_path / str(seed), seed=seed) for seed in (1, 2))
+        tensors = load_file(first / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # as a state_dict of a tied model has it
+        with publish_weights(tensors) as published:
+            await engine.update_weights(SharedWeights(published.name), version="first")
+            assert await said(engine) == await said_when_opened(first, **options)
+            tensors = load_file(second / "model.safetensors")
+            with pytest.raises(ValueError, match="publish them anew"):
+                published.write(tensors)
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+            published.write(tensors)
+            await engine.update_weights(SharedWeights(published.name), version="second")
+            after = await said(engine)
+            assert after == await said_when_opened(second, **options)
+        del tensors["model.norm.weight"]
+        with publish_weights(tensors) as lacking, pytest.raises(InvalidRequest, match="norm"):
+            await engine.update_weights(SharedWeights(lacking.name))
+        for name in (published.name, "no such segment", "../etc/passwd", ""):
+            with pytest.raises(InvalidRequest):
+                await engine.update_weights(SharedWeights(name))
+        assert await said(engine) == after
+
+
+async def test_another_process_fills_the_shared_memory(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It needs nothing of an engine."""
+    new = changed(tiny_checkpoint("llama"), tmp_path / "new", dtype=torch.bfloat16)
+    trainer = (
+        "import sys\n"
+        "from safetensors.torch import load_file\n"
+        "from trioserve.rollouts import publish_weights\n"
+        "assert not {'trio', 'msgspec'} & sys.modules.keys()\n"
+        "with publish_weights(load_file(sys.argv[1])) as published:\n"
+        "    print(published.name, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS, dtype="float32") as engine:
+        async with trio.open_nursery() as nursery:
+            with trio.fail_after(60):
+                command = [sys.executable, "-c", trainer, str(new / "model.safetensors")]
+                start = functools.partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                process = await nursery.start(start)
+                name = (await process.stdout.receive_some()).decode().strip()
+                await engine.update_weights(SharedWeights(name))
+                await process.stdin.aclose()
+        assert await said(engine) == await said_when_opened(new, dtype="float32")
+        with pytest.raises(InvalidRequest, match="no segment"):
+            await engine.update_weights(SharedWeights(name))

@@ -252,6 +252,7 @@ OF_ONE_ENGINE = (
     "/v1/kept_streams/{stream}",
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
     *("/reset_prefix_cache", "/flush_cache"),
+    *("/update_weights_from_disk", "/update_weights_from_shared_memory", "/get_weight_version"),
     *("/sleep", "/wake_up", "/is_sleeping"),
 )
 

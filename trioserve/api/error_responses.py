@@ -26,6 +26,7 @@ from trioserve.contracts.errors import (
     StoreFull,
     TrioserveError,
     UnknownModel,
+    WeightsLost,
 )
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -112,6 +113,7 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (DeadlinePassed, 504, _SERVER, "deadline_exceeded"),
     (StoreFull, 507, _SERVER, "store_full"),
     (StoreFault, 500, _SERVER, "store_fault"),
+    (WeightsLost, 500, _SERVER, "weights_lost"),
     (RequestPoisoned, 502, _SERVER, "request_poisoned"),
     (EndpointLost, 502, _SERVER, "endpoint_lost"),
     (RequestFailed, 500, _SERVER, "request_failed"),

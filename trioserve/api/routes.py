@@ -51,6 +51,11 @@ from trioserve.api.operations.prefix_cache import flush_cache, reset_prefix_cach
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
 from trioserve.api.operations.thoughts import control_request
+from trioserve.api.operations.weights import (
+    read_weight_version,
+    update_weights_from_disk,
+    update_weights_from_shared_memory,
+)
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
@@ -121,6 +126,9 @@ ROUTES = {
         Route[RequestContext](path="/is_paused", operations={"GET": read_is_paused}),
         Route(path="/reset_prefix_cache", operations={"POST": reset_prefix_cache}),
         Route(path="/flush_cache", operations={"POST": flush_cache, "GET": flush_cache}),
+        Route(path="/update_weights_from_disk", operations={"POST": update_weights_from_disk}),
+        Route(path="/update_weights_from_shared_memory", operations={"POST": update_weights_from_shared_memory}),
+        Route(path="/get_weight_version", operations={"GET": read_weight_version}),
         Route(path="/sleep", operations={"POST": sleep}),
         Route(path="/wake_up", operations={"POST": wake_up}),
         Route(path="/is_sleeping", operations={"GET": read_is_sleeping}),

@@ -7,7 +7,16 @@ import msgspec
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.contracts.output import Delta
 
-__all__ = ["DONE", "ChunkWriter", "data_event", "encode", "error_event", "one_line_json", "transfer_field"]
+__all__ = [
+    "DONE",
+    "ChunkWriter",
+    "data_event",
+    "encode",
+    "error_event",
+    "one_line_json",
+    "token_ids_field",
+    "transfer_field",
+]
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of events skips."""
@@ -47,6 +56,14 @@ class ChunkWriter:
 def transfer_field(delta: Delta) -> bytes:
     """For ChunkWriter.chunk: how another engine gets at the KV of a choice that has ended, if it is held for that."""
     return b"" if delta.kv_transfer is None else b',"kv_transfer_params":' + _one_line(encode(delta.kv_transfer))
+
+
+def token_ids_field(delta: Delta) -> bytes:
+    """Of a choice in an event: which tokens came with it, and which weights sampled them if these were replaced."""
+    if not delta.weight_versions:
+        return b',"token_ids":' + encode(delta.token_ids)
+    versions = _one_line(encode(delta.weight_versions))
+    return b',"token_ids":' + encode(delta.token_ids) + b',"weight_versions":' + versions
 
 
 def one_line_json(value: object) -> bytes:

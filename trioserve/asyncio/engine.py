@@ -145,6 +145,12 @@ class Engine:
         return self.thread.call(lambda: self.on_trio.weight_version)
 
     @property
+    def has_half_weights(self) -> bool:
+        """Whether an update of the weights has ended halfway, so that nothing is computed until another one is
+        whole."""
+        return self.thread.call(lambda: self.on_trio.has_half_weights)
+
+    @property
     def fault(self) -> EngineFault | None:
         """What it broke with, for good."""
         return self.on_trio.fault

@@ -96,7 +96,8 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What an endpoint reports of itself. running, waiting: sequences. max_num_seqs: how many may run there, "seats" in
     JSON; None if it does not say. kv_usage: 0 to 1. role: what it is meant for, if it can give KV to other engines or
     take it; otherwise it is left out. fingerprint: names all that decides about the tokens of its responses; those of
-    one endpoint go on at another with the same one. Left out where nobody has looked. routers: those that say who they
+    one endpoint go on at another with the same one. Left out where nobody has looked. weight_version: of its weights,
+    once they were replaced. routers: those that say who they
     are when they ask, and how many seconds ago each did so. clock, told_at: when it looked, in seconds of a clock of
     its own that goes by this name; two reports by one clock tell how much time lies between them, and nothing else."""
 
@@ -106,6 +107,7 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float = 0.0
     role: EngineRole | UnsetType = UNSET
     fingerprint: str | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
     routers: dict[str, float] | UnsetType = UNSET
     clock: str | UnsetType = UNSET
     told_at: float | UnsetType = UNSET

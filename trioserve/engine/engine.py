@@ -379,7 +379,6 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether an update has ended halfway, so that nothing is computed until another one is whole."""
         return self._weights.is_half
 
     def _check_may_replace(self) -> None:
@@ -748,6 +747,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             kv_usage=stats.kv_usage,
             role=UNSET if self.role is None else self.role,
             fingerprint=UNSET if self.model.fingerprint is None else self.model.fingerprint,
+            weight_version=self._weights.stamped_version or UNSET,
         )
 
     # --- how a request gets in and out; see EngineShell ---

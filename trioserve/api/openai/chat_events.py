@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trioserve.api.openai.chat_response import echo_of, finish_shown
 from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.openai.request_types import ChatBody
-from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
+from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, token_ids_field, transfer_field
 from trioserve.contracts.output import Delta
 from trioserve.text.response_parts import (
     ContentText,
@@ -160,7 +160,7 @@ class ChatEvents:
             return None
         return b'},"logprobs":%b,"finish_reason":null%b}' % (
             encode(chat_logprobs(self._tokenizer, logprobs)) if logprobs else b"null",
-            b',"token_ids":' + encode(token_ids) if token_ids else b"",
+            token_ids_field(delta) if token_ids else b"",
         )
 
     def _chunk(self, choice: bytes, fields: bytes = b"") -> bytes:

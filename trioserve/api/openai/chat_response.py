@@ -34,6 +34,7 @@ def whole_response(
                 "finish_reason": finish_shown(body, choice.finish_reason),
                 "stop_reason": choice.stop_reason,
                 **({"token_ids": choice.token_ids} if body.return_token_ids else {}),
+                **({"weight_versions": choice.weight_versions} if choice.weight_versions else {}),
             }
             for index, choice in enumerate(choices)
         ],

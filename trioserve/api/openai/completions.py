@@ -30,7 +30,7 @@ from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
 from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption, skip_known
-from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
+from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, token_ids_field, transfer_field
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import CHOICES_MAX, SamplingParams
@@ -258,6 +258,8 @@ class _Response:
         if self.body.return_token_ids:
             written["token_ids"] = choice.token_ids
             written["prompt_token_ids"] = stream.prompt_token_ids
+        if choice.weight_versions:
+            written["weight_versions"] = choice.weight_versions
         if self.body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
             written["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, stream.prompt_logprobs)
         return written
@@ -306,7 +308,7 @@ class _CompletionEvents:
             logprobs = self._logprobs[index].take(delta.token_ids, delta.logprobs)
         token_ids = b""
         if self._body.return_token_ids and delta.token_ids:
-            token_ids = b',"token_ids":' + encode(delta.token_ids)
+            token_ids = token_ids_field(delta)
         if delta.text or delta.finish_reason is not None or logprobs is not None or token_ids:
             finish = b"null"
             if delta.finish_reason is not None:

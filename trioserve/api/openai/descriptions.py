@@ -12,8 +12,10 @@ from trioserve.api.openai.request_types import (
     DetokenizeBody,
     LoadAdapterBody,
     PauseBody,
+    SharedWeightsBody,
     TokenizeBody,
     UnloadAdapterBody,
+    WeightsOnDiskBody,
 )
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadTold, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -113,6 +115,23 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("GET", "/is_paused"): DescribedOperation(
         summary="Whether no step begins until /resume", response=response_types.IsPaused, errors=(400, 403)
+    ),
+    ("POST", "/update_weights_from_disk"): DescribedOperation(
+        summary="Replace the model's weights, between two steps",
+        description="The admin's, where there are keys. All tensors of the model, by the names of its checkpoint. What "
+        "does not fit is refused, and nothing has changed. Responds when steps are computed with them.",
+        body=WeightsOnDiskBody,
+        response=response_types.WeightUpdate,
+        errors=(*READS_BODY, 403, 500, 503),
+    ),
+    ("POST", "/update_weights_from_shared_memory"): DescribedOperation(
+        summary="The same from a segment of shared memory on the server's machine",
+        body=SharedWeightsBody,
+        response=response_types.WeightUpdate,
+        errors=(*READS_BODY, 403, 500, 503),
+    ),
+    ("GET", "/get_weight_version"): DescribedOperation(
+        summary="Which weights steps are computed with", response=response_types.WeightVersion
     ),
     ("POST", "/sleep"): DescribedOperation(
         summary="Give memory back until /wake_up",

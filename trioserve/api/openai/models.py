@@ -51,6 +51,7 @@ def _card(context: RequestContext, name: str) -> dict[str, object]:
         "max_model_len": model.context_tokens_max,
         "batch_invariant": model.batch_invariant,
         "fingerprint": model.fingerprint,
+        "weight_version": context.engine.weight_version,
     }
     if adapter is not None and adapter.ref is not None:
         card["root"], card["parent"] = adapter.source, model.name

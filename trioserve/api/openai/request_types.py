@@ -28,12 +28,15 @@ __all__ = [
     "ControlBody",
     "DetokenizeBody",
     "GenerationBody",
+    "InFlight",
     "Int32",
     "LoadAdapterBody",
     "PauseBody",
+    "SharedWeightsBody",
     "StreamOptions",
     "TokenizeBody",
     "UnloadAdapterBody",
+    "WeightsOnDiskBody",
     "check_cache_salt",
     "decode_body",
     "wrong_field",
@@ -225,6 +228,34 @@ class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
     back, and are computed again then."""
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+InFlight = Literal["keep", "recompute", "abort"]
+
+
+class WeightsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """weight_version: what the weights are called; without it they get a new name. in_flight: what becomes of requests
+    that have begun: they go on with the KV that they have, or compute it anew, or end. abort_all_requests: the last of
+    these. flush_cache: blocks that older weights have computed, which nobody finds, are free at once."""
+
+    weight_version: str | None = None
+    in_flight: InFlight | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+
+
+class WeightsOnDiskBody(WeightsBody, frozen=True, kw_only=True):
+    """model_path: a directory or a file from which the model could be opened."""
+
+    model_path: str
+    load_format: str | None = None
+    is_async: bool = False
+
+
+class SharedWeightsBody(WeightsBody, frozen=True, kw_only=True):
+    """name: of a segment of shared memory that holds what a safetensors file does."""
+
+    name: str
 
 
 SAMPLING_FIELDS = (

@@ -41,6 +41,8 @@ __all__ = [
     "Tokenized",
     "TokenizerInfo",
     "Version",
+    "WeightUpdate",
+    "WeightVersion",
 ]
 
 
@@ -125,7 +127,8 @@ class ChatMessage(Response):
 
 
 class ChatChoice(Response):
-    """token_ids: when return_token_ids was asked for."""
+    """token_ids: when return_token_ids was asked for. weight_versions: which weights sampled the tokens, in runs, once
+    the server's were replaced."""
 
     index: int
     message: ChatMessage
@@ -133,6 +136,7 @@ class ChatChoice(Response):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[tuple[str, int]] | UnsetType = UNSET
 
 
 class ChatCompletion(Response):
@@ -181,6 +185,7 @@ class ChatChunkChoice(Response):
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[tuple[str, int]] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Response):
@@ -218,6 +223,7 @@ class CompletionChoice(Response):
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[tuple[str, int]] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -239,7 +245,8 @@ class Completion(Response):
 
 
 class Model(Response):
-    """parent: of a LoRA adapter, the model that it changes; adapter: the digest of its content."""
+    """parent: of a LoRA adapter, the model that it changes; adapter: the digest of its content. weight_version: of the
+    model's weights."""
 
     id: str
     object: Literal["model"]
@@ -250,6 +257,7 @@ class Model(Response):
     max_model_len: int
     batch_invariant: bool
     fingerprint: str | None
+    weight_version: str
     adapter: str | UnsetType = UNSET
 
 
@@ -348,8 +356,8 @@ class Ready(Response):
 
 
 class NotReady(Response):
-    """reason: "loading", "draining", "engine_fault", "engine_reopening", "sleeping", "paused" or "step_overdue".
-    message: with the last one, how old the step in flight is."""
+    """reason: "loading", "draining", "engine_fault", "engine_reopening", "sleeping", "weights_in_part", "paused" or
+    "step_overdue". message: with the last one, how old the step in flight is."""
 
     ready: Literal[False]
     reason: str
@@ -377,11 +385,24 @@ class PauseChanged(Response):
     status: Literal["ok"]
 
 
+class WeightUpdate(Response):
+    """weight_version: of the new ones, where success is true."""
+
+    success: bool
+    message: str
+    weight_version: str | UnsetType = UNSET
+
+
+class WeightVersion(Response):
+    weight_version: str
+
+
 class Load(Response):
     """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use.
     role: what the engine is meant for, where it gives KV to other engines or takes it. clock, told_at: when it looked,
     in seconds of a clock of its own with this name. fingerprint: names all that decides about the tokens of its
-    responses. routers: those that have asked of late and say who they are, and how many seconds ago each did so."""
+    responses. weight_version: of the weights, once they were replaced. routers: those that have asked of late and say
+    who they are, and how many seconds ago each did so."""
 
     running: int
     waiting: int
@@ -389,6 +410,7 @@ class Load(Response):
     kv_usage: float
     role: EngineRole | UnsetType = UNSET
     fingerprint: str | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
     routers: dict[str, float] | UnsetType = UNSET
     clock: str | UnsetType = UNSET
     told_at: float | UnsetType = UNSET

@@ -37,6 +37,8 @@ async def read_ready(context: EngineContext) -> None:
         reason = "sleeping"
     elif context.engine.reopens_at is not None:
         reason = "engine_reopening"
+    elif context.engine.has_half_weights:
+        reason = "weights_in_part"
     elif context.engine.holds_up:
         reason = "paused"
     elif (message := context.engine.step_watch.overdue()) is not None:

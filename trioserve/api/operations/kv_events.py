@@ -91,7 +91,7 @@ def told_load(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad
 
 def _as_much(load: EndpointLoad) -> tuple[object, ...]:
     """What is worth telling. How full the KV cache is changes with every step, and goes along."""
-    return load.running, load.waiting, load.max_num_seqs, load.role, load.fingerprint
+    return load.running, load.waiting, load.max_num_seqs, load.role, load.fingerprint, load.weight_version
 
 
 def _refusal(status: int, code: str, message: str) -> Refusal:

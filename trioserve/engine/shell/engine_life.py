@@ -419,6 +419,12 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._pausing.resume()
 
     @property
+    def has_half_weights(self) -> bool:
+        """Whether an update of the weights has ended halfway, so that nothing is computed until another one is
+        whole."""
+        return False
+
+    @property
     def is_paused(self) -> bool:
         """Whether no step begins until resume_generation."""
         return self._pausing.state is PauseState.PAUSED

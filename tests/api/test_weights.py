@@ -1,0 +1,144 @@
+"""Weights that are replaced over HTTP, as SGLang's clients do it: what comes back, and what responses say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+DISK = "/update_weights_from_disk"
+LONG = {"prompt": "a prompt", "max_tokens": 20, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+CHAT = {**LONG, "messages": [{"role": "user", "content": "a prompt"}]}
+
+
+async def ask(server: MemoryServer, path: str, body: Any = None, *, method: str = "POST") -> tuple[int, Any]:
+    async with server.client().ask(path, body, method=method) as response:
+        status = await response.head()
+        return status, msgspec.json.decode(await response.read())
+
+
+async def events(server: MemoryServer, path: str, body: dict[str, Any]) -> list[Any]:
+    async with server.client().ask(path, {**body, "stream": True}) as response:
+        assert await response.head() == 200
+        lines = (await response.read()).decode().split("\n\n")
+    return [msgspec.json.decode(line[6:].encode()) for line in lines if line.startswith("data: {")]
+
+
+async def test_what_sglangs_clients_send_and_get(autojump_clock):
+    async with open_memory_server() as server:
+        assert await ask(server, "/get_weight_version", method="GET") == (200, {"weight_version": "default"})
+        _, load = await ask(server, "/load", method="GET")
+        assert "weight_version" not in load
+        body = {"model_path": "b", "flush_cache": True, "abort_all_requests": False, "weight_version": "step 1"}
+        status, answer = await ask(server, DISK, body)
+        assert (status, answer["success"], answer["weight_version"]) == (200, True, "step 1")
+        assert "step 1" in answer["message"]
+        assert await ask(server, "/get_weight_version", method="GET") == (200, {"weight_version": "step 1"})
+        assert (await ask(server, "/load", method="GET"))[1]["weight_version"] == "step 1"
+        assert (await ask(server, "/v1/models", method="GET"))[1]["data"][0]["weight_version"] == "step 1"
+        status, answer = await ask(server, "/update_weights_from_shared_memory", {"name": "c"})
+        assert (status, answer["success"]) == (200, True)
+        assert answer["weight_version"] not in ("default", "step 1")
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"model_path": "missing"}, "missing"),
+        ({"model_path": "b", "weight_version": "default"}, "default"),
+    ],
+)
+async def test_what_does_not_fit_has_no_success(autojump_clock, body: dict[str, Any], named: str):
+    async with open_memory_server() as server:
+        status, answer = await ask(server, DISK, body)
+        assert (status, answer["success"]) == (400, False)
+        assert named in answer["message"]
+        assert await ask(server, "/get_weight_version", method="GET") == (200, {"weight_version": "default"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("load_format", "dummy"),
+        ("is_async", True),
+        ("in_flight", "later"),
+        ("model_path", 3),
+        ("weight_version", 3),
+    ],
+)
+async def test_fields_that_mean_something_else_are_refused(autojump_clock, field: str, value: object):
+    async with open_memory_server() as server:
+        status, answer = await ask(server, DISK, {"model_path": "b", field: value})
+        assert status == 400
+        assert answer["error"]["param"] == field
+        status, answer = await ask(server, DISK, {"model_path": "b", "abort_all_requests": True, "in_flight": "keep"})
+        assert (status, answer["error"]["param"]) == (400, "in_flight")
+
+
+async def test_weights_in_part_are_told_and_the_server_is_not_ready(autojump_clock):
+    async with open_memory_server() as server:
+        server.engine.weights.breaks = True
+        status, answer = await ask(server, DISK, {"model_path": "b"})
+        assert (status, answer["success"]) == (500, False)
+        status, answer = await ask(server, "/ready", method="GET")
+        assert (status, answer["reason"]) == (503, "weights_in_part")
+        assert (await ask(server, "/health", method="GET"))[0] == 200
+        assert (await ask(server, DISK, {"model_path": "c"}))[0] == 200
+        assert (await ask(server, "/ready", method="GET"))[0] == 200
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_response_says_which_weights_sampled_its_tokens(
+    autojump_clock, path: str, body: dict[str, Any], is_stream: bool
+):
+    told: list[Any] = []
+
+    async def read() -> None:
+        if is_stream:
+            for event in await events(server, path, body):
+                for choice in event["choices"]:
+                    if count := len(choice.get("token_ids", ())):
+                        told.extend(choice.get("weight_versions", [["default", count]]))
+        else:
+            told.extend((await ask(server, path, body))[1]["choices"][0]["weight_versions"])
+
+    async with open_memory_server(step_seconds=0.01) as server:
+        _, before = await ask(server, path, body)
+        assert "weight_versions" not in before["choices"][0]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.sleep(0.105)
+            assert (await ask(server, DISK, {"model_path": "b", "weight_version": "b"}))[0] == 200
+        by_version = {version: sum(count for name, count in told if name == version) for version, _ in told}
+        assert list(by_version) == ["default", "b"]
+        assert sum(by_version.values()) == 20
+        assert is_stream or len(told) == 2
+
+
+async def test_abort_all_requests_ends_them(autojump_clock):
+    statuses: list[int] = []
+
+    async def read() -> None:
+        statuses.append((await ask(server, "/v1/completions", LONG))[0])
+
+    async with open_memory_server(step_seconds=0.01) as server:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.sleep(0.105)
+            await ask(server, DISK, {"model_path": "b", "abort_all_requests": True})
+        assert statuses != [200]
+        assert server.engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("path", [DISK, "/update_weights_from_shared_memory"])
+async def test_weights_are_the_admins_to_replace(autojump_clock, path: str):
+    async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
+        for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):
+            client = server.client(headers={"authorization": f"Bearer {key}"})
+            async with client.ask(path, {"model_path": "b", "name": "b"}) as response:
+                assert await response.head() == status, key

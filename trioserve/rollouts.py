@@ -1,0 +1,114 @@
+"""The trainer's side of replacing an engine's weights: for a program of its own, which needs nothing of an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from multiprocessing.shared_memory import SharedMemory
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PublishedWeights", "publish_weights"]
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""What safetensors calls them."""
+
+ALIGNED_BYTES = 64
+
+
+class PublishedWeights:
+    """Weights in shared memory, for engines on this machine. A segment holds what a safetensors file does: the length
+    of a header, the header, and the tensors one behind the other.
+
+    name: what engines find them by. Leave the scope, or call close, when no engine is to read them any more. A process
+    that ends takes its segments along.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], name: str | None = None) -> None:
+        self._forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
+        header, self._offsets, byte_count = _header(self._forms)
+        self._memory: SharedMemory | None = SharedMemory(name, create=True, size=byte_count)
+        self.name = self._memory.name
+        _buffer(self._memory)[: len(header)] = header
+        try:
+            self.write(tensors)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, tensors: Mapping[str, Any]) -> None:
+        """Put other values in, of the same names, types and shapes; no engine may be reading them. Raises
+        ValueError."""
+        if self._memory is None:
+            raise ValueError(f"the segment {self.name} was closed")
+        forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
+        if forms != self._forms:
+            raise ValueError(f"the tensors are not those that {self.name} was made for: publish them anew")
+        for key, tensor in tensors.items():
+            values = _bytes_of(tensor)
+            start = self._offsets[key]
+            _buffer(self._memory)[start : start + values.nbytes] = values.data
+
+    def close(self) -> None:
+        """The segment is gone when nobody has it open any more. A second call does nothing."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+            memory.unlink()
+
+    def __enter__(self) -> PublishedWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def publish_weights(tensors: Mapping[str, Any], name: str | None = None) -> PublishedWeights:
+    """Copy a model's state_dict() into shared memory, for engine.update_weights(SharedWeights(name)) or POST
+    /update_weights_from_shared_memory on the same machine. On Linux.
+
+    tensors: of torch, or arrays of numpy, by the names of the model's checkpoint; bfloat16, float16 or float32. name:
+    default is a new one. Raises ValueError for others.
+    """
+    return PublishedWeights(tensors, name)
+
+
+def _buffer(memory: SharedMemory) -> memoryview:
+    assert memory.buf is not None, "it was closed"
+    return memory.buf
+
+
+def _header(forms: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:
+    """The header with its length before it, where each tensor begins, and how many bytes all of it takes."""
+    entries: dict[str, object] = {}
+    places: dict[str, int] = {}
+    end = 0
+    for key, (dtype, shape, byte_count) in forms.items():
+        places[key] = end
+        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + byte_count]}
+        end += byte_count
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {key: len(header) + place for key, place in places.items()}, max(1, len(header) + end)
+
+
+def _form(key: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
+    dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"{key} is of type {tensor.dtype}, allowed are {', '.join(DTYPES)}")
+    return dtype, tuple(tensor.shape), int(tensor.nbytes)
+
+
+def _bytes_of(tensor: Any) -> npt.NDArray[np.uint8]:
+    if not isinstance(tensor, np.ndarray):
+        import torch
+
+        # numpy knows no bfloat16.
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
