@@ -22,8 +22,8 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.adapter import AdapterId
-from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
-from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
+from trioserve.contracts.arguments import refuse, to_bool, to_float, to_str
+from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
@@ -504,28 +504,28 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
                 id that the model does not have, a prompt that is too long) rises on entering.
         """
-        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
-        owner = text_or_none("owner", owner)
         sampling = self._bounded(instance_of(SamplingParams, "sampling", sampling, self.default_sampling))
         if resume is not None and not isinstance(resume, Resume):
             refuse("resume", resume, "a Resume, or None")
         request = OpenRequest(
             checked_prompt(prompt),
             sampling,
-            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
-            priority=to_int("priority", priority),
+            **self._scope_arguments(
+                request_id=request_id,
+                priority=priority,
+                deadlines=deadlines,
+                owner=owner,
+                tenant=tenant,
+                part_of=part_of,
+            ),
             cache_salt=text_or_none("cache_salt", cache_salt),
             add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
-            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
-            owner=owner,
-            tenant=text_or_none("tenant", tenant) or owner or "",
             kv_transfer=checked_kv_transfer(kv_transfer),
             cut=cut,
             resume=resume,
             seed=self._seed_of(sampling, resume),
             is_resumable=to_bool("resumable", resumable),
             keep_logprobs=to_bool("keep_logprobs", keep_logprobs),
-            part_of=part_of,
             adapter=text_or_none("adapter", adapter),
         )
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
@@ -574,22 +574,22 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         The others are generate's. Raises InvalidRequest for an argument of a wrong type.
         """
         checked = checked_inputs(inputs)
-        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
-        owner = text_or_none("owner", owner)
         request = PooledRequest(
             checked,
             instance_of(PoolingParams, "pooling", pooling, PoolingParams()),
             name_of=name_of or name_of_input(len(checked)),
             cut=cut,
             sequence_count_max=max(1, self._core.settings.max_num_seqs // 2),
-            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
-            priority=to_int("priority", priority),
+            **self._scope_arguments(
+                request_id=request_id,
+                priority=priority,
+                deadlines=deadlines,
+                owner=owner,
+                tenant=tenant,
+                part_of=part_of,
+            ),
             cache_salt=text_or_none("cache_salt", cache_salt),
             add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
-            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
-            owner=owner,
-            tenant=text_or_none("tenant", tenant) or owner or "",
-            part_of=part_of,
             adapter=text_or_none("adapter", adapter),
         )
         return PooledStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)

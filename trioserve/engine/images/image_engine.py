@@ -13,8 +13,8 @@ import trio
 from msgspec import UNSET
 
 from trioserve.admission.router_metrics import show_router
-from trioserve.contracts.arguments import to_int, to_str
-from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
+from trioserve.contracts.arguments import to_str
+from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
@@ -33,7 +33,7 @@ from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_attributes
 from trioserve.engine.images.live_image import view_of
 from trioserve.engine.images.open_image import ImageChoice, OpenImage
-from trioserve.engine.request_preparation import instance_of, text_or_none
+from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.request_trace import NO_TRACE, RequestTrace
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import SERVER_STOPPING, Guard
@@ -139,18 +139,18 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
                 entering.
         """
         params = instance_of(ImageParams, "params", params, ImageParams())
-        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
-        owner = text_or_none("owner", owner)
         request = OpenImage(
             to_str("prompt", prompt),
             params,
             seed=self._draw_bits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
-            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
-            priority=to_int("priority", priority),
-            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
-            owner=owner,
-            tenant=text_or_none("tenant", tenant) or owner or "",
-            part_of=part_of,
+            **self._scope_arguments(
+                request_id=request_id,
+                priority=priority,
+                deadlines=deadlines,
+                owner=owner,
+                tenant=tenant,
+                part_of=part_of,
+            ),
         )
         return ImageStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 

@@ -9,16 +9,16 @@ import math
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.ended_ids import EndedIds
-from trioserve.contracts.arguments import refuse, to_float, to_str
-from trioserve.contracts.deadlines import Deadline
+from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.tracing import NO_TRACER, Attributes, Span, Tracer
-from trioserve.engine.request_preparation import instance_of
+from trioserve.engine.request_preparation import instance_of, text_or_none
 from trioserve.engine.request_trace import RequestTrace
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import EngineLife
@@ -36,6 +36,17 @@ PartsT = TypeVar("PartsT")
 
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
+
+
+class ScopeArguments(TypedDict):
+    """What every request is told of who asks; see RequestScope."""
+
+    request_id: str
+    priority: int
+    deadlines: Deadlines
+    owner: str | None
+    tenant: str
+    part_of: Span
 
 
 class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
@@ -97,6 +108,29 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         return self._requests.of(request_id)
 
     # --- requests ---
+
+    def _scope_arguments(
+        self,
+        *,
+        request_id: str | None,
+        priority: int,
+        deadlines: Deadlines | None,
+        owner: str | None,
+        tenant: str | None,
+        part_of: Span,
+    ) -> ScopeArguments:
+        """What a caller gave, with the engine's defaults and within its limits. Raises InvalidRequest for an argument
+        of a wrong type."""
+        asked = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
+        owner = text_or_none("owner", owner)
+        return ScopeArguments(
+            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            priority=to_int("priority", priority),
+            deadlines=asked.within(self._settings.deadlines, self._settings.deadlines_max),
+            owner=owner,
+            tenant=text_or_none("tenant", tenant) or owner or "",
+            part_of=part_of,
+        )
 
     async def _submit(self, request: ScopeT) -> None:
         """Take a place in the queue, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when
