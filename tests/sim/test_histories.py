@@ -58,7 +58,7 @@ from trioserve.simulation.routers.world import RoutersWorld
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
-from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Wake
+from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Swap, Wake
 from trioserve.simulation.stack.plan import Client, Load, StackPlan, Stage, Unload, stack_plan_of
 from trioserve.simulation.stack.plan import script_of as stack_script_of
 
@@ -197,6 +197,28 @@ HALTS = StackPlan(
         Sleep(at=0.12),
         Pause(at=0.15, mode="abort"),
         Wake(at=0.2, patience=0.01),
+    ),
+)
+SWAPS = StackPlan(
+    Stage(
+        block_count=20,
+        max_num_seqs=3,
+        step_tokens_max=8,
+        waiting_requests_max=8,
+        step_seconds=(0.01,),
+        schedule_seed=3,
+        overlaps=True,
+    ),
+    (
+        Client(number=0, id="r0", at=0.0, prompt=(1, 2, 3, 4, 5), output=8, choices=2),
+        Client(number=1, id="r1", at=0.03, prompt=(1, 2, 3, 4, 6), output=6),
+        Client(number=2, id="r2", at=0.06, prompt=(1, 2, 3, 4, 6), output=3),
+        Swap(at=0.025, number=1, seconds=0.01),
+        Swap(at=0.04, number=2, in_flight="recompute", patience=0.02),
+        Pause(at=0.05),
+        Swap(at=0.055, number=3, breaks=True),
+        Swap(at=0.07, number=1, in_flight="abort"),
+        Resume(at=0.1),
     ),
 )
 ROUTER_MOMENTS = [
@@ -347,13 +369,14 @@ def test_a_history_means_something_whatever_is_missing(missing):
         assert runs_of("core").run_script(script_of(History(EVERYTHING.world, kept))).failure is None
 
 
-@pytest.mark.parametrize("plan", [STACK, LENDING, HALTS], ids=["connections", "lending", "halts"])
+@pytest.mark.parametrize("plan", [STACK, LENDING, HALTS, SWAPS], ids=["connections", "lending", "halts", "swaps"])
 def test_a_script_of_the_stack_says_everything(plan):
     assert stack_plan_of(stack_script_of(plan)) == plan
 
 
 @pytest.mark.parametrize(
-    ("plan", "missing"), [(plan, missing) for plan in (STACK, LENDING, HALTS) for missing in range(len(plan.parts))]
+    ("plan", "missing"),
+    [(plan, missing) for plan in (STACK, LENDING, HALTS, SWAPS) for missing in range(len(plan.parts))],
 )
 def test_a_plan_of_the_stack_means_something_whatever_is_missing(plan, missing):
     parts = plan.parts[:missing] + plan.parts[missing + 1 :]

@@ -339,6 +339,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
         async with self._weights.turn:
+            self._check_may_pause(mode)  # an engine that drains by now is to end what it has
             await super()._pause_and_sleep(level, mode)
 
     def _end_begun_unless_it_goes_on(self) -> None:

@@ -144,6 +144,16 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         return self._core
 
     @property
+    def turn_owner(self) -> trio.lowlevel.Task | None:
+        """The task that replaces the weights, or puts it to sleep."""
+        return self._weights.turn.statistics().owner
+
+    @property
+    def is_replacing_weights(self) -> bool:
+        """Whether new weights are being written, or are there only in part."""
+        return self._pausing.is_replacing
+
+    @property
     def open_requests(self) -> list[OpenRequest]:
         """Those that are entered and not left."""
         return list(self._requests)

@@ -50,10 +50,12 @@ class FakeModel:
         self.stop_token_id = stop_token_id
         self.stop_period = stop_period
 
-    def digest(self, token_ids: Sequence[int], parent: int = 0) -> int:
-        """Names a prefix: 0 <= digest < 2**64. `parent` is the digest of the tokens before these, 0 for none."""
+    def digest(self, token_ids: Sequence[int], parent: int = 0, *, weights: int = 0) -> int:
+        """Names a prefix: 0 <= digest < 2**64. `parent` is the digest of the tokens before these, 0 for none. weights:
+        the number of those that compute these; 0: the model's first."""
         for token_id in token_ids:
-            parent = _mixed(parent ^ (token_id + 1))
+            before = _mixed(parent ^ weights) if weights else parent
+            parent = _mixed(before ^ (token_id + 1))
         return parent
 
     def root(self, request: EngineRequest) -> int:
@@ -395,7 +397,8 @@ class FakeExecutor:
         else:
             parent = self.model.root(chunk.request)
         for position, token_id in zip(positions, chunk.row_tokens, strict=True):
-            parent = self._digest(token_id, _given_at(chunk.request, position, parent), self._weights[-1])
+            given = _given_at(chunk.request, position, parent)
+            parent = self.model.digest((token_id,), given, weights=self._weights[-1])
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _write_states(self, chunk: ScheduledChunk) -> None:
@@ -451,13 +454,13 @@ class FakeExecutor:
         first = self._first_seen(chunk)
         for position, token_id in enumerate(tokens):
             before = _given_at(chunk.request, position, expected)
-            expected = self._digest(token_id, before, self._weights[-1])
+            expected = self.model.digest((token_id,), before, weights=self._weights[-1])
             if not self.keeps_kv or position < first:
                 digests.append(expected)
                 continue
             found = self._slots[self._slot(chunk, position)]
             if found is not None and _is_kept(chunk.request):  # by any weights, and called as it was in their time
-                digests_of_all = [self._digest(token_id, before, weights) for weights in self._weights]
+                digests_of_all = [self.model.digest((token_id,), before, weights=weights) for weights in self._weights]
                 expected = found[0] if found[0] in digests_of_all else expected
                 found = (found[0], chunk.request.cache_salt)
             assert found == (expected, chunk.request.cache_salt), (
@@ -466,9 +469,6 @@ class FakeExecutor:
             )
             digests.append(found[0])
         return digests
-
-    def _digest(self, token_id: int, parent: int, weights: int) -> int:
-        return self.model.digest((token_id,), _mixed(parent ^ weights) if weights else parent)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, digests: list[int], top_count: int) -> tuple[TokenLogprob, ...]:
         first, last = chunk.start + 1, min(chunk.start + chunk.count, len(chunk.request.prompt_token_ids) - 1)

@@ -1,4 +1,4 @@
-"""Who pauses a simulated engine, has it sleep, and has it go on: drawn from a seed beforehand."""
+"""Who pauses a simulated engine, has it sleep and go on, and replaces its weights: drawn from a seed beforehand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Halt", "Pause", "Resume", "Sleep", "Wake", "drawn_halts"]
+__all__ = ["Halt", "Pause", "Resume", "Sleep", "Swap", "Wake", "drawn_halts", "drawn_swaps"]
 
 PAUSE_SHARE = 0.45
 HALTS_MAX = 7
+SWAP_SHARE = 0.6
+SWAPS_MAX = 5
 
 Mode = Literal["abort", "wait", "keep"]
 MODES: tuple[Mode, ...] = ("abort", "wait", "keep")
@@ -43,7 +45,19 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
     patience: float | None = None
 
 
-Halt = Pause | Resume | Sleep | Wake
+class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="swap"):
+    """New weights. number: which ones, and their version. in_flight: what becomes of those that have begun. seconds:
+    that writing them takes. breaks: they come only in part."""
+
+    at: float
+    number: int
+    in_flight: Literal["keep", "recompute", "abort"] = "keep"
+    seconds: float = 0.0
+    breaks: bool = False
+    patience: float | None = None
+
+
+Halt = Pause | Resume | Sleep | Wake | Swap
 
 
 def drawn_halts(
@@ -67,3 +81,20 @@ def drawn_halts(
         else:
             halts.append(Wake(at=at, patience=patience))
     return halts
+
+
+def drawn_swaps(rng: Random, moment: Callable[[float], float], span: float) -> list[Halt]:
+    """For responses that are looked at token by token."""
+    if rng.random() >= SWAP_SHARE:
+        return []
+    return [
+        Swap(
+            at=moment(1.2 * span),
+            number=rng.randint(1, 4),
+            in_flight=rng.choice(("keep", "keep", "recompute", "abort")),
+            seconds=rng.choice((0.0, 0.005, 0.03)),
+            breaks=rng.random() < 0.1,
+            patience=moment(span / 4) if rng.random() < 0.2 else None,
+        )
+        for _ in range(rng.randint(1, SWAPS_MAX))
+    ]

@@ -117,7 +117,11 @@ class Pauses(trio.abc.Instrument):
             await self._wake(fake, Wake(at=0.0))
         if fake.fault is None:
             self._resume_engine(fake)
+        await self._finish()
         self.check()
+
+    async def _finish(self) -> None:
+        """It is awake, and resumed: what is still in the way goes."""
 
     async def _halt(self, fake: HaltedEngine, halt: Halt) -> None:
         await trio.sleep(halt.at)
@@ -127,12 +131,12 @@ class Pauses(trio.abc.Instrument):
             self._resume_engine(fake)
             self._count("resumes")
             return
-        act = {Pause: self._pause, Sleep: self._sleep, Wake: self._wake}[type(halt)]
         is_over = fake.fault is not None or (fake.draining and not isinstance(halt, Wake))
         try:
-            outcome = await act(fake, halt)  # type: ignore[operator]  # each takes its own
+            outcome = await self._act(fake, halt)
         except (Draining, EngineFault):
-            assert is_over or fake.fault is not None, f"the {what} is refused without a reason"
+            is_late = fake.draining and self._waits_for_its_turn(halt)
+            assert is_over or is_late or fake.fault is not None, f"the {what} is refused without a reason"
             outcome = "refused"
         else:
             is_refused = is_over and fake.fault is None
@@ -140,6 +144,15 @@ class Pauses(trio.abc.Instrument):
         self._tell(f"{what}: {outcome}")
         self._count(f"{what}s: {outcome}")
         self.check()
+
+    async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
+        """Returns what came of it. Raises what refuses it."""
+        if isinstance(halt, Pause):
+            return await self._pause(fake, halt)
+        if isinstance(halt, Sleep):
+            return await self._sleep(fake, halt)
+        assert isinstance(halt, Wake), f"{halt} is nothing that this engine does"
+        return await self._wake(fake, halt)
 
     async def _pause(self, fake: HaltedEngine, order: Pause) -> str:
         asked_at, resumed = trio.current_time(), self._changes["resumed"]
@@ -164,7 +177,9 @@ class Pauses(trio.abc.Instrument):
         patience = order.patience
         if fake.fault is None and not fake.draining:
             self._sleepers[task] = order
-            if self.level and self._is_woken:
+            if self._waits_for_its_turn(order):
+                self._asks_later.add(task)
+            elif self.level and self._is_woken:
                 # Whoever is woken and cancelled at once has asked or has not, and nobody can say which: it stays.
                 self._asks_later.add(task)
                 patience = None
@@ -174,10 +189,11 @@ class Pauses(trio.abc.Instrument):
             with trio.move_on_after(math.inf if patience is None else patience) as scope:
                 await fake.sleep(order.level, order.mode)
         finally:
+            has_asked = task not in self._asks_later
             self._sleepers.pop(task, None)
             self._asks_later.discard(task)
         if scope.cancelled_caught:
-            if self._is_of_sleep and not self.level:
+            if has_asked and self._is_of_sleep and not self.level:
                 self._resume()
             return "left"
         if fake.fault is not None or fake.draining:
@@ -204,13 +220,24 @@ class Pauses(trio.abc.Instrument):
 
     # --- the books ---
 
+    def _waits_for_its_turn(self, halt: Halt) -> bool:
+        """Whether others may go before it, and it asks for nothing until then."""
+        return False
+
+    def _is_turn_of(self, task: Task) -> bool:
+        """Of one that asks later: whether it does now."""
+        return not (self.level and self._is_woken)
+
     def note_drained(self, fake: HaltedEngine) -> None:
         """It is about to be drained: where it cannot go on, what it keeps ends."""
         if self.is_closed:
-            for request in self._begun(fake):
-                self._must_be_over.append(request)
-                if request.has_run:
-                    self._note_ended(request, "server_stopping")
+            self._end_for_drain(self._begun(fake))
+
+    def _end_for_drain(self, begun: Iterable[AnyScope]) -> None:
+        for request in begun:
+            self._must_be_over.append(request)
+            if request.has_run:
+                self._note_ended(request, "server_stopping")
 
     def _ask(self, fake: HaltedEngine, mode: str) -> None:
         """A pause is asked for, right now."""
@@ -264,7 +291,7 @@ class Pauses(trio.abc.Instrument):
 
     def before_task_step(self, task: Task) -> None:
         fake = self.engine
-        if fake is None or task not in self._asks_later or (self.level and self._is_woken):
+        if fake is None or task not in self._asks_later or not self._is_turn_of(task):
             return
         self._asks_later.discard(task)
         if not self.level and fake.fault is None and not fake.draining:
@@ -274,7 +301,7 @@ class Pauses(trio.abc.Instrument):
         fake = self.engine
         if fake is not None and fake.fault is None and self._violation is None:
             self._settle(fake)
-            self._violation = self._follow_sleep(fake, task) or self._look(fake)
+            self._violation = self._follow(fake, task) or self._look(fake)
             if self._violation is not None:
                 self._violation = f"at {trio.current_time():.3f}: {self._violation}"
 
@@ -286,6 +313,9 @@ class Pauses(trio.abc.Instrument):
             goes_on = is_upcoming or any(live.abort_reason is None for live in lives)
             if not (lives or is_upcoming) or (fake.is_paused and not goes_on):
                 self._close(fake)
+
+    def _follow(self, fake: HaltedEngine, task: Task) -> str | None:
+        return self._follow_sleep(fake, task)
 
     def _follow_sleep(self, fake: HaltedEngine, task: Task) -> str | None:
         level = fake.sleep_level

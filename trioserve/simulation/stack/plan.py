@@ -33,7 +33,7 @@ from trioserve.simulation.stack.lending_draws import (
     drawn_shelf,
     drawn_unloads,
 )
-from trioserve.simulation.stack.pause_plan import Halt, drawn_halts
+from trioserve.simulation.stack.pause_plan import Halt, Sleep, Wake, drawn_halts, drawn_swaps
 from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.vision.image_file import why_no_images
@@ -172,7 +172,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         front=drawn_front(rng),
     )
     plan = _with_seams(_with_calls(StackPlan(stage, _with_forms(stage, parts))))
-    return _with_halts(_with_lending(plan, draws), draws)
+    return _with_swaps(_with_halts(_with_lending(plan, draws), draws), draws)
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
@@ -246,6 +246,19 @@ def _with_halts(plan: StackPlan, draws: _Draws) -> StackPlan:
         return plan
     stage = msgspec.structs.replace(plan.stage, opening_seconds=rng.choice((0.0, 0.005, 0.05)))
     return StackPlan(stage, (*plan.parts, *halts))
+
+
+def _with_swaps(plan: StackPlan, draws: _Draws) -> StackPlan:
+    """New weights, where all clients are inside: those know token by token what they get. They ask for no form, and
+    nobody has the engine sleep."""
+    rng = Random(f"swaps {line_of(plan.stage)}")
+    if plan.stage.room_tiles or any(isinstance(part, Ask) for part in plan.parts):
+        return plan
+    swaps = drawn_swaps(rng, draws.moment, draws.span)
+    if not swaps:
+        return plan
+    kept = (part for part in plan.parts if not isinstance(part, Sleep | Wake))
+    return StackPlan(plan.stage, (*(_asking_for(part, form=()) for part in kept), *swaps))
 
 
 def _asking_for(part: Part, **what: Any) -> Part:

@@ -40,10 +40,11 @@ from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
 from trioserve.simulation.stack.lending import Lending
-from trioserve.simulation.stack.pause_plan import Halt
-from trioserve.simulation.stack.pauses import Pauses
+from trioserve.simulation.stack.pause_plan import Halt, Swap
 from trioserve.simulation.stack.pictures import encoded_prompt, prompt_of
 from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, StackPlan, Stage, Unload
+from trioserve.simulation.stack.swap_pauses import SwapPauses
+from trioserve.simulation.stack.swaps import Swaps, stamped
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
@@ -71,11 +72,13 @@ class StackSimulation(TracedRun):
         self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
         self._http: HttpServer | None = None
         self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
-        self._pauses = Pauses(
+        self._swaps = Swaps(_model_of(plan.stage), is_on=any(isinstance(part, Swap) for part in plan.parts))
+        self._pauses = SwapPauses(
             tell=self.tell,
             count=self.count,
             note_ended=self._note_ended,
             step_seconds_max=max(plan.stage.step_seconds),
+            swaps=self._swaps,
         )
         self._idle_watch = IdleWatch()
         self._step_seconds = itertools.cycle(plan.stage.step_seconds)
@@ -248,7 +251,11 @@ class StackSimulation(TracedRun):
             counts[index] += len(delta.token_ids)
             expected = responses[index].token_ids
             assert ends[index] == 0, f"{name}: {delta} after its end"
-            assert delta.token_ids == expected[begin : counts[index]], f"{name}: {delta} at {begin} of {expected}"
+            if self._swaps.is_on:
+                sampled = self._swaps.sampled(stream._request.choices[index].sequence_id, begin, counts[index])
+                assert stamped(delta) == sampled, f"{name}: {delta} at {begin}, and sampled was {sampled}"
+            else:
+                assert delta.token_ids == expected[begin : counts[index]], f"{name}: {delta} at {begin} of {expected}"
             if delta.finish_reason is not None:
                 ends[index] = 1
                 is_complete = counts[index] == len(expected)
@@ -369,7 +376,7 @@ class StackSimulation(TracedRun):
         if is_encoding or fake.fault is not None or fake.current_core.flights:
             return None
         if self._pauses.is_closed:
-            return fake.first_unfinished_id if fake.draining else None
+            return fake.first_unfinished_id if fake.draining and not self._pauses.is_replacing else None
         if self._pauses.holds_up and not any(fake.current_core.live_requests()):
             return None
         return waits_for_a_step(fake)
@@ -394,6 +401,9 @@ class StackSimulation(TracedRun):
         if any(chunk.request.given for chunk in plan.chunks):
             self.count("steps with images")
 
+    def end_step(self, plan: StepPlan, result: StepResult | None) -> None:
+        self._swaps.note_step(plan, result)
+
 
 class _WatchedExecutor(FakeExecutor):
     """With a look at the stack before it computes."""
@@ -404,7 +414,9 @@ class _WatchedExecutor(FakeExecutor):
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         self._simulation.begin_step(plan, is_abandoned=is_abandoned())
-        return super().execute(plan, is_abandoned)
+        result = super().execute(plan, is_abandoned)
+        self._simulation.end_step(plan, result)
+        return result
 
 
 def _model_of(stage: Stage) -> FakeModel:

@@ -1,0 +1,128 @@
+"""Pauses of an engine whose weights are replaced: while they are written it is as if it paused, and what has begun goes
+on with the new ones, is computed again, or ends. One after the other replaces them, or puts the engine to sleep."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import trio
+from trio.lowlevel import Task
+
+from trioserve.contracts.errors import WeightsLost
+from trioserve.engine.shell.request_scope import AnyScope
+from trioserve.simulation.stack.pause_plan import Halt, Sleep, Swap
+from trioserve.simulation.stack.pauses import HaltedEngine, Pauses
+from trioserve.simulation.stack.swaps import Swaps, source_of, version_of
+from trioserve.testing.fake_engine import FakeEngine
+
+__all__ = ["SwapPauses"]
+
+
+class SwapPauses(Pauses):
+    """swaps: which weights say what. is_replacing: whether weights are written, or are there only in part."""
+
+    def __init__(self, *, swaps: Swaps, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_replacing = False
+        self._swaps = swaps
+        self._updaters: dict[Task, Swap] = {}  # who is inside of `update_weights`
+        self._updater: Task | None = None  # of these, whose weights are written
+        self._begun_before: list[AnyScope] = []  # that turn of its task
+
+    @property
+    def holds_up(self) -> bool:
+        return super().holds_up or self.is_replacing
+
+    @property
+    def is_closed(self) -> bool:
+        return super().is_closed or self.is_replacing
+
+    @property
+    def _fake(self) -> FakeEngine:
+        assert isinstance(self.engine, FakeEngine)
+        return self.engine
+
+    async def _finish(self) -> None:
+        if self.is_replacing and self._fake.fault is None and not self._fake.draining:
+            await self._swap(Swap(at=0.0, number=1))
+
+    async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
+        return await (self._swap(halt) if isinstance(halt, Swap) else super()._act(fake, halt))
+
+    async def _swap(self, order: Swap) -> str:
+        fake, task = self._fake, trio.lowlevel.current_task()
+        if not self._updaters:  # the place has these for all
+            fake.weights.seconds, fake.weights.breaks = order.seconds, order.breaks
+        self._updaters[task] = order
+        outcome = "left"
+        try:
+            with trio.move_on_after(math.inf if order.patience is None else order.patience):
+                source, version = source_of(order.number), version_of(order.number)
+                await fake.update_weights(source, version=version, in_flight=order.in_flight)
+                outcome = order.in_flight
+        except WeightsLost:
+            assert fake.has_half_weights, "weights were lost, and nobody says so"
+            outcome = "lost"
+        finally:
+            self._note_update_over(task, outcome)
+        return outcome
+
+    # --- the books ---
+
+    def _waits_for_its_turn(self, halt: Halt) -> bool:
+        return isinstance(halt, Swap | Sleep)
+
+    def _is_turn_of(self, task: Task) -> bool:
+        return self._fake.turn_owner is task
+
+    def note_drained(self, fake: HaltedEngine) -> None:
+        if self._updater is None:  # otherwise that is seen to when the weights are there
+            super().note_drained(fake)
+
+    def _note_update_over(self, task: Task, outcome: str) -> None:
+        fake, order = self._fake, self._updaters.pop(task)
+        is_whole = outcome == order.in_flight
+        has_version = fake.weight_version == version_of(order.number)
+        if self._updater is task:
+            self._updater = None
+            self.is_replacing = fake.has_half_weights and not is_whole
+            # Leaving waits for the end of what is being written.
+            if is_whole or (outcome == "left" and has_version):
+                self._swaps.replace(order.number, recomputes=is_whole and order.in_flight == "recompute")
+            if fake.draining and self.is_closed:
+                self._end_for_drain(self._begun_before)
+        assert not is_whole or has_version, "new weights, and an old version"
+
+    # --- as an instrument ---
+
+    def before_task_step(self, task: Task) -> None:
+        if task in self._updaters and self.engine is not None:
+            self._begun_before = self._begun(self.engine)
+        super().before_task_step(task)
+
+    def _follow(self, fake: HaltedEngine, task: Task) -> str | None:
+        return super()._follow(fake, task) or self._follow_swap(self._fake, task)
+
+    def _follow_swap(self, fake: FakeEngine, task: Task) -> str | None:
+        if self._begins_to_replace(fake, task):
+            self._hold_up(self._begun_before)
+            if not self.is_closed:
+                self._closed_at = fake.current_core, fake.current_core.stats().steps_total
+            self.is_replacing, self._updater = True, task
+            if self._updaters[task].in_flight == "abort":
+                for request in self._begun_before:
+                    self._must_be_over.append(request)
+                    self._note_ended(request, "weights_replaced")
+        if fake.is_replacing_weights != self.is_replacing:
+            return f"weights are {'' if fake.is_replacing_weights else 'not '}replaced, and ought not to be so"
+        if not self.level and fake.weight_version != self._swaps.version:
+            return f"it has weights {fake.weight_version}, and ought to have {self._swaps.version}"
+        return None
+
+    def _begins_to_replace(self, fake: FakeEngine, task: Task) -> bool:
+        if not fake.is_replacing_weights or self._updater is not None or task not in self._updaters:
+            return False
+        # Where half of them were there before, it is seen by what it ends.
+        ends = self.is_replacing and self._updaters[task].in_flight == "abort" and self._begun_before
+        return not ends or any(request.is_finished for request in self._begun_before)
