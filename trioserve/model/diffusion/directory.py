@@ -59,6 +59,7 @@ class ImageDirectory:
         self.denoiser = self.config(self.pipeline.denoiser)
         self.vae = self.config("vae")
         self.scheduler = self._scheduler()
+        self._check_channels()
 
     @property
     def labels(self) -> dict[int, str]:
@@ -131,6 +132,16 @@ class ImageDirectory:
             raise ModelLoadError(
                 f"{self.path / INDEX_NAME}: {component} is {found or 'missing'}, and a {self.pipeline.family} model "
                 f"takes {' or '.join(allowed)}: take a checkpoint that has one"
+            )
+
+    def _check_channels(self) -> None:
+        """Such as those of a network that only fills in what is masked."""
+        latent, taken = self.vae.get("latent_channels"), self.denoiser.get("in_channels")
+        expected = None if latent is None else latent * self.pipeline.packed_count
+        if taken is not None and expected is not None and taken != expected:
+            raise ModelLoadError(
+                f"{self.path / self.pipeline.denoiser}: in_channels is {taken}, and latents have {expected}: take a "
+                "checkpoint that makes pictures of nothing but a prompt"
             )
 
     def _scheduler(self) -> dict[str, Any]:

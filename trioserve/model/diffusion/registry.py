@@ -19,9 +19,9 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     """family: as the description names it, and its file in families/. denoiser: the folder of the network that computes
     the steps. classes: which classes each component may have; a component that is not named here is not loaded.
     steps, guidance: what diffusers' pipeline does by itself. samplers: that can be had. patch_side: latent pixels in a
-    side of what the network takes as one. latent_side: that it was made for, where its file does not say.
-    has_one_size: it makes pictures of one size only. corrects_scheduler: the pipeline sets right what it takes for
-    outdated in a scheduler's file."""
+    side of what the network takes as one. packed_count: that are one pixel of its input. latent_side: that it was made
+    for, where its file does not say. has_one_size: it makes pictures of one size only. corrects_scheduler: the pipeline
+    sets right what it takes for outdated in a scheduler's file."""
 
     family: str
     file: str
@@ -31,6 +31,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     guidance: float
     samplers: tuple[str, ...] = NOISE_SAMPLERS
     patch_side: int = 1
+    packed_count: int = 1
     latent_side: int | None = None
     takes_texts: bool = True
     takes_images: bool = False
@@ -110,6 +111,7 @@ FLUX = Pipeline(
     guidance=3.5,
     samplers=FLOW_SAMPLERS,
     patch_side=2,
+    packed_count=4,
     latent_side=128,
     has_guided_rows=False,
 )

@@ -10,7 +10,7 @@ A function that is in neither list may be either, so none of it is guessed: Unkn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -121,13 +121,19 @@ class RowByRow(TorchFunctionMode):
         if not parts and not named:
             raise UnknownFunction("a call without rows")
         rest = args[count:]
+        if not named:
+            return torch.cat([function(*mine, *rest, **kwargs) for mine in zip(*parts, strict=True)])
         results = []
         for row in range(self._rows):
             mine = {key: named[key][row] if key in named else value for key, value in kwargs.items()}
             results.append(function(*(part[row] for part in parts), *rest, **mine))
         return torch.cat(results)
 
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[0] % self._rows:
             raise UnknownFunction(f"a call whose tensor holds no {self._rows} rows")
-        return [part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in tensor.chunk(self._rows)]
+        parts = tensor.chunk(self._rows)
+        apart_bytes = tensor.stride(0) * (tensor.shape[0] // self._rows) * tensor.element_size()
+        if tensor.data_ptr() % ALIGNMENT == 0 and apart_bytes % ALIGNMENT == 0:
+            return parts
+        return [part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in parts]

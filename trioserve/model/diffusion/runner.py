@@ -182,10 +182,13 @@ class DiffusionRunner:
         for group in groups.values():
             self._abandoning.check()
             predictions = self._predict([state for _, state in group])
-            for (work, state), predicted in zip(group, predictions, strict=True):
-                clean, after = _stepped(state, predicted, work)
-                # Also what is infinite: the next step makes no number of it.
-                if not bool(torch.isfinite(after.latent).all()):
+            stepped = [
+                _stepped(state, predicted, work) for (work, state), predicted in zip(group, predictions, strict=True)
+            ]
+            # Also what is infinite: the next step makes no number of it. All at once, since a GPU is waited for.
+            are_numbers = torch.isfinite(torch.cat([after.latent for _, after in stepped])).flatten(1).all(1).tolist()
+            for (work, _), (clean, after), is_number in zip(group, stepped, are_numbers, strict=True):
+                if not is_number:
                     self.slots[work.slot] = None
                     result.errors[work.request.id] = (
                         f"step {work.step + 1} of {work.request.step_count} gave values that are no numbers: "
