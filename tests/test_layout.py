@@ -167,8 +167,8 @@ TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
         "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py diffusion/abandoning.py "
-        "diffusion/autoencoder.py diffusion/components.py diffusion/families/dit.py diffusion/families/flux.py "
-        "diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
+        "diffusion/autoencoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
+        "diffusion/families/flux.py diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
         "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/latent_state.py "
         "diffusion/noise.py diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
         "drafts/mtp.py encoder.py encoder_layers.py gumbel.py host_to_device.py latent_attention.py layers.py "

@@ -106,8 +106,8 @@ def test_a_scheduler_that_is_not_computed_here_is_refused(changed, fields, says)
 
 
 def test_a_network_that_takes_more_than_a_latent_is_refused(changed):
-    with pytest.raises(ModelLoadError, match="in_channels is 9, and latents have 4"):
-        ImageDirectory(changed("stable-diffusion", "unet/config.json", in_channels=9))
+    with pytest.raises(ModelLoadError, match="in_channels is 8, and latents have 4"):
+        ImageDirectory(changed("stable-diffusion", "unet/config.json", in_channels=8))
 
 
 def test_weights_that_would_run_code_are_refused(changed):

@@ -195,11 +195,11 @@ def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
     theirs_scheduler = diffusers.DPMSolverMultistepScheduler.from_config(config)
     sd.pipeline.scheduler = theirs_scheduler
     theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=steps)
-    solvers, sd.runner.solvers = sd.runner.solvers, {"dpm++": Solver("dpm++", config)}
+    solvers, sd.runner.beginning.solvers = sd.runner.beginning.solvers, {"dpm++": Solver("dpm++", config)}
     try:
         check(sd.ours("a cat", steps=steps, sampler="dpm++"), theirs)
     finally:
-        sd.runner.solvers = solvers
+        sd.runner.beginning.solvers = solvers
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
@@ -210,11 +210,11 @@ def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, pr
     config = {**sd.pipeline.scheduler.config, "prediction_type": prediction, "clip_sample": prediction == "epsilon"}
     sd.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
     theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=6)
-    solvers, sd.runner.solvers = sd.runner.solvers, {sampler: Solver(sampler, config)}
+    solvers, sd.runner.beginning.solvers = sd.runner.beginning.solvers, {sampler: Solver(sampler, config)}
     try:
         check(sd.ours("a cat", steps=6, sampler=sampler), theirs)
     finally:
-        sd.runner.solvers = solvers
+        sd.runner.beginning.solvers = solvers
 
 
 def picture(width: int, height: int, seed: int) -> Picture:
@@ -277,3 +277,31 @@ def test_a_picture_is_changed_as_pipelines_do(checkpoint, driver, runner, family
         mask=mask if is_masked else None,
     )
     check(ours, theirs)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+def test_a_network_that_fills_in_is_told_what_is_masked(checkpoint, driver, runner, sampler, strength):
+    case = Case(checkpoint("inpainting"), driver, runner("inpainting"), "StableDiffusionInpaintPipeline")
+    case.use(sampler)
+    given, mask = picture(16, 16, 1), half_mask(16, 16)
+    settings = {"guidance_scale": 3.0, "num_inference_steps": 6, "width": 16, "height": 16, "strength": strength}
+    theirs = case.theirs("a cat", image=as_image(given), mask_image=as_image(mask), **settings)
+    skipped = 6 - int(6 * strength)
+    ours = case.ours("a cat", steps=6, skipped=skipped, guidance=3.0, sampler=sampler, image=given, mask=mask)
+    check(ours, theirs)
+
+
+def test_a_network_that_fills_in_makes_a_whole_picture_where_all_is_masked(checkpoint, driver, runner):
+    case = Case(checkpoint("inpainting"), driver, runner("inpainting"), "StableDiffusionInpaintPipeline")
+    white = Picture(16, 16, b"\xff" * 768)
+    theirs = case.theirs(
+        "a cat",
+        image=as_image(white),
+        mask_image=as_image(white),
+        guidance_scale=3.0,
+        num_inference_steps=4,
+        width=16,
+        height=16,
+    )
+    check(case.ours("a cat", steps=4, guidance=3.0, sampler="ddim"), theirs)

@@ -12,6 +12,7 @@ from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 FAMILIES = (
     "dit",
     "stable-diffusion",
+    "inpainting",
     "stable-diffusion-xl",
     "pixart",
     "pixart-large",
@@ -23,7 +24,7 @@ DENOISE = IterativePhase.DENOISE
 
 def different_requests(driver, tiny, family, runner):
     """Five, of other steps, step counts, samplers, guidance and prompts."""
-    samplers = tuple(runner.solvers)
+    samplers = tuple(runner.beginning.solvers)
     size = tiny.SIZES.get(family, (16, 24))
     return [
         driver.request(

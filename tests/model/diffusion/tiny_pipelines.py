@@ -63,6 +63,23 @@ def save_stable_diffusion(path: Path, scheduler: object = None, **unet: object) 
     return path
 
 
+def save_inpainting(path: Path) -> Path:
+    """Whose network is told what is masked."""
+    torch.manual_seed(12)
+    pipeline = diffusers.StableDiffusionInpaintPipeline(
+        vae=tiny_vae(4),
+        text_encoder=tiny_clip(32),
+        tokenizer=clip_tokenizer(),
+        unet=tiny_unet(cross_attention_dim=32, in_channels=9),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1, **NOISE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.save_pretrained(path)
+    return path
+
+
 def save_stable_diffusion_xl(path: Path, **settings: object) -> Path:
     torch.manual_seed(9)
     pipeline = diffusers.StableDiffusionXLPipeline(
@@ -234,6 +251,7 @@ def _shake(network: torch.nn.Module) -> None:
 SAVES = {
     "dit": save_dit,
     "stable-diffusion": save_stable_diffusion,
+    "inpainting": save_inpainting,
     "stable-diffusion-xl": save_stable_diffusion_xl,
     "pixart": save_pixart,
     "pixart-sigma": save_pixart_sigma,

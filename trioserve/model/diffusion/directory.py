@@ -42,7 +42,7 @@ def check_image_extra() -> None:
 class ImageDirectory:
     """Raises ModelLoadError if it is none, or one of a kind that is not served.
 
-    labels: of class-conditional models, by index.
+    fills_in: its network is told what is masked.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -59,7 +59,7 @@ class ImageDirectory:
         self.denoiser = self.config(self.pipeline.denoiser)
         self.vae = self.config("vae")
         self.scheduler = self._scheduler()
-        self._check_channels()
+        self.fills_in = self._fills_in()
 
     @property
     def labels(self) -> dict[int, str]:
@@ -134,15 +134,20 @@ class ImageDirectory:
                 f"takes {' or '.join(allowed)}: take a checkpoint that has one"
             )
 
-    def _check_channels(self) -> None:
-        """Such as those of a network that only fills in what is masked."""
-        latent, taken = self.vae.get("latent_channels"), self.denoiser.get("in_channels")
-        expected = None if latent is None else latent * self.pipeline.packed_count
-        if taken is not None and expected is not None and taken != expected:
-            raise ModelLoadError(
-                f"{self.path / self.pipeline.denoiser}: in_channels is {taken}, and latents have {expected}: take a "
-                "checkpoint that makes pictures of nothing but a prompt"
-            )
+    def _fills_in(self) -> bool:
+        """Whether the network takes a mask and the latent of what is around it, too, as inpainting ones of nine
+        channels do. Raises ModelLoadError for one that takes anything else."""
+        channels = self.vae.get("latent_channels", 4)  # what diffusers takes where nothing is said
+        latent = channels * self.pipeline.packed_count
+        taken = self.denoiser.get("in_channels", latent)
+        if taken == latent:
+            return False
+        if self.pipeline.takes_images and taken == 2 * latent + 1:
+            return True
+        raise ModelLoadError(
+            f"{self.path / self.pipeline.denoiser}: in_channels is {taken}, and latents have {latent}: take a "
+            "checkpoint that makes pictures of a prompt"
+        )
 
     def _scheduler(self) -> dict[str, Any]:
         entry = self._index.get("scheduler")

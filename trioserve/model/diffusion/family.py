@@ -9,7 +9,10 @@ import torch
 from trioserve.contracts.image_generation import ImageTask
 from trioserve.model.diffusion.latent_state import Inputs
 
-__all__ = ["BadTask", "Family", "Parts", "clip_tokens", "prompt_of"]
+__all__ = ["MASKED", "BadTask", "Family", "Parts", "clip_tokens", "prompt_of", "with_masked"]
+
+MASKED = "masked"
+"""Of Inputs: of a network that fills in, a mask and the latent of what is around, [rows, 1 + channels, ...]."""
 
 
 class BadTask(Exception):
@@ -60,6 +63,11 @@ def prompt_of(task: ImageTask) -> str:
     if not isinstance(task.prompt, str):
         raise BadTask(f"the prompt is {task.prompt!r}, this model takes a text")
     return task.prompt
+
+
+def with_masked(latents: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """What the network takes of latents."""
+    return torch.cat([latents, inputs[MASKED]], dim=1) if MASKED in inputs else latents
 
 
 def clip_tokens(tokenizer: Any, text: str, device: torch.device) -> Any:

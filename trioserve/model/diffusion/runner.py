@@ -15,18 +15,19 @@ import torch
 
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import ImageTask, Picture
-from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentWork
+from trioserve.contracts.iterative import IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu
 from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
 from trioserve.model.diffusion.autoencoder import Autoencoder
+from trioserve.model.diffusion.beginning import Beginning
 from trioserve.model.diffusion.components import load_parts, make_family
 from trioserve.model.diffusion.description import samplers_of
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import BadTask, Family, Parts
-from trioserve.model.diffusion.latent_state import Inputs, LatentState, Original
+from trioserve.model.diffusion.latent_state import Inputs, LatentState
 from trioserve.model.diffusion.noise import step_noise
-from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
+from trioserve.model.diffusion.pictures import picture_of
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.diffusion.solver_steps import SolverStep
@@ -55,12 +56,20 @@ class DiffusionRunner:
         *,
         slot_count: int,
         patch_side: int = 1,
+        fills_in: bool = False,
     ) -> None:
         self.family = family
         self._autoencoder = Autoencoder(parts["vae"])
-        self.solvers = solvers
         self._device, self._dtype = parts.device, parts.dtype
-        self._patch_side = patch_side
+        self.beginning = Beginning(
+            family,
+            self._autoencoder,
+            solvers,
+            parts.device,
+            parts.dtype,
+            patch_side=patch_side,
+            fills_in=fills_in,
+        )
         self.slots: list[LatentState | None] = [None] * slot_count
         self._abandoning = Abandoning(parts.networks())
         self._is_row_by_row = parts.dtype is torch.float32
@@ -92,6 +101,7 @@ class DiffusionRunner:
             solvers,
             slot_count=settings.slot_count,
             patch_side=directory.pipeline.patch_side,
+            fills_in=directory.fills_in,
         )
         runner.takes_every_cpu = takes_every_cpu(placing, device)
         return runner
@@ -133,46 +143,10 @@ class DiffusionRunner:
         for work in works:
             self._abandoning.check()
             try:
-                self.slots[work.slot] = self._begun(work.request)
+                self.slots[work.slot] = self.beginning.begin(work.request)
             except BadTask as error:
                 self.slots[work.slot] = None
                 result.errors[work.request.id] = str(error)
-
-    def _begun(self, request: IterativeRequest) -> LatentState:
-        task = request.task
-        assert isinstance(task, ImageTask), f"{request.id} is no picture"
-        scale = self._autoencoder.scale
-        height, width = task.height // scale, task.width // scale
-        solver = self.solvers.get(task.sampler)
-        if solver is None:
-            raise BadTask(f"the sampler is {task.sampler!r}, this model has {', '.join(self.solvers)}")
-        try:
-            schedule = solver.schedule(
-                task.step_count, task.step_count - request.step_count, height * width // self._patch_side**2
-            )
-        except ValueError as error:
-            raise BadTask(f"{task.step_count} steps cannot be made by {task.sampler}: {error}") from None
-        rows = self.family.encode(task, is_guided=request.is_guided)
-        # As diffusers' pipelines draw it: first what a given picture's latent needs, then the noise.
-        generator = torch.Generator().manual_seed(request.seed)
-        given = None
-        if task.image is not None:
-            picture = picture_tensor(task.image, task.width, task.height).to(self._device)
-            given = self._autoencoder.encode(picture, generator)
-        noise = torch.randn((1, self.family.channels, height, width), generator=generator, dtype=self._dtype)
-        noise = noise.to(self._device).float()
-        original = None
-        if task.image is not None and task.mask is not None:
-            assert given is not None
-            mask = mask_tensor(task.mask, task.width, task.height, scale).to(self._device)
-            original = Original(given, noise, mask)
-        latent = noise * schedule.initial_scale
-        if given is not None and (original is None or request.step_count < task.step_count):
-            of_given, of_noise = schedule.noised[0]
-            latent = given * of_given + noise * of_noise
-        return LatentState(
-            request_id=request.id, steps_done=0, schedule=schedule, latent=latent, rows=rows, original=original
-        )
 
     def _denoise(self, works: tuple[LatentWork, ...], result: IterativeResult) -> None:
         groups: dict[Shapes, list[tuple[LatentWork, LatentState]]] = {}

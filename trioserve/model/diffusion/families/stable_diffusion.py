@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trioserve.contracts.image_generation import ImageTask
-from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of
+from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of, with_masked
 from trioserve.model.diffusion.latent_state import Inputs
 
 __all__ = ["Model"]
@@ -21,14 +21,19 @@ class Model:
         self._tokenizer = parts["tokenizer"]
         self._encoder = parts["text_encoder"]
         self._device, self._dtype = parts.device, parts.dtype
-        self.channels: int = self.network.config.in_channels
+        self.channels: int = self.network.config.out_channels
 
     def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
         texts = (prompt_of(task), task.negative_prompt or "") if is_guided else (prompt_of(task),)
         return tuple({"encoder_hidden_states": self._embed(text)} for text in texts)
 
     def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        predicted: torch.Tensor = self.network(latents, timesteps, return_dict=False, **inputs)[0]
+        predicted: torch.Tensor = self.network(
+            with_masked(latents, inputs),
+            timesteps,
+            encoder_hidden_states=inputs["encoder_hidden_states"],
+            return_dict=False,
+        )[0]
         return predicted
 
     def _embed(self, text: str) -> torch.Tensor:

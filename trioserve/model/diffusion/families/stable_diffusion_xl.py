@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trioserve.contracts.image_generation import ImageTask
-from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of
+from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of, with_masked
 from trioserve.model.diffusion.latent_state import Inputs
 
 __all__ = ["Model"]
@@ -23,7 +23,7 @@ class Model:
         self._encoders = [(parts[f"tokenizer{end}"], parts[f"text_encoder{end}"]) for end in ("", "_2")]
         self._device, self._dtype = parts.device, parts.dtype
         self._has_zeros_for_nothing = bool(parts.options.get("force_zeros_for_empty_prompt", True))
-        self.channels: int = self.network.config.in_channels
+        self.channels: int = self.network.config.out_channels
 
     def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
         sides = (task.height, task.width)
@@ -38,7 +38,7 @@ class Model:
 
     def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         predicted: torch.Tensor = self.network(
-            latents,
+            with_masked(latents, inputs),
             timesteps,
             encoder_hidden_states=inputs["encoder_hidden_states"],
             added_cond_kwargs={"text_embeds": inputs["text_embeds"], "time_ids": inputs["time_ids"]},
