@@ -2,7 +2,8 @@
 
 Python blocks are run, and those with tests are run by pytest. Of shell blocks, commands that end by themselves are run,
 curl speaks to a server, and of the others every flag is read by the real command line. A block that cannot run has a
-comment above it, `<!-- not run: the reason -->`.
+comment above it, `<!-- not run: the reason -->`. On the page about pictures the server and `build/digits` are a model
+that makes pictures.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+PICTURE_GUIDE = ROOT / "docs" / "images.md"
 KIT_GUIDE = ROOT / "docs" / "testing.md"  # its blocks are one file: tests/testing/test_kit_readme.py runs them
 
 BLOCK = re.compile(
@@ -80,8 +83,38 @@ def blocks_to_run(language: str) -> list[Block]:
 @pytest.fixture(scope="module")
 def server_address() -> Iterator[str]:
     """host:port of a server with the default model."""
+    with served("--kv-cache-memory", "0.25") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that examples/train_digits.py trains, in as many steps as a test has time for."""
+    folder = tmp_path_factory.mktemp("models") / "digits"
+    run([sys.executable, str(ROOT / "examples" / "train_digits.py"), "--steps", "2", "--out", str(folder)], ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def picture_server_address(digits: Path) -> Iterator[str]:
+    with served("--model", str(digits)) as address:
+        yield address
+
+
+@pytest.fixture
+def block_address(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """Of the server that the block speaks to."""
+    if block.page != PICTURE_GUIDE:
+        return str(request.getfixturevalue("server_address"))
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "digits").symlink_to(request.getfixturevalue("digits"))
+    return str(request.getfixturevalue("picture_server_address"))
+
+
+@contextmanager
+def served(*options: str) -> Iterator[str]:
     process = subprocess.Popen(
-        [*(sys.executable, "-m", "trioserve", "serve", "--port", "0"), *("--kv-cache-memory", "0.25")],
+        [sys.executable, "-m", "trioserve", "serve", "--port", "0", *options],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -141,8 +174,8 @@ def test_a_json_block_is_json(block):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks_to_run("python"), ids=str)
-def test_a_python_block_runs(block, server_address, tmp_path):
-    source = SERVER_PLACE.sub(server_address, block.source)
+def test_a_python_block_runs(block, block_address, tmp_path):
+    source = SERVER_PLACE.sub(block_address, block.source)
     if "def test_" not in source:
         (tmp_path / "block.py").write_text(source)
         run([sys.executable, "-W", "error::ResourceWarning", "block.py"], tmp_path)
@@ -246,12 +279,12 @@ CHECKS: dict[str, Callable[[list[str], Path], None]] = {"python": check_python, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks_to_run("sh"), ids=str)
-def test_a_shell_block_does_what_it_says(block, server_address, tmp_path):
+def test_a_shell_block_does_what_it_says(block, block_address, tmp_path):
     for line in logical_lines(block.source):
         commands = simple_commands(line)
         if commands[0][0] == "curl":
             curl = 'curl() { command curl --fail-with-body --no-progress-meter --max-time 60 "$@"; }; '
-            run(["bash", "-o", "pipefail", "-c", curl + SERVER_PLACE.sub(server_address, line)], tmp_path)
+            run(["bash", "-o", "pipefail", "-c", curl + SERVER_PLACE.sub(block_address, line)], tmp_path)
             continue
         for command in commands:
             if command[0] not in FOREIGN_WORDS:
