@@ -46,6 +46,7 @@ from trioserve.engine.threaded_weights import ThreadedWeights, WrittenWeights
 from trioserve.engine.weight_updates import WeightPlace
 from trioserve.metrics.registry import Metrics
 from trioserve.model.adapter_weights import AdapterWeights
+from trioserve.model.diffusion.directory import is_image_model
 from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.drafts.vocabulary import check_same_tokens
@@ -323,6 +324,11 @@ async def open_configured_engine(
     on_loaded: Callable[[Loaded], None] = lambda loaded: None,
 ) -> AsyncIterator[Engine]:
     """The same from a Config, with a look at the loading. on_progress: None tells what takes long in the log."""
+    if is_image_model(config.model):
+        raise StartupError(
+            f"{config.model} makes pictures, and texts are asked for: start `trioserve serve` with it, or open it with "
+            "trioserve.open_image_engine"
+        )
     try:
         named_families(config.tool_call_parser, config.reasoning_parser, None)
     except InvalidRequest as error:  # now, and not when the model has been loaded

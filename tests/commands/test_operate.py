@@ -105,6 +105,16 @@ def test_endpoints_are_listed_and_emptied_with_the_key(played: Played, capsys: A
     assert [key for _, key, _ in played.asked] == ["Bearer k", "Bearer k2"]
 
 
+def test_requests_for_pictures_are_listed_with_their_steps(played: Played, capsys: Any):
+    view = {"id": "r", "state": "running", "age_seconds": 1.25, "pictures": 2, "steps_done": 3, "step_count": 8}
+    played.says("GET /v1/requests", {"data": [view]})
+    assert cli.main(["requests", "--url", played.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "id  state    age_seconds  pictures  steps_done  step_count",
+        "r   running  1.2          2         3           8",
+    ]
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "words"),
     [

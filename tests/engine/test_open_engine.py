@@ -206,6 +206,14 @@ async def test_a_chat_template_that_is_none_is_told_before_the_model_is_loaded(
     assert runner_class.made == []
 
 
+async def test_a_model_that_makes_pictures_is_told_apart(runner_class, tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(StartupError, match="makes pictures, and texts are asked for"):
+        async with assemble.open_engine(str(tmp_path)):
+            pass
+    assert runner_class.made == []
+
+
 async def test_a_tokenizer_of_another_model_is_told(runner_class, monkeypatch):
     monkeypatch.setattr(assemble, "load_tokenizer", lambda path: types.SimpleNamespace(vocab_size=10**6))
     monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))

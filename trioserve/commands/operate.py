@@ -13,7 +13,11 @@ from trioserve.commands.remote import RemoteServer
 
 __all__ = ["run_abort", "run_drain", "run_endpoints", "run_requests"]
 
-REQUEST_COLUMNS = ("id", "state", "age_seconds", "prompt_tokens", "completion_tokens", "tenant")
+REQUEST_COLUMNS = (
+    *("id", "state", "age_seconds", "prompt_tokens", "completion_tokens", "tenant"),
+    *("pictures", "steps_done", "step_count"),
+)
+"""Those are shown that a request has."""
 ENDPOINT_COLUMNS = ("id", "url", "health", "role", "leases", "leases_max", "in_flight", "moved_from", "moved_to")
 
 
