@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from trio.testing import wait_all_tasks_blocked
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioserve.api.images import response_types as images
 from trioserve.api.images.descriptions import OPERATIONS
@@ -99,6 +100,20 @@ async def test_metrics_count_what_was_made() -> None:
         await server.client().post(PATH, CAT)
         page = (await server.client().get("/metrics")).body.decode()
         assert f'path="{PATH}"' in page or f'route="{PATH}"' in page
+
+
+async def test_a_router_is_told_of_the_load_as_it_changes(autojump_clock: MockClock) -> None:
+    async with open_memory_image_server(paused=True) as server:
+        refused = await server.client().get("/kv_events")
+        assert (refused.status, refused.headers["x-trioserve-reason"]) == (404, "kv_events_off")
+        async with server.client().ask("/kv_events?load=only") as told:
+            assert (await anext(told))["load"]["running"] == 0
+            async with server.client().ask(PATH, CAT):
+                await server.engine.step()
+                with trio.fail_after(60):
+                    while (await anext(told))["load"]["running"] != 1:
+                        """One that was made before, or that says only that the server lives."""
+        await server.assert_all_free()
 
 
 async def test_a_key_sees_and_ends_its_own_requests_alone() -> None:

@@ -25,6 +25,7 @@ SHARED = (
     ("GET", "/health"),
     ("GET", "/ready"),
     ("GET", "/load"),
+    ("GET", "/kv_events"),
     ("GET", "/version"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),

@@ -23,6 +23,7 @@ from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.debug import TASKS_PATH, read_tasks
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
+from trioserve.api.operations.kv_events import stream_load
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.routers_heard import RoutersHeard
@@ -82,6 +83,7 @@ IMAGE_ROUTES = {
         Route[ImageContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
         Route[ImageContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
         Route[ImageContext](path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
+        Route[ImageContext](path="/kv_events", operations={"GET": stream_load}, is_polled=True),
         Route[ImageContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
         Route[ImageContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
         Route[ImageContext](path="/openapi.json", operations={"GET": read_image_openapi}, needs_key=False),

@@ -23,7 +23,7 @@ from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import Draining
 from trioserve.contracts.kv_events import LoadTold
 
-__all__ = ["ALIVE_SECONDS", "LOAD_ALIVE_SECONDS", "LOAD_SECONDS_MIN", "stream_kv_events", "told_load"]
+__all__ = ["ALIVE_SECONDS", "LOAD_ALIVE_SECONDS", "LOAD_SECONDS_MIN", "stream_kv_events", "stream_load", "told_load"]
 
 ALIVE_SECONDS = 2.0  # between two signs of life, if nothing else is to be said: what is silent is soon not believed
 LOAD_SECONDS_MIN = 0.1  # between two loads: more often than a router would ask, and few for it to read
@@ -55,6 +55,15 @@ async def stream_kv_events(context: RequestContext) -> None:
             else:
                 break
     await context.finish()
+
+
+async def stream_load(context: EngineContext) -> None:
+    """The same of an engine without a prefix cache: its load, and nothing else."""
+    if Query(context.exchange.query).choice("load", ("none", "only"), "none") != "only":
+        raise _refusal(
+            404, "kv_events_off", "this server has no blocks that it could tell of; /kv_events?load=only is its load"
+        )
+    await _stream_load(context)
 
 
 async def _stream_load(context: EngineContext) -> None:
