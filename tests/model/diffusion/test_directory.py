@@ -38,7 +38,7 @@ def test_what_a_class_conditional_model_takes(checkpoint):
     found = describe_at(checkpoint("dit"))
     assert (found.family, found.width, found.height, found.side_min, found.side_max) == ("dit", 8, 8, 8, 8)
     assert (found.steps, found.guidance) == (50, 4.0)
-    assert found.samplers == ("ddim", "dpm++", "euler")
+    assert found.samplers == ("ddim", "dpm++", "euler", "euler-ancestral")
     assert found.classes is not None
     assert (len(found.classes), found.classes[1]) == (1000, "b1")
     assert not found.takes_negative
@@ -65,12 +65,12 @@ def test_there_are_no_classes_behind_the_named_ones(changed):
 
 def test_a_scheduler_that_is_not_had_here_leaves_the_samplers_that_are(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "PNDMScheduler"])
-    assert describe_at(path).samplers == ("ddim", "dpm++", "euler")
+    assert describe_at(path).samplers == ("ddim", "dpm++", "euler", "euler-ancestral")
 
 
 def test_the_own_scheduler_comes_first(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
-    assert describe_at(path).samplers == ("euler", "ddim", "dpm++")
+    assert describe_at(path).samplers == ("euler", "ddim", "dpm++", "euler-ancestral")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ SCHEDULERS = {
     "ddim": "DDIMScheduler",
     "dpm++": "DPMSolverMultistepScheduler",
     "euler": "EulerDiscreteScheduler",
+    "euler-ancestral": "EulerAncestralDiscreteScheduler",
     "flow-euler": "FlowMatchEulerDiscreteScheduler",
 }
 SEED = 2**40 + 5
@@ -39,11 +40,11 @@ class Case:
         self.description = describe(ImageDirectory(path), served_names=("tiny",), source="tiny")
         self.pipeline = getattr(diffusers, pipeline).from_pretrained(path)
         self.pipeline.set_progress_bar_config(disable=True)
-        self._scheduler = dict(self.pipeline.scheduler.config)
+        self.config = dict(self.pipeline.scheduler.config)
 
     def use(self, sampler: str) -> None:
         # DDIM, made of another scheduler's file, would cut what it expects, for which no model here was trained.
-        config = {"clip_sample": False, **self._scheduler}
+        config = {"clip_sample": False, **self.config}
         self.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
 
     def theirs(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -97,6 +98,8 @@ def other(request, checkpoint: Callable[[str], Path], driver: ModuleType, runner
 def test_the_other_families_give_the_latents_of_their_pipelines(other, steps, guidance):
     name, case = other
     for sampler in case.description.samplers:
+        if sampler == "euler-ancestral":
+            continue  # the noise of a pipeline's steps is not ours; see below
         case.use(sampler)
         theirs = case.theirs(
             "a cat", guidance_scale=guidance, num_inference_steps=steps, width=24, height=16, **ARGUMENTS[name]
@@ -191,7 +194,7 @@ def test_stable_diffusion_gives_the_latents_of_its_pipeline(sd, sampler, steps, 
 def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
     from trioserve.model.diffusion.solvers import Solver
 
-    config = {**sd.pipeline.scheduler.config, **settings}
+    config = {**sd.config, **settings}
     theirs_scheduler = diffusers.DPMSolverMultistepScheduler.from_config(config)
     sd.pipeline.scheduler = theirs_scheduler
     theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=steps)
@@ -207,7 +210,7 @@ def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
 def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, prediction):
     from trioserve.model.diffusion.solvers import Solver
 
-    config = {**sd.pipeline.scheduler.config, "prediction_type": prediction, "clip_sample": prediction == "epsilon"}
+    config = {**sd.config, "prediction_type": prediction, "clip_sample": prediction == "epsilon"}
     sd.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
     theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=6)
     solvers, sd.runner.beginning.solvers = sd.runner.beginning.solvers, {sampler: Solver(sampler, config)}
@@ -215,6 +218,36 @@ def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, pr
         check(sd.ours("a cat", steps=6, sampler=sampler), theirs)
     finally:
         sd.runner.beginning.solvers = solvers
+
+
+@pytest.mark.parametrize(
+    ("sampler", "module", "settings"),
+    [
+        ("euler-ancestral", "scheduling_euler_ancestral_discrete", {}),
+        ("dpm++", "scheduling_dpmsolver_multistep", {"algorithm_type": "sde-dpmsolver++"}),
+        ("dpm++", "scheduling_dpmsolver_multistep", {"algorithm_type": "sde-dpmsolver++", "solver_type": "heun"}),
+    ],
+    ids=["ancestral", "sde", "sde-heun"],
+)
+def test_a_step_adds_noise_that_seed_and_step_decide(sd, sampler, module, settings, monkeypatch):
+    from trioserve.model.diffusion.noise import step_noise
+    from trioserve.model.diffusion.solvers import Solver
+
+    config = {**sd.config, **settings}
+    sd.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
+    steps = iter(range(100))
+    monkeypatch.setattr(
+        getattr(diffusers.schedulers, module),
+        "randn_tensor",
+        lambda shape, **_: step_noise(SEED, next(steps), torch.empty(shape)),
+    )
+    theirs = sd.theirs("a cat", guidance_scale=2.0, num_inference_steps=7)
+    solvers, sd.runner.beginning.solvers = sd.runner.beginning.solvers, {sampler: Solver(sampler, config)}
+    try:
+        check(sd.ours("a cat", steps=7, guidance=2.0, sampler=sampler), theirs)
+    finally:
+        sd.runner.beginning.solvers = solvers
+    assert next(steps) == 7
 
 
 def picture(width: int, height: int, seed: int) -> Picture:

@@ -8,13 +8,14 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.image_generation import ImageModelDescription
 from trioserve.model.diffusion.directory import ImageDirectory
 
-__all__ = ["describe", "samplers_of"]
+__all__ = ["SAMPLER_NAMES", "describe", "samplers_of"]
 
 SIDE_MAX = 2048  # in pixels, or twice what the model was made for: beyond that nothing good comes of it
 STEPS_WITHOUT_GUIDANCE = 4  # such a model is distilled to few steps
 SAMPLER_NAMES = {
     "DDIMScheduler": "ddim",
     "DPMSolverMultistepScheduler": "dpm++",
+    "EulerAncestralDiscreteScheduler": "euler-ancestral",
     "EulerDiscreteScheduler": "euler",
     "FlowMatchEulerDiscreteScheduler": "flow-euler",
 }

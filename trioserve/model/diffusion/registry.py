@@ -11,7 +11,7 @@ from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["PIPELINES", "Pipeline", "find_pipeline"]
 
-NOISE_SAMPLERS = ("ddim", "dpm++", "euler")
+NOISE_SAMPLERS = ("ddim", "dpm++", "euler", "euler-ancestral")
 FLOW_SAMPLERS = ("flow-euler",)
 
 

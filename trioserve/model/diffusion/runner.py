@@ -22,7 +22,7 @@ from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
 from trioserve.model.diffusion.autoencoder import Autoencoder
 from trioserve.model.diffusion.beginning import Beginning
 from trioserve.model.diffusion.components import load_parts, make_family
-from trioserve.model.diffusion.description import samplers_of
+from trioserve.model.diffusion.description import SAMPLER_NAMES, samplers_of
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import BadTask, Family, Parts
 from trioserve.model.diffusion.latent_state import Inputs, LatentState
@@ -93,6 +93,9 @@ class DiffusionRunner:
         if settings.dtype == "auto" and device == "cpu" and dtype == "float16":
             dtype = "float32"
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        own = directory.scheduler["_class_name"]
+        if own not in SAMPLER_NAMES:
+            logger.info("the model's own scheduler is not computed here scheduler=%s", own)
         solvers = {name: Solver(name, directory.scheduler) for name in samplers_of(directory)}
         parts = load_parts(directory, place, TORCH_DTYPES[dtype], progress)
         runner = cls(

@@ -103,15 +103,31 @@ def _ddim(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
 
 def _euler(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
     """arXiv 2206.00364, algorithm 2 without churn: latents are a picture plus sigma times noise."""
+    return _sigma_steps(scheduler, step_count, start, lambda sigma, next_sigma: (next_sigma, 0.0))
+
+
+def _euler_ancestral(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
+    """The same, but each step goes further down, and adds noise up to the next sigma, as k-diffusion does."""
+
+    def down_and_up(sigma: float, next_sigma: float) -> Weights:
+        up = next_sigma * math.sqrt(sigma**2 - next_sigma**2) / sigma
+        return math.sqrt(next_sigma**2 - up**2), up
+
+    return _sigma_steps(scheduler, step_count, start, down_and_up)
+
+
+def _sigma_steps(scheduler: Any, step_count: int, start: int, aims_at: Callable[[float, float], Weights]) -> Schedule:
+    """aims_at: from a sigma and the next one, the sigma that a step goes to, and that of the noise it adds."""
     scheduler.set_timesteps(step_count)
     sigmas = [float(sigma) for sigma in scheduler.sigmas]
     steps: list[SolverStep] = []
     for index in range(start, step_count):
-        sigma, next_sigma = sigmas[index], sigmas[index + 1]
+        sigma = sigmas[index]
         scale = 1 / math.sqrt(sigma**2 + 1)
         # The network predicts for a latent of unit variance, of which sigma / sqrt(sigma^2 + 1) is noise.
         of_latent, of_output = _clean(scheduler.config.prediction_type, scale, sigma * scale)
-        kept = next_sigma / sigma
+        aim, added = aims_at(sigma, sigmas[index + 1])
+        kept = aim / sigma
         steps.append(
             SolverStep(
                 timestep=float(scheduler.timesteps[index]),
@@ -120,6 +136,7 @@ def _euler(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sc
                 clean_of_output=of_output,
                 next_of_latent=kept,
                 next_of_clean=1 - kept,
+                next_of_noise=added,
             )
         )
     return Schedule(
@@ -183,6 +200,7 @@ _SOLVERS: dict[str, tuple[str, Callable[[Any, int, int, int], Schedule]]] = {
     "ddim": ("DDIMScheduler", _ddim),
     "dpm++": ("DPMSolverMultistepScheduler", _dpm),
     "euler": ("EulerDiscreteScheduler", _euler),
+    "euler-ancestral": ("EulerAncestralDiscreteScheduler", _euler_ancestral),
     "flow-euler": ("FlowMatchEulerDiscreteScheduler", _flow),
 }
 
