@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,10 +13,13 @@ import trio
 from trioserve.commands.option_groups import GROUPS
 from trioserve.commands.serve_images import NO_USE, REFUSED, check_options, serve_images
 from trioserve.config import Config, make_config
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.errors import EngineFault, StartupError
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
+PATH = "/v1/images/generations"
 CAT = {"prompt": "a cat", "steps": 3}
+SECONDS_MAX = 60
 
 
 def test_every_option_has_a_meaning_here_or_is_named() -> None:
@@ -46,47 +49,81 @@ def test_what_is_of_texts_alone_is_told_and_ignored(caplog: pytest.LogCaptureFix
     assert record.getMessage().endswith("options=block_size,chat_template")
 
 
-async def test_it_serves_and_drains() -> None:
-    opened: list[FakeImageEngine] = []
+class Served:
+    """engine: what it serves; known once it does."""
+
+    engine: FakeImageEngine
+
+    def __init__(self) -> None:
+        self.config = make_config(model="dit", port=0, api_key=("k",))
+        self.order, self._orders = trio.open_memory_channel[object](1)
+        self._urls: list[str] = []
+        self._is_serving = trio.Event()
+
+    async def run(self) -> None:
+        await serve_images(self.config, self._orders, on_serving=self._announce, open_engine=self._open_engine)
 
     @asynccontextmanager
-    async def open_engine(config: Config, *, on_progress: Any) -> AsyncIterator[FakeImageEngine]:
-        async with open_fake_image_engine(paused=True) as engine:
-            opened.append(engine)
-            yield engine
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """Once it serves."""
+        with trio.fail_after(SECONDS_MAX):
+            await self._is_serving.wait()
+        headers = {"x-api-key": "k"}
+        async with httpx.AsyncClient(base_url=self._urls[0], headers=headers, timeout=SECONDS_MAX) as client:
+            yield client
 
-    config = make_config(model="dit", port=0, api_key=("k",))
-    order, orders = trio.open_memory_channel[object](1)
-    urls: list[str] = []
-    is_serving = trio.Event()
+    def _announce(self, urls: list[str]) -> None:
+        self._urls = urls
+        self._is_serving.set()
 
-    def announce(served: list[str]) -> None:
-        urls.extend(served)
-        is_serving.set()
+    @asynccontextmanager
+    async def _open_engine(self, config: Config, *, on_progress: Any) -> AsyncIterator[FakeImageEngine]:
+        async with open_fake_image_engine(paused=True) as self.engine:
+            yield self.engine
 
+
+async def until(condition: Callable[[], object]) -> None:
+    with trio.fail_after(SECONDS_MAX):
+        while not condition():
+            await trio.lowlevel.checkpoint()
+
+
+async def test_it_serves_and_drains() -> None:
+    served = Served()
     async with trio.open_nursery() as nursery:
-
-        async def serve() -> None:
-            await serve_images(config, orders, on_serving=announce, open_engine=open_engine)
-
-        nursery.start_soon(serve)
-        await is_serving.wait()
-        [engine] = opened
-        async with httpx.AsyncClient(base_url=urls[0], headers={"x-api-key": "k"}, timeout=60) as client:
+        nursery.start_soon(served.run)
+        async with served.client() as client:
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fake"
             responses: list[httpx.Response] = []
 
             async def ask() -> None:
-                responses.append(await client.post("/v1/images/generations", json=CAT))
+                responses.append(await client.post(PATH, json=CAT))
 
             async with trio.open_nursery() as asking:
                 asking.start_soon(ask)
-                with trio.fail_after(60):
-                    while not engine.stats().waiting_count:
-                        await trio.lowlevel.checkpoint()
-                    order.send_nowait("stop")
-                    while not engine.draining:
-                        await trio.lowlevel.checkpoint()
-                # It has not begun to run, so it is refused.
-            assert responses[0].status_code == 503
-    engine.assert_all_free()
+                await until(lambda: served.engine.stats().waiting_count)
+                served.order.send_nowait("stop")
+            assert responses[0].status_code == 503, "it had not begun to run"
+    served.engine.assert_all_free()
+
+
+async def test_a_fault_is_told_to_clients_and_ends_the_server() -> None:
+    served = Served()
+    said: list[str] = []
+
+    async def ask() -> None:
+        async with served.client() as client, client.stream("POST", PATH, json={**CAT, "stream": True}) as response:
+            said.extend([line async for line in response.aiter_lines()])
+
+    with pytest.raises(EngineFault), errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(served.run)
+            nursery.start_soon(ask)
+            async with served.client():
+                await until(lambda: served.engine.stats().waiting_count)
+                await served.engine.step()
+                await until(lambda: served.engine.stats().running_count)
+                served.engine.break_next_step()
+                served.engine.resume()
+                await trio.sleep_forever()
+    assert "engine_fault" in "".join(said)
