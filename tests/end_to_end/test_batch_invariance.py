@@ -185,3 +185,31 @@ def test_without_the_mode_company_shows() -> None:
             assert len({answer.logprobs for answer in (cold, hit, beside)}) > 1
 
     trio.run(main)
+
+
+@pytest.mark.slow
+def test_a_rollout_that_was_cut_off_has_the_bits_of_one_that_was_not(kernels: str) -> None:
+    """Sampled, and cut off by id while others run beside it."""
+
+    async def main() -> None:
+        drawn = SamplingParams(temperature=1.0, seed=11, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0)
+        async with engine_of(kernels) as engine:
+            whole = await ask(engine, PROMPT, params=drawn)
+            cut, partials = Answer(), []
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, engine, OTHERS[0])
+                async with engine.generate(PROMPT, drawn, request_id="r", keep_logprobs=True) as stream:
+                    async for delta in stream:
+                        cut.token_ids += delta.token_ids
+                        cut.logprobs += delta.logprobs or ()
+                        if len(cut.token_ids) >= 9 and not partials:
+                            partials += engine.cut_off("r")["r"].partials
+            [partial] = partials
+            [choice] = partial.choices
+            assert (choice.token_ids, choice.logprobs) == (cut.token_ids, cut.logprobs)
+            assert 9 <= len(cut.token_ids) < OUTPUT_TOKENS
+            rest = await ask(engine, PROMPT, params=drawn, resume=partial.resume)
+        assert cut.token_ids + rest.token_ids == whole.token_ids
+        assert cut.logprobs + rest.logprobs == whole.logprobs
+
+    trio.run(main)

@@ -251,7 +251,7 @@ OF_ONE_ENGINE = (
     "/openapi.json",
     "/v1/kept_streams/{stream}",
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
-    *("/reset_prefix_cache", "/flush_cache"),
+    *("/reset_prefix_cache", "/flush_cache", "/abort_request"),
     *("/update_weights_from_disk", "/update_weights_from_shared_memory", "/get_weight_version"),
     *("/sleep", "/wake_up", "/is_sleeping"),
 )

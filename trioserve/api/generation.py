@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 import trio
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = [
+    "CUT_OFF",
     "Choice",
     "KeepAlive",
     "Usage",
     "collect",
+    "is_cut_off",
     "read_streams",
     "transfer_fields",
     "usage_of",
@@ -68,6 +70,15 @@ def usage_of(streams: Sequence[RequestStream], *, reasoning_token_count: int | N
     )
 
 
+CUT_OFF: Final = "abort"
+"""The finish_reason of a choice that was cut off, as clients know it that ask for what there is."""
+
+
+def is_cut_off(reason: FinishReason | None) -> bool:
+    """Whether another's hand has ended a choice that could have gone on."""
+    return reason is FinishReason.ABORT or reason is FinishReason.DEADLINE
+
+
 class Choice:
     """One whole choice, put together from its deltas."""
 
@@ -105,8 +116,11 @@ async def wait_until_begun(stream: RequestStream) -> None:
         raise error
 
 
-async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[list[Choice]]:
-    """Every choice of every stream, complete, with what was known of it. Raises what read_streams raises."""
+async def collect(
+    streams: Sequence[RequestStream], choice_count: int, *, gives_partial: bool = False
+) -> list[list[Choice]]:
+    """Every choice of every stream, complete, with what was known of it. gives_partial, and what is raised: see
+    read_streams."""
     choices = [[Choice() for _ in range(choice_count)] for _ in streams]
 
     for stream_index, stream in enumerate(streams):
@@ -117,7 +131,7 @@ async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[l
     async def take(stream_index: int, delta: Delta) -> None:
         choices[stream_index][delta.index].take(delta)
 
-    await read_streams(streams, take)
+    await read_streams(streams, take, gives_partial=gives_partial)
     return choices
 
 
@@ -135,21 +149,28 @@ class KeepAlive(NamedTuple):
     call_at: Callable[[float, Callable[[], None]], Alarm]
 
 
-async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_alive: KeepAlive | None = None) -> None:
+async def read_streams(
+    streams: Sequence[RequestStream],
+    take: Take,
+    *,
+    keep_alive: KeepAlive | None = None,
+    gives_partial: bool = False,
+) -> None:
     """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
 
-    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many.
+    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many. gives_partial: a
+    choice that was cut off (is_cut_off) has its last delta like any other.
 
     While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
     Raises what a stream or `take` raises, and what `foreign_end` says of a choice that another's hand ended (after its
     last text). The first of these ends the reading of all: the caller leaves the streams' scopes, and so cancels them.
     """
     if len(streams) > 1:
-        await _read_merged(streams, take, keep_alive)
+        await _read_merged(streams, take, keep_alive, gives_partial)
     elif keep_alive is None:
-        await _read(0, streams[0], take)
+        await _read(0, streams[0], take, gives_partial)
     else:
-        await _read_patiently(streams[0], take, keep_alive)
+        await _read_patiently(streams[0], take, keep_alive, gives_partial)
 
 
 def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, object]:
@@ -168,12 +189,12 @@ async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> N
         await keep_alive.send()
 
 
-async def _read(index: int, stream: RequestStream, take: Take) -> None:
+async def _read(index: int, stream: RequestStream, take: Take, gives_partial: bool) -> None:
     async for delta in stream:
-        await _take(index, delta, take)
+        await _take(index, delta, take, gives_partial)
 
 
-async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive) -> None:
+async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive, gives_partial: bool) -> None:
     deltas = aiter(stream)
     patience = _Patience(keep_alive.call_at)
     try:
@@ -187,13 +208,13 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
                         patience.waiting_since = None
                         if scope.cancel_called:
                             break  # by the same moment that brought the delta
-                        await _take(0, delta, take)
+                        await _take(0, delta, take, gives_partial)
                         delta = None
                 except StopAsyncIteration:
                     return
             patience.waiting_since = None
             if delta is not None:
-                await _take(0, delta, take)
+                await _take(0, delta, take, gives_partial)
             else:
                 await keep_alive.send()
     finally:
@@ -229,9 +250,9 @@ class _Patience:
         self._alarm = self._call_at(due, self._look)
 
 
-async def _take(index: int, delta: Delta, take: Take) -> None:
+async def _take(index: int, delta: Delta, take: Take, gives_partial: bool) -> None:
     end = None if delta.finish_reason is None else foreign_end(delta)
-    if end is None:
+    if end is None or (gives_partial and is_cut_off(delta.finish_reason)):
         await take(index, delta)
         return
     if delta.text:
@@ -239,13 +260,15 @@ async def _take(index: int, delta: Delta, take: Take) -> None:
     raise end
 
 
-async def _read_merged(streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None) -> None:
+async def _read_merged(
+    streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None, gives_partial: bool
+) -> None:
     failure: TrioserveError | None = None
     sender, receiver = trio.open_memory_channel[tuple[int, Delta] | TrioserveError](0)
     async with trio.open_nursery() as nursery:
         with sender:
             for index, stream in enumerate(streams):
-                nursery.start_soon(_pump, index, stream, sender.clone())
+                nursery.start_soon(_pump, index, stream, sender.clone(), gives_partial)
         try:
             while True:
                 item = await _patiently(receiver.receive, keep_alive)
@@ -274,10 +297,13 @@ async def _patiently(receive: Callable[[], Awaitable[T]], keep_alive: KeepAlive 
 
 
 async def _pump(
-    index: int, stream: RequestStream, sender: trio.MemorySendChannel[tuple[int, Delta] | TrioserveError]
+    index: int,
+    stream: RequestStream,
+    sender: trio.MemorySendChannel[tuple[int, Delta] | TrioserveError],
+    gives_partial: bool,
 ) -> None:
     with sender:
         try:
-            await _read(index, stream, lambda index, delta: sender.send((index, delta)))
+            await _read(index, stream, lambda index, delta: sender.send((index, delta)), gives_partial)
         except TrioserveError as error:
             await sender.send(error)

@@ -136,6 +136,7 @@ class RequestContext(EngineContext):
         cut: Cut | None = None,
         resume: Resume | None = None,
         resumable: bool = False,
+        keep_logprobs: bool = False,
     ) -> RequestStream:
         """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
         what the caller may not ask for."""
@@ -155,6 +156,7 @@ class RequestContext(EngineContext):
             cut=cut,
             resume=resume,
             resumable=resumable,
+            keep_logprobs=keep_logprobs,
             adapter=self.adapter,
             part_of=self.span,
         )

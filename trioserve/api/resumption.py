@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.api.resume_body import ResumeBody
+from trioserve.api.generation import is_cut_off
+from trioserve.api.resume_body import ResumeBody, resume_body
 from trioserve.api.sse import encode
 from trioserve.contracts.errors import InvalidRequest, ResumeMismatch
 from trioserve.contracts.output import Delta
@@ -52,7 +53,8 @@ LAST_ID = b"id: .\n\n"
 class Resumption:
     """Of one request. body: its field. is_streamed: whether the response is. prompt_count: as many streams it has.
 
-    is_asked: the response is to be one that can go on elsewhere.
+    is_asked: the response is to be one that can go on elsewhere. gives_partial: one that is cut off says what there is,
+    and how it goes on.
     """
 
     def __init__(
@@ -63,8 +65,11 @@ class Resumption:
         *,
         is_streamed: bool,
         prompt_count: int = 1,
+        gives_partial: bool = False,
     ) -> None:
         """Raises InvalidRequest."""
+        self.gives_partial = gives_partial
+        self.is_streamed = is_streamed
         headers = context.exchange.headers
         self.is_asked = is_streamed and headers.get(RESUMABLE_HEADER) == "1" and headers.get(DETACH_HEADER) is None
         self.body = body
@@ -80,7 +85,12 @@ class Resumption:
     @property
     def is_on(self) -> bool:
         """Whether the response is another one than without all this."""
-        return self.is_asked or self.body is not None
+        return self.is_asked or self.body is not None or self.gives_partial
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether its client is shown nothing that it would be shown once more behind what it has."""
+        return self.is_asked or (self.gives_partial and self.is_streamed)
 
     @property
     def created(self) -> int:
@@ -108,7 +118,15 @@ class Resumption:
             prompt_digest=body.prompt_digest if self._prompt_count == 1 else None,
             seed=self._seed_of(prompt_index),
             end_thinking=body.end_thinking,
+            logprobs=None if body.logprobs is None else body.logprobs[own],  # type: ignore[arg-type]
+            weight_versions=None if body.weight_versions is None else body.weight_versions[own],  # type: ignore[arg-type]
         )
+
+    def behind(self, streams: Sequence[RequestStream]) -> ResumeBody:
+        """What there is of a response that was cut off, to be sent back as `resume`: all of it was read."""
+        digest = None if any(stream.prompt_digest is None for stream in streams) else _digest(streams)
+        states = [stream.resume_state() for stream in streams]
+        return resume_body(states, prompt_digest=digest, seed=self._seed, created=self.created)
 
     def check(self, streams: Sequence[RequestStream]) -> None:
         """To be called when all of them are entered. Raises ResumeMismatch where the prompts are others."""
@@ -155,7 +173,7 @@ class Resumption:
     def _first_seed(self) -> int:
         if self.body is not None and self.body.seed is not None:
             return self.body.seed
-        if self._sampling.seed is not None or not self.is_asked:
+        if self._sampling.seed is not None or not (self.is_asked or self.gives_partial):
             return self._sampling.seed or 0
         chosen = self._context.exchange.headers.get(SEED_HEADER)
         if chosen is not None:
@@ -185,10 +203,10 @@ class Resumption:
                     "choice, those of the first prompt first",
                     param=f"resume.{param}",
                 )
-        if not is_streamed and self._sampling.logprobs is not None:
+        if not is_streamed and self._sampling.logprobs is not None and body.logprobs is None:
             raise InvalidRequest(
-                "resume is set, and nobody has kept the log probabilities of the tokens that are known: they cannot be "
-                "part of a whole response. Leave logprobs out, or set stream",
+                "resume is set without the log probabilities of the tokens that are known: they cannot be part of a "
+                "whole response. Leave logprobs out, or set stream, or send resume.logprobs",
                 param="logprobs",
             )
 
@@ -215,7 +233,7 @@ class GroupIds:
         if len(token_ids) == 1 and delta.finish_reason is None:  # what nearly all of them are
             return events[:-1] + b"id: %d:%d" % (choice_index, token_ids[0]) + state + b"\n\n"
         ids = b",".join([b"%d" % token_id for token_id in token_ids])
-        end = b"" if delta.finish_reason is None else b"!"
+        end = b"" if delta.finish_reason is None or is_cut_off(delta.finish_reason) else b"!"
         return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
 
     def last(self, events: bytes) -> bytes:

@@ -41,11 +41,12 @@ from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.adapters import load_adapter, unload_adapter
+from trioserve.api.operations.cut_off import cut_off_request, cut_off_requests
 from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
 from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away, hand_over_event
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
-from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, list_requests
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.prefix_cache import flush_cache, reset_prefix_cache
 from trioserve.api.operations.routers_heard import RoutersHeard
@@ -120,7 +121,8 @@ ROUTES = {
         Route(path=STEPS_PATH, operations={"GET": read_steps}),
         Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}),
         Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}),
-        Route[RequestContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route(path="/v1/requests/abort", operations={"POST": cut_off_requests}),
+        Route(path="/abort_request", operations={"POST": cut_off_request}),
         Route[RequestContext](path="/pause", operations={"POST": pause}),
         Route[RequestContext](path="/resume", operations={"POST": resume}),
         Route[RequestContext](path="/is_paused", operations={"GET": read_is_paused}),

@@ -14,6 +14,7 @@ __all__ = [
     "encode",
     "error_event",
     "one_line_json",
+    "resume_field",
     "token_ids_field",
     "transfer_field",
 ]
@@ -64,6 +65,11 @@ def token_ids_field(delta: Delta) -> bytes:
         return b',"token_ids":' + encode(delta.token_ids)
     versions = _one_line(encode(delta.weight_versions))
     return b',"token_ids":' + encode(delta.token_ids) + b',"weight_versions":' + versions
+
+
+def resume_field(resume: object) -> bytes:
+    """For ChunkWriter.chunk: how a response goes on that was cut off."""
+    return b',"resume":' + one_line_json(resume)
 
 
 def one_line_json(value: object) -> bytes:

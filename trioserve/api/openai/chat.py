@@ -6,6 +6,8 @@ to look for takes the short way: its deltas become events as they are.
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from trioserve.api.deadline_fields import deadlines_of
@@ -31,7 +33,13 @@ async def create_chat_completion(context: RequestContext) -> None:
     body = await context.body(ChatBody)
     model = context.model_name(body.model)
     request = _turn_request(context, body)
-    resumption = Resumption(context, body.resume, request.sampling, is_streamed=bool(body.stream))
+    resumption = Resumption(
+        context,
+        body.resume,
+        request.sampling,
+        is_streamed=bool(body.stream),
+        gives_partial=bool(body.return_partial),
+    )
     head: dict[str, object] = {
         "id": f"chatcmpl-{context.request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -40,11 +48,12 @@ async def create_chat_completion(context: RequestContext) -> None:
     }
     async with chat_turn(context, request, resumption) as turn:
         stream = turn.stream
+        whole = functools.partial(whole_response, context.engine.tokenizer, body, turn, head, resumption)
         if body.stream:
             await turn.wait_until_begun()
             await context.start_events(resumption.headers([stream]))
             ids = resumption.group_ids()
-            events = ChatEvents(context.engine.tokenizer, body, turn, head, holds_end=ids is None)
+            events = ChatEvents(context.engine.tokenizer, body, turn, head, resumption, holds_end=ids is None)
             await turn.skip_known(events.skip)
             await _send_events(context, turn, events, ids)
             if stream.is_held:
@@ -52,13 +61,13 @@ async def create_chat_completion(context: RequestContext) -> None:
         else:
             choices = await turn.collect()
             if stream.is_held:  # a client that leaves before it knows of the hold ends it
-                await context.respond_json(whole_response(context.engine.tokenizer, body, turn, head, choices))
+                await context.respond_json(whole(choices))
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
-        await context.respond_json(whole_response(context.engine.tokenizer, body, turn, head, choices))
+        await context.respond_json(whole(choices))
 
 
 async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEvents, ids: GroupIds | None) -> None:
@@ -81,7 +90,7 @@ async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEven
     if ids is not None:
         await turn.read(send_group, keep_alive=context.keep_alive)
     elif turn.is_plain:
-        await read_streams([turn.stream], send_delta, keep_alive=context.keep_alive)
+        await read_streams([turn.stream], send_delta, keep_alive=context.keep_alive, gives_partial=turn.gives_partial)
     else:
         await turn.read(send_parts, keep_alive=context.keep_alive)
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from trioserve.api.generation import CUT_OFF, is_cut_off
 from trioserve.api.openai.chat_response import echo_of, finish_shown
 from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.openai.request_types import ChatBody
-from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, token_ids_field, transfer_field
+from trioserve.api.sse import (
+    DONE,
+    ChunkWriter,
+    encode,
+    one_line_json,
+    resume_field,
+    token_ids_field,
+    transfer_field,
+)
 from trioserve.contracts.output import Delta
 from trioserve.text.response_parts import (
     ContentText,
@@ -20,6 +29,7 @@ from trioserve.text.response_parts import (
 )
 
 if TYPE_CHECKING:
+    from trioserve.api.resumption import Resumption
     from trioserve.api.turn.chat_turn import ChatTurn
     from trioserve.text.tokenizer import Tokenizer
 
@@ -33,8 +43,17 @@ class ChatEvents:
     which the only choice ends are in `end`: one write less, but for a response that goes on, since its KV is held."""
 
     def __init__(
-        self, tokenizer: Tokenizer, body: ChatBody, turn: ChatTurn, head: dict[str, object], *, holds_end: bool
+        self,
+        tokenizer: Tokenizer,
+        body: ChatBody,
+        turn: ChatTurn,
+        head: dict[str, object],
+        resumption: Resumption,
+        *,
+        holds_end: bool,
     ) -> None:
+        self._resumption = resumption
+        self._is_cut_off = False
         self._tokenizer = tokenizer
         self._body = body
         self._turn = turn
@@ -60,7 +79,10 @@ class ChatEvents:
         if delta.text or extras is not None:
             tail = TEXT_END if extras is None else extras
             events.append(self._chunk(content_head + encode(delta.text) + tail))
-        return self._ended(events, delta, None if delta.finish_reason is None else delta.finish_reason.value)
+        finish = None
+        if delta.finish_reason is not None:
+            finish = CUT_OFF if is_cut_off(delta.finish_reason) else delta.finish_reason.value
+        return self._ended(events, delta, finish)
 
     def of_parts(self, parts: list[ResponsePart], delta: Delta) -> bytes:
         """The same of a delta whose parts these are. Nothing begins before there is something to show, since a
@@ -105,8 +127,11 @@ class ChatEvents:
         self._last = b""
 
     def end(self) -> bytes:
+        last = self._last
+        if self._is_cut_off:
+            last += self._writer.chunk(b"", fields=resume_field(self._resumption.behind([self._turn.stream])))
         usage = self._writer.chunk(b"", usage=self._turn.usage()) if self._body.wants_usage else b""
-        return self._last + usage + DONE
+        return last + usage + DONE
 
     def _begin(self, index: int) -> bytes:
         content_head = self._content_heads[index] = b'{"index":%d,"delta":{"content":' % index
@@ -142,6 +167,7 @@ class ChatEvents:
         """The events, and the one with which the choice ends, if it does."""
         if finish is None:
             return b"".join(events)
+        self._is_cut_off = self._is_cut_off or finish == CUT_OFF
         end = self._chunk(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
             % (delta.index, encode(finish), encode(delta.stop_reason)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trioserve.api.generation import transfer_fields
+from trioserve.api.generation import CUT_OFF, transfer_fields
 from trioserve.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from trioserve.api.openai.request_types import ChatBody
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnFinish
 
 if TYPE_CHECKING:
+    from trioserve.api.resumption import Resumption
     from trioserve.api.turn.chat_turn import ChatTurn
     from trioserve.text.tokenizer import Tokenizer
 
@@ -21,6 +22,7 @@ def whole_response(
     body: ChatBody,
     turn: ChatTurn,
     head: dict[str, object],
+    resumption: Resumption,
     choices: list[CollectedChoice],
 ) -> dict[str, object]:
     stream = turn.stream
@@ -41,6 +43,8 @@ def whole_response(
         "usage": turn.usage(),
         **transfer_fields(choice.kv_transfer for choice in choices),
     }
+    if any(choice.finish_reason == CUT_OFF for choice in choices):
+        response["resume"] = resumption.behind([stream])
     if body.return_token_ids:
         response["prompt_token_ids"] = stream.prompt_token_ids
     if stream.prompt_logprobs is not None:

@@ -15,9 +15,11 @@ import msgspec
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import HandedOver
 from trioserve.api.generation import (
+    CUT_OFF,
     Choice,
     Usage,
     collect,
+    is_cut_off,
     read_streams,
     transfer_fields,
     usage_of,
@@ -30,8 +32,17 @@ from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
 from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption, skip_known
-from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, token_ids_field, transfer_field
+from trioserve.api.sse import (
+    DONE,
+    ChunkWriter,
+    encode,
+    one_line_json,
+    resume_field,
+    token_ids_field,
+    transfer_field,
+)
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import CHOICES_MAX, SamplingParams
 
@@ -55,7 +66,14 @@ async def create_completion(context: RequestContext) -> None:
         prompts = [gap.prompt(_text(prompt), body.suffix or "") for prompt in prompts]
         ends = (*sampling.stop_token_ids, *gap.end_token_ids(context.engine.tokenizer))
         sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
-    resumption = Resumption(context, body.resume, sampling, is_streamed=bool(body.stream), prompt_count=len(prompts))
+    resumption = Resumption(
+        context,
+        body.resume,
+        sampling,
+        is_streamed=bool(body.stream),
+        prompt_count=len(prompts),
+        gives_partial=bool(body.return_partial),
+    )
     head: dict[str, object] = {
         "id": f"cmpl-{context.request_id}",
         "object": "text_completion",
@@ -75,13 +93,14 @@ async def create_completion(context: RequestContext) -> None:
                     add_special_tokens=body.add_special_tokens is not False,
                     cut=cut,
                     resume=resumption.resume(index),
-                    resumable=resumption.is_asked,
+                    resumable=resumption.is_resumable,
+                    keep_logprobs=resumption.gives_partial,
                 )
             )
             for index, prompt in enumerate(prompts)
         ]
         resumption.check(streams)
-        response = _Response(context, body, sampling.n if body.best_of is None else body.n or 1, streams)
+        response = _Response(context, body, sampling.n if body.best_of is None else body.n or 1, streams, resumption)
         await response.read_echoes(prompts)
         if body.stream:
             await wait_until_begun(streams[0])
@@ -101,7 +120,12 @@ async def create_completion(context: RequestContext) -> None:
                     await context.exchange.send(piece)
 
             try:
-                await read_streams(streams, send if ids is None else send_group, keep_alive=context.keep_alive)
+                await read_streams(
+                    streams,
+                    send if ids is None else send_group,
+                    keep_alive=context.keep_alive,
+                    gives_partial=resumption.gives_partial,
+                )
             except HandedOver:
                 if len(streams) == 1:
                     raise
@@ -111,7 +135,8 @@ async def create_completion(context: RequestContext) -> None:
             if streams[0].is_held:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
-            choices = [_best(made, response.choice_count) for made in await collect(streams, sampling.n)]
+            collected = await collect(streams, sampling.n, gives_partial=resumption.gives_partial)
+            choices = [_best(made, response.choice_count) for made in collected]
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
                 await context.respond_json(response.whole(head, choices))
                 streams[0].keep_hold()
@@ -199,12 +224,28 @@ def _logprob_of_a_token(choice: Choice) -> float:
     return sum(token.logprob for token in choice.logprobs) / max(1, len(choice.logprobs))
 
 
+def _finish_shown(reason: FinishReason | None) -> str | None:
+    if reason is None:
+        return None
+    return CUT_OFF if is_cut_off(reason) else reason.value
+
+
+def _has_cut_off(choices: list[list[Choice]]) -> bool:
+    return any(is_cut_off(choice.finish_reason) for of_stream in choices for choice in of_stream)
+
+
 class _Response:
     """What whole and streamed responses share: echoes, and how a choice is written down."""
 
     def __init__(
-        self, context: RequestContext, body: CompletionBody, choice_count: int, streams: Sequence[RequestStream]
+        self,
+        context: RequestContext,
+        body: CompletionBody,
+        choice_count: int,
+        streams: Sequence[RequestStream],
+        resumption: Resumption,
     ) -> None:
+        self.resumption = resumption
         self.body = body
         self.streams = streams
         self.choice_count = choice_count
@@ -237,6 +278,7 @@ class _Response:
             "choices": self.choices(choices),
             "usage": self.usage(),
             **transfer_fields(choice.kv_transfer for choice in choices[0]),
+            **({"resume": self.resumption.behind(self.streams)} if _has_cut_off(choices) else {}),
         }
 
     def choices(self, choices: list[list[Choice]]) -> list[dict[str, object]]:
@@ -252,7 +294,7 @@ class _Response:
             "index": stream_index * self.choice_count + choice_index,
             "text": self.echoes[stream_index] + choice.text,
             "logprobs": self._logprobs(stream, choice),
-            "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
+            "finish_reason": _finish_shown(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
         if self.body.return_token_ids:
@@ -291,6 +333,7 @@ class _CompletionEvents:
         )
         self._holds_end = holds_end and response.choice_count * len(response.streams) == 1
         self._last = b""
+        self._is_cut_off = False
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
         """The events of one delta; nothing if there is nothing to show yet."""
@@ -312,7 +355,8 @@ class _CompletionEvents:
         if delta.text or delta.finish_reason is not None or logprobs is not None or token_ids:
             finish = b"null"
             if delta.finish_reason is not None:
-                finish = encode(delta.finish_reason.value) + b',"stop_reason":' + encode(delta.stop_reason)
+                finish = encode(_finish_shown(delta.finish_reason)) + b',"stop_reason":' + encode(delta.stop_reason)
+                self._is_cut_off = self._is_cut_off or is_cut_off(delta.finish_reason)
             fields = transfer_field(delta)
             events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
         if delta.finish_reason is not None and self._holds_end and delta.kv_transfer is None:
@@ -342,8 +386,11 @@ class _CompletionEvents:
             )
 
     def end(self) -> bytes:
-        usage = self._writer.chunk(b"", usage=self._response.usage()) if self._body.wants_usage else b""
-        return self._last + usage + DONE
+        last, response = self._last, self._response
+        if self._is_cut_off:
+            last += self._writer.chunk(b"", fields=resume_field(response.resumption.behind(response.streams)))
+        usage = self._writer.chunk(b"", usage=response.usage()) if self._body.wants_usage else b""
+        return last + usage + DONE
 
     def _first(self, index: int, stream_index: int) -> bytes:
         """The prompt, for those who want it back."""

@@ -6,6 +6,7 @@ from trioserve.api.described_operation import GENERATES, READS_BODY, DescribedOp
 from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import (
     AbortBody,
+    AbortRequestBody,
     ChatBody,
     CompletionBody,
     ControlBody,
@@ -199,7 +200,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("POST", "/v1/requests/abort"): DescribedOperation(
         summary="Abort several requests",
+        description="With return_partial the answer holds what there is of each, and how it goes on.",
         body=AbortBody,
+        response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    ("POST", "/abort_request"): DescribedOperation(
+        summary="The same, with SGLang's name: one request, or all of the caller's",
+        body=AbortRequestBody,
         response=response_types.RequestAborts,
         errors=READS_BODY,
     ),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trioserve.api.resume_body import LOGPROB_MIN
 from trioserve.contracts.events import TokenLogprob
 
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CompletionLogprobs", "chat_logprobs", "prompt_logprobs"]
-
-LOGPROB_MIN = -9999.0  # what OpenAI's API says for "impossible"; JSON has no infinity
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:

@@ -22,6 +22,7 @@ from trioserve.contracts.sampling import SamplingParams
 
 __all__ = [
     "AbortBody",
+    "AbortRequestBody",
     "Body",
     "ChatBody",
     "CompletionBody",
@@ -95,6 +96,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     kv_transfer_params: KVTransferParams | None = None
     truncate_prompt_tokens: Int32 | None = None
     resume: ResumeBody | None = None
+    return_partial: bool | None = None
     # Known to others, not supported: anything but null or empty is refused (see REFUSED).
     use_beam_search: Any = None
 
@@ -198,7 +200,18 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    """return_partial: whether the answer holds what there is of each request."""
+
     ids: list[str]
+    return_partial: bool = False
+
+
+class AbortRequestBody(msgspec.Struct, frozen=True, kw_only=True):
+    """As in SGLang, with return_partial. rid: one id. abort_all: all requests of the caller that live."""
+
+    rid: str = ""
+    abort_all: bool = False
+    return_partial: bool = False
 
 
 class ControlBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.api.generation import Usage
+from trioserve.api.resume_body import ResumeBody
 from trioserve.contracts.events import AbortOutcome, Phase
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -68,8 +69,9 @@ class Error(Response):
 
 # --- chat ---
 
-FinishReason = Literal["stop", "length"]
-ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+# "abort" is told to those alone who sent return_partial.
+FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 class PromptToken(Response):
@@ -149,6 +151,7 @@ class ChatCompletion(Response):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    resume: ResumeBody | UnsetType = UNSET
 
 
 class FunctionDelta(Response):
@@ -200,6 +203,7 @@ class ChatCompletionChunk(Response):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    resume: ResumeBody | UnsetType = UNSET
 
 
 # --- text ---
@@ -239,6 +243,7 @@ class Completion(Response):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    resume: ResumeBody | UnsetType = UNSET
 
 
 # --- models, tokens ---
@@ -311,10 +316,39 @@ class LiveRequests(Response):
     data: list[LiveRequest]
 
 
+class KeptLogprob(Response):
+    """top: the most probable tokens and their log probabilities, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class PartialChoice(Response):
+    """weight_versions: runs of a version and how many tokens it sampled; empty: all are of the first one."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[KeptLogprob] | None
+    weight_versions: list[tuple[str, int]]
+    finish_reason: Literal["stop", "length", "abort", "deadline", "error", "handed_over"] | None
+
+
+class Partial(Response):
+    """What the client of a request was given, or is by the end of its response. resume: to be sent with the same
+    request, so that it goes on."""
+
+    choices: list[PartialChoice]
+    resume: ResumeBody
+
+
 class RequestAbort(Response):
+    """partials: where they were asked for, one for each request that bears the id."""
+
     id: str
     object: Literal["request.abort"]
     result: AbortOutcome
+    partials: list[Partial] | UnsetType = UNSET
 
 
 class RequestControl(Response):

@@ -23,6 +23,7 @@ __all__ = [
     "Abort",
     "abort_request",
     "abort_requests",
+    "checked_ids",
     "serve_abort",
     "serve_aborts",
     "list_requests",
@@ -79,10 +80,13 @@ async def abort_requests(context: EngineContext) -> None:
 
 
 async def serve_aborts(context: Responder, abort: Abort) -> None:
-    ids = decode_body(await context.exchange.body(), AbortBody).ids
-    if not 1 <= len(ids) <= ABORTS_MAX:
-        raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
-    outcomes = abort(ids, owner=context.owner)
+    body = decode_body(await context.exchange.body(), AbortBody)
+    if body.return_partial:
+        raise InvalidRequest(
+            "return_partial is set, and only an engine that makes text has what there is of a request: ask that",
+            param="return_partial",
+        )
+    outcomes = abort(checked_ids(body.ids), owner=context.owner)
     await context.respond_json(
         {
             "object": "list",
@@ -92,6 +96,13 @@ async def serve_aborts(context: Responder, abort: Abort) -> None:
             ],
         }
     )
+
+
+def checked_ids(ids: list[str]) -> list[str]:
+    """Raises InvalidRequest."""
+    if not 1 <= len(ids) <= ABORTS_MAX:
+        raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
+    return ids
 
 
 def _shown(view: LiveRequestView) -> dict[str, object]:

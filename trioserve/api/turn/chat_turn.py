@@ -60,26 +60,38 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
             request.deadlines,
             cut=request.cut,
             resume=resumption.resume(),
-            resumable=resumption.is_asked,
+            resumable=resumption.is_resumable,
+            keep_logprobs=resumption.gives_partial,
         )
 
     new_id = None if resumption is None else resumption.new_ids()
     return ChatTurn(
-        context.engine, request, generate, new_id=new_id or (lambda _: context.clock_and_ids.new_request_id())
+        context.engine,
+        request,
+        generate,
+        new_id=new_id or (lambda _: context.clock_and_ids.new_request_id()),
+        gives_partial=resumption is not None and resumption.gives_partial,
     )
 
 
 class ChatTurn:
     """stream: the engine's side; held KV, prompt tokens and their log probabilities are its own. choices: by index;
-    there once it is entered. is_plain: nothing is parsed out of the response: its deltas may as well be read from the
-    stream as they are.
+    there once it is entered. gives_partial: a choice that was cut off ends like any other. is_plain: nothing is parsed
+    out of the response: its deltas may as well be read from the stream as they are.
 
     Entering raises what entering a RequestStream raises, and then holds nothing.
     """
 
     def __init__(
-        self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[int], str]
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        generate: Generate,
+        *,
+        new_id: Callable[[int], str],
+        gives_partial: bool = False,
     ) -> None:
+        self.gives_partial = gives_partial
         self._engine = engine
         self._request = request
         self._new_id = new_id
@@ -136,7 +148,7 @@ class ChatTurn:
         async def take_delta(_: int, delta: Delta) -> None:
             await take(delta.index, self.choices[delta.index].take(delta), delta)
 
-        await read_streams([self.stream], take_delta, keep_alive=keep_alive)
+        await read_streams([self.stream], take_delta, keep_alive=keep_alive, gives_partial=self.gives_partial)
 
     async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
         """Every choice, complete, with what was known of it. note: called when a delta comes. Raises what `read`

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from trioserve.api.generation import CUT_OFF, is_cut_off
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
@@ -23,7 +24,7 @@ from trioserve.text.response_parts import (
 
 __all__ = ["CollectedChoice", "OpenCalls", "ToolCall", "TurnChoice", "TurnFinish"]
 
-TurnFinish = Literal["stop", "length", "tool_calls"]
+TurnFinish = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class TurnChoice:
@@ -171,5 +172,8 @@ class CollectedChoice:
 
 
 def _own_end(reason: FinishReason) -> TurnFinish:
-    """Others' ends are errors, and raised before they get here (see foreign_end)."""
+    """Others' ends are errors, and raised before they get here (see foreign_end), unless the client wants to have what
+    there is."""
+    if is_cut_off(reason):
+        return CUT_OFF
     return "length" if reason is FinishReason.LENGTH else "stop"

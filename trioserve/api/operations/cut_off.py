@@ -1,0 +1,65 @@
+"""POST /v1/requests/abort of an engine that makes text, which may answer with what there is of each request; and
+SGLang's /abort_request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trioserve.api.openai.request_types import AbortBody, AbortRequestBody
+from trioserve.api.operations.live_requests import checked_ids
+from trioserve.api.resume_body import resume_body, shown_logprobs
+from trioserve.contracts.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+    from trioserve.contracts.partial import CutOff, Partial
+
+__all__ = ["cut_off_request", "cut_off_requests"]
+
+
+async def cut_off_requests(context: RequestContext) -> None:
+    """Answers with a result for each id, in the order in which they came."""
+    body = await context.body(AbortBody)
+    cut = context.engine.cut_off(checked_ids(body.ids), owner=context.owner)
+    await _respond(context, cut, with_partials=body.return_partial)
+
+
+async def cut_off_request(context: RequestContext) -> None:
+    """The same with SGLang's name, for one id or for all requests of the caller."""
+    body = await context.body(AbortRequestBody)
+    if bool(body.rid) is body.abort_all:
+        raise InvalidRequest("send either the id of a request as rid, or abort_all", param="rid")
+    ids = [body.rid]
+    if body.abort_all:
+        ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
+    cut = context.engine.cut_off(ids, owner=context.owner)
+    await _respond(context, cut, with_partials=body.return_partial)
+
+
+async def _respond(context: RequestContext, cut: Mapping[str, CutOff], *, with_partials: bool) -> None:
+    data = []
+    for request_id, one in cut.items():
+        row: dict[str, object] = {"id": request_id, "object": "request.abort", "result": one.outcome.value}
+        if with_partials:
+            row["partials"] = [_shown(partial) for partial in one.partials]
+        data.append(row)
+    await context.respond_json({"object": "list", "data": data})
+
+
+def _shown(partial: Partial) -> dict[str, object]:
+    resume = partial.resume
+    return {
+        "choices": [
+            {
+                "index": index,
+                "token_ids": choice.token_ids,
+                "logprobs": None if choice.logprobs is None else shown_logprobs(choice.logprobs),
+                "weight_versions": choice.weight_versions,
+                "finish_reason": None if choice.finish_reason is None else choice.finish_reason.value,
+            }
+            for index, choice in enumerate(partial.choices)
+        ],
+        "resume": resume_body([resume], prompt_digest=resume.prompt_digest, seed=resume.seed),
+    }
