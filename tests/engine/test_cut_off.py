@@ -3,6 +3,7 @@ nothing had happened."""
 
 from __future__ import annotations
 
+import functools
 from random import Random
 from typing import Any
 
@@ -378,3 +379,47 @@ async def test_every_token_is_given_exactly_once_however_often_it_is_cut_off(aut
             ours, theirs = whole[name].given[index], undisturbed_one.given[index]
             assert (ours.token_ids, ours.logprobs, ours.text) == (theirs.token_ids, theirs.logprobs, theirs.text)
             assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+async def test_what_was_cut_off_goes_on_with_new_weights_again_and_again(autojump_clock, options):
+    """Known tokens are of the weights that drew them, with the log probabilities of these, and computed by the new."""
+    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, n=2, logprobs=1, ignore_eos=True)
+    expected = await undisturbed("one and a block", sampling, **options)
+    resume: Resume | None = None
+    counts: list[int] = []
+    async with open_fake_engine(step_seconds=0.01, **options) as fake:
+        for number in range(4):
+            rollout = Rollout()
+            async with trio.open_nursery() as nursery:
+                read = functools.partial(rollout.read, resume=resume)
+                nursery.start_soon(read, fake, "one and a block", sampling)
+                if number < 3:
+                    await trio.sleep(0.055)
+                    [partial] = fake.cut_off("r")["r"].partials
+            if number < 3:
+                check_given(partial, rollout)
+                counts.append(len(partial.choices[0].token_ids))
+                before, resume = resume, partial.resume
+                if before is not None:
+                    assert before.logprobs is not None
+                    assert rollout.logprobs(0)[: counts[-2]] == before.logprobs[0]
+                await fake.update_weights(f"weights {number}", version=f"step {number + 1}")
+        fake.assert_all_free()
+    assert 0 < counts[0] < counts[1] < counts[2] < 30
+    first, second, third = counts
+    runs = (("default", first), ("step 1", second - first), ("step 2", third - second), ("step 3", 30 - third))
+    assert rollout.given[0].weight_versions == runs
+    assert rollout.tokens(0)[:first] == expected.tokens(0)[:first]
+    assert rollout.logprobs(0)[:first] == expected.logprobs(0)[:first]
+    assert rollout.tokens(0) != expected.tokens(0), "the same tokens, whatever weights there are"
+    assert len(rollout.logprobs(0)) == 30
+    # The last weights alone, behind tokens that somebody else tells, draw the same.
+    assert resume is not None
+    alone, told = Rollout(), Resume(token_ids=resume.token_ids, finished=(False, False), seed=3)
+    async with open_fake_engine(step_seconds=0.01, **options) as fake:
+        await fake.update_weights("weights 2", version="step 3")
+        await alone.read(fake, "one and a block", sampling, resume=told)
+    for index in range(2):
+        assert alone.tokens(index) == rollout.tokens(index)
+        assert alone.logprobs(index) == rollout.logprobs(index)[len(resume.token_ids[index]) :]

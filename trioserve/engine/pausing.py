@@ -38,7 +38,7 @@ class Pausing:
         self._on_going_on = on_going_on
         self.state = PauseState.RUNS
         self.is_asleep = False
-        self._at_rest: Callable[[], bool] | None = None
+        self._at_rest: list[Callable[[], bool]] = []
         self.is_replacing = False
         self._is_over = False
         self._waiting = trio.lowlevel.ParkingLot()  # for a change of any of these
@@ -57,20 +57,21 @@ class Pausing:
 
     def when_at_rest(self, do: Callable[[], bool]) -> None:
         """To be called before `pause`: have `do` called when it pauses, until it says that it could be done, since no
-        step is in flight. The pause is not over before, unless somebody resumes it: then it is not done."""
-        self._at_rest = do
+        step is in flight. Where somebody resumes it before that, it is not done."""
+        self._at_rest.append(do)
 
     def look(self) -> None:
         """Something may have ended: to be called when a step was delivered, and when a request has left the core."""
         if self.state is PauseState.DRAINS and not self._has_begun():
             self.state = PauseState.PAUSED
             self._settle()
-        if self._at_rest is not None and self.state is PauseState.PAUSED and self._at_rest():
-            self._at_rest = None
+        if self.state is PauseState.PAUSED:
+            while self._at_rest and self._at_rest[0]():
+                self._at_rest.pop(0)
 
     def resume(self) -> None:
         self.state = PauseState.RUNS
-        self._at_rest = None
+        self._at_rest.clear()
         self._settle()
 
     def set_asleep(self, is_asleep: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Halt", "Pause", "Resume", "Sleep", "Swap", "Wake", "drawn_halts", "drawn_swaps"]
+__all__ = ["Halt", "Pause", "Resume", "Sleep", "Swap", "Wake", "drawn_halts", "drawn_swaps", "giving_back"]
 
 PAUSE_SHARE = 0.45
 HALTS_MAX = 7
@@ -17,13 +17,17 @@ SWAPS_MAX = 5
 
 Mode = Literal["abort", "wait", "keep"]
 MODES: tuple[Mode, ...] = ("abort", "wait", "keep")
+RETRACTED_SHARE = 0.4  # of pauses that keep
+CLEARING_SHARE = 0.3
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pause"):
-    """mode: what becomes of those that have begun. patience: seconds until who asked leaves; None: never."""
+    """mode: what becomes of those that have begun. clears: what was computed is no hit afterwards. patience: seconds
+    until who asked leaves; None: never."""
 
     at: float
-    mode: Mode = "keep"
+    mode: Mode | Literal["retract"] = "keep"
+    clears: bool = False
     patience: float | None = None
 
 
@@ -81,6 +85,16 @@ def drawn_halts(
         else:
             halts.append(Wake(at=at, patience=patience))
     return halts
+
+
+def giving_back(halt: Halt) -> Halt:
+    """The same; some pauses of an engine of texts have KV given back."""
+    if not isinstance(halt, Pause):
+        return halt
+    rng = Random(f"{halt.at} {halt.mode}")
+    retracts = halt.mode == "keep" and rng.random() < RETRACTED_SHARE
+    clears = rng.random() < CLEARING_SHARE
+    return msgspec.structs.replace(halt, mode="retract" if retracts else halt.mode, clears=clears)
 
 
 def drawn_swaps(rng: Random, moment: Callable[[float], float], span: float) -> list[Halt]:

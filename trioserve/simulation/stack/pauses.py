@@ -160,7 +160,7 @@ class Pauses(trio.abc.Instrument):
             self._is_of_sleep = False
             self._ask(fake, order.mode)
         with trio.move_on_after(math.inf if order.patience is None else order.patience) as scope:
-            await fake.pause_generation(order.mode)
+            await self._pause_engine(fake, order)
         if scope.cancelled_caught:
             return "left"
         if fake.fault is not None or fake.draining or self._changes["resumed"] != resumed:
@@ -170,7 +170,15 @@ class Pauses(trio.abc.Instrument):
         assert not fake.current_core.flights, "a pause has returned, and a step is in flight"
         late_at = asked_at + STEPS_IN_FLIGHT_MAX * self._step_seconds_max + ROUNDING_SECONDS
         assert order.mode == "wait" or trio.current_time() <= late_at, "a pause takes longer than the steps in flight"
+        self._check_given_back(order)
         return order.mode
+
+    async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
+        assert order.mode != "retract", "this engine has nothing that could be given back"
+        await fake.pause_generation(order.mode)
+
+    def _check_given_back(self, order: Pause) -> None:
+        """It pauses, right now."""
 
     async def _sleep(self, fake: HaltedEngine, order: Sleep) -> str:
         task, before = trio.lowlevel.current_task(), dict(self._changes)

@@ -33,7 +33,7 @@ from trioserve.simulation.stack.lending_draws import (
     drawn_shelf,
     drawn_unloads,
 )
-from trioserve.simulation.stack.pause_plan import Halt, Sleep, Wake, drawn_halts, drawn_swaps
+from trioserve.simulation.stack.pause_plan import Halt, Sleep, Wake, drawn_halts, drawn_swaps, giving_back
 from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.vision.image_file import why_no_images
@@ -241,7 +241,7 @@ def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
 def _with_halts(plan: StackPlan, draws: _Draws) -> StackPlan:
     """Pauses and sleeps, from the last source of their own."""
     rng = Random(f"halts {line_of(plan.stage)}")
-    halts = drawn_halts(rng, draws.moment, draws.span)
+    halts = [giving_back(halt) for halt in drawn_halts(rng, draws.moment, draws.span)]
     if not halts:
         return plan
     stage = msgspec.structs.replace(plan.stage, opening_seconds=rng.choice((0.0, 0.005, 0.05)))

@@ -11,7 +11,7 @@ from trio.lowlevel import Task
 
 from trioserve.contracts.errors import WeightsLost
 from trioserve.engine.shell.request_scope import AnyScope
-from trioserve.simulation.stack.pause_plan import Halt, Sleep, Swap
+from trioserve.simulation.stack.pause_plan import Halt, Pause, Sleep, Swap
 from trioserve.simulation.stack.pauses import HaltedEngine, Pauses
 from trioserve.simulation.stack.swaps import Swaps, source_of, version_of
 from trioserve.testing.fake_engine import FakeEngine
@@ -49,6 +49,17 @@ class SwapPauses(Pauses):
 
     async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
         return await (self._swap(halt) if isinstance(halt, Swap) else super()._act(fake, halt))
+
+    async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
+        await self._fake.pause_generation(order.mode, clear_cache=order.clears)
+
+    def _check_given_back(self, order: Pause) -> None:
+        stats = self._fake.current_core.stats()
+        if order.mode == "retract" or (order.mode == "keep" and order.clears):
+            assert stats.blocks_used == 0, f"who ran was to give all back, and {stats.blocks_used} blocks are used"
+        if order.clears:
+            assert stats.blocks_cached == 0, "the cache was to be empty"
+            self._count("pauses that empty the cache")
 
     async def _swap(self, order: Swap) -> str:
         fake, task = self._fake, trio.lowlevel.current_task()
