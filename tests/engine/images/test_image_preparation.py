@@ -31,6 +31,7 @@ def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=N
         ({"width": 20}, {}, "width", "width is 20, fake takes multiples of 8 from 8 to 64"),
         ({"height": 72}, {}, "height", "height is 72, fake takes multiples of 8 from 8 to 64"),
         ({"width": 4}, {}, "width", "from 8 to 64"),
+        ({"width": 24}, {"side_min": 16, "side_max": 16}, "width", "width is 24, fake takes 16 alone"),
         ({"steps": 300}, {}, "steps", "steps is 300, at most 250 denoising steps"),
         ({"n": 11}, {}, "n", "n is 11, at most 10 pictures"),
         ({"guidance": 2.0}, {"takes_guidance": False}, "guidance", "guidance is 2, and fake cannot be guided"),
@@ -76,6 +77,7 @@ def test_a_class_is_asked_for_by_its_name_or_its_index(prompt, expect):
         ("-1", "is none of them"),
         ("", "'' is none of them"),
         ("²", "is none of them"),
+        pytest.param("1" * 5000, "is none of them", id="a number that Python does not read"),
     ],
 )
 def test_a_class_that_there_is_not_is_refused_with_the_nearest(prompt, says):
@@ -89,6 +91,31 @@ def test_a_prompt_has_a_bound():
     with pytest.raises(InvalidRequest, match="the prompt has 32001 characters, at most 32000 are allowed"):
         wanted_of("p" * 32_001)
     assert (wanted_of("p" * 32_000)).task.prompt == "p" * 32_000
+
+
+def test_a_class_with_several_names_is_asked_for_by_any_of_them():
+    classes = ("goldfish, Carassius auratus", "crane", "crane, Grus", "Carassius")
+    for prompt, expect in (("goldfish", 0), ("carassius  auratus", 0), ("Carassius", 3), ("crane", 1), ("Grus", 2)):
+        assert wanted_of(prompt, **{**OF_CLASSES, "classes": classes}).task.prompt == expect
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
+def test_half_a_surrogate_pair_is_refused_before_it_ends_a_step(field):
+    texts = {"prompt": "a cat", "negative_prompt": "dog", field: "a \ud83d"}
+    with pytest.raises(InvalidRequest, match=r"holds U\+D83D at character 2") as refusal:
+        wanted_of(texts["prompt"], ImageParams(negative_prompt=texts["negative_prompt"], guidance=2.0))
+    assert refusal.value.param == field
+
+
+def test_what_is_left_out_stays_within_the_operators_bounds():
+    assert wanted_of(limits=ImageRequestLimits(steps_max=3)).step_count == 3
+
+
+def test_encoding_an_image_that_is_changed_counts_as_decoding_it():
+    assert wanted_of().encode_work == FAKE_IMAGE_MODEL.encode_work
+    image = Picture(32, 32, bytes(3 * 32 * 32))
+    wanted = wanted_of(params=ImageParams(image=image))
+    assert wanted.encode_work == wanted.work == 4
 
 
 @pytest.mark.parametrize(

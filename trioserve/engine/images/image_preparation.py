@@ -27,6 +27,7 @@ __all__ = ["ImagePreparation", "WantedImage"]
 STRENGTH = 0.8  # of an image that is changed; as diffusers' pipelines take it
 MASKED_STRENGTH = 1.0  # where a mask says what may change, that is made anew
 NAMED_MAX = 5  # classes that are named where one is not known
+INDEX_DIGITS_MAX = 18  # Python refuses to read a number of thousands
 
 
 class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,9 @@ class ImagePreparation:
         self._classes: dict[str, int] = {}
         for index, name in enumerate(model.classes or ()):
             self._classes.setdefault(_plain(name), index)
+        for index, name in enumerate(model.classes or ()):
+            for synonym in name.split(","):  # as ImageNet's are: "goldfish, Carassius auratus"
+                self._classes.setdefault(_plain(synonym), index)
 
     def wanted(self, prompt: str, params: ImageParams, *, priority: int) -> WantedImage:
         """Raises InvalidRequest for what this model cannot do, naming the parameter."""
@@ -75,7 +79,7 @@ class ImagePreparation:
             raise InvalidRequest(
                 f"priority is {priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
-        steps = model.steps if params.steps is None else params.steps
+        steps = min(model.steps, limits.steps_max) if params.steps is None else params.steps
         _check_most("steps", steps, limits.steps_max, "denoising steps")
         guidance = self._guidance(params)
         is_guided = model.takes_guidance and model.has_guided_rows and guidance > 1
@@ -101,7 +105,8 @@ class ImagePreparation:
             # As many as fit at even distances, and never more: behind the last step the picture itself comes.
             partial_every=math.ceil(step_count / (params.partial_images + 1)) if params.partial_images else None,
             work=work,
-            encode_work=model.encode_work,
+            # An image that is changed is encoded by the network that decodes it. A row always fits in a step.
+            encode_work=model.encode_work if params.image is None else max(model.encode_work, work),
         )
 
     def _prompt(self, prompt: str) -> str | int:
@@ -111,12 +116,14 @@ class ImagePreparation:
             )
         classes = self._model.classes
         if classes is None:
+            _check_whole("prompt", prompt)
             return prompt
         index = self._classes.get(_plain(prompt))
         if index is not None:
             return index
-        if prompt.strip().isdecimal() and int(prompt) < len(classes):
-            return int(prompt)
+        number = prompt.strip()
+        if number.isdecimal() and len(number) <= INDEX_DIGITS_MAX and int(number) < len(classes):
+            return int(number)
         names = ", ".join(classes[:NAMED_MAX]) + (", ..." if len(classes) > NAMED_MAX else "")
         nearest = closest_name(prompt.strip(), classes)
         hint = f"one of {names}" if nearest is None else f'did you mean "{nearest}"?'
@@ -156,6 +163,7 @@ class ImagePreparation:
                 f"negative_prompt has {len(negative)} characters, at most {PROMPT_CHARACTERS_MAX} are allowed",
                 param="negative_prompt",
             )
+        _check_whole("negative_prompt", negative)
         return negative
 
     def _sampler(self, params: ImageParams) -> str:
@@ -186,11 +194,12 @@ class ImagePreparation:
             low, high = -(-model.side_min // multiple), model.side_max // multiple
             return min(max(own // multiple, low), high) * multiple
         if not model.side_min <= asked <= model.side_max or asked % multiple:
-            raise InvalidRequest(
-                f"{name} is {asked}, {self._model.name} takes multiples of {multiple} from {model.side_min} to "
-                f"{model.side_max}",
-                param=name,
+            allowed = (
+                f"{model.side_min} alone"
+                if model.side_min == model.side_max
+                else f"multiples of {multiple} from {model.side_min} to {model.side_max}"
             )
+            raise InvalidRequest(f"{name} is {asked}, {model.name} takes {allowed}", param=name)
         return asked
 
     def _work(self, width: int, height: int, *, is_guided: bool) -> int:
@@ -214,6 +223,18 @@ class ImagePreparation:
 def _check_most(name: str, value: int, most: int, what: str) -> None:
     if value > most:
         raise InvalidRequest(f"{name} is {value}, at most {most} {what} are allowed here", param=name)
+
+
+def _check_whole(name: str, text: str) -> None:
+    """Half a surrogate pair is no text for any tokenizer, and would end the step of all others, too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} holds U+{ord(text[error.start]):04X} at character {error.start}, half of a surrogate pair: send "
+            "characters beyond U+FFFF whole",
+            param=name,
+        ) from None
 
 
 def _step_count(params: ImageParams, steps: int) -> int:
