@@ -12,6 +12,7 @@ from trioserve.contracts.iterative import IterativePlan, LatentMove
 from trioserve.contracts.step import IsAbandoned
 from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
 from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
+from trioserve.model.diffusion.solvers import Solver
 
 ENCODE, DENOISE, DECODE = IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE
 
@@ -39,6 +40,23 @@ def test_a_request_that_cannot_be_encoded_says_why_and_leaves_the_others(driver,
     assert "ddim, dpm++, euler" in result.errors["sampler"]
     assert "1001 steps" in result.errors["many"]
     assert dit.slots[0] is not None
+
+
+@pytest.mark.parametrize(("sampler", "steps"), [("dpm++", 1000), ("ddim", 1000), ("dpm++", 3000)])
+def test_steps_that_no_schedule_has_end_their_request_alone(driver, tiny, tmp_path, sampler, steps):
+    """Two steps of one noise level, or one behind the last: diffusers' schedulers make such ones."""
+    path = tiny.save_dit(tmp_path / "dit", timestep_spacing="leading", steps_offset=1)
+    runner = driver.load(path, slot_count=2)
+    good, many = pictures(driver, 1)[0], driver.request("many", 3, size=(8, 8), sampler=sampler, steps=steps)
+    result = driver.Driver(runner, [good, many]).run(ENCODE, [good, many])
+    assert list(result.errors) == ["many"]
+    assert f"{steps} steps cannot be made by {sampler}" in result.errors["many"]
+
+
+def test_a_schedule_has_as_many_steps_as_are_asked_for():
+    """diffusers' own, spaced by "trailing", has one more for some numbers."""
+    solver = Solver("ddim", {"num_train_timesteps": 1000, "timestep_spacing": "trailing"})
+    assert all(len(solver.schedule(count, 0, 1).steps) == count for count in range(1, 251))
 
 
 def test_what_is_no_number_ends_its_request_alone(driver, dit):

@@ -42,7 +42,11 @@ class Solver:
         if found is None:
             if len(self._schedules) >= SCHEDULES_MAX:
                 self._schedules.clear()
-            found = self._schedules[key] = self._steps(self._scheduler, step_count, start, token_count)
+            try:
+                found = self._steps(self._scheduler, step_count, start, token_count)
+            except (ArithmeticError, IndexError) as error:  # two steps at one noise level, or one behind the last
+                raise ValueError(f"noise levels lie too close: {error}") from error
+            self._schedules[key] = found
         return found
 
     def _check(self) -> None:
@@ -72,7 +76,8 @@ def _ddim(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
     """arXiv 2010.02502, formula 12, without noise (eta 0)."""
     scheduler.set_timesteps(step_count)
     config = scheduler.config
-    timesteps = [int(timestep) for timestep in scheduler.timesteps]
+    # Spaced by "trailing" there is one more for some numbers of steps, since diffusers adds up what was rounded.
+    timesteps = [int(timestep) for timestep in scheduler.timesteps][:step_count]
     stride = config.num_train_timesteps // step_count
     limit = config.clip_sample_range if config.clip_sample else None
     steps: list[SolverStep] = []
