@@ -105,19 +105,12 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
         for field, reason in REFUSED.items():
             if getattr(self, field) not in (None, False, "", [], {}):
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
-        if self.response_format not in (None, "b64_json"):
-            reason = "nothing is kept here that a URL could lead to" if self.response_format == "url" else "unknown"
-            raise InvalidRequest(
-                f"response_format is {self.response_format[:40]!r} ({reason}), allowed is b64_json",
-                param="response_format",
-            )
+        _check_one_of(
+            "response_format", self.response_format, ("b64_json",), ": nothing is kept here that a URL could lead to"
+        )
         _check_one_of("quality", self.quality, QUALITIES, ": how well a picture is made, steps and size say")
         _check_one_of("background", self.background, BACKGROUNDS, ": the models here know no transparency")
         _check_one_of("moderation", self.moderation, MODERATIONS, "")
-        if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
-            raise InvalidRequest(
-                f"priority is {self.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
-            )
         if not self.stream:
             for field in ("partial_images", "stream_options"):
                 if getattr(self, field):
