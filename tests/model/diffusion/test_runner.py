@@ -73,6 +73,21 @@ def test_what_is_no_number_ends_its_request_alone(driver, dit):
     assert torch.equal(running.latent(other), expected)
 
 
+def test_a_picture_that_is_decoded_to_no_numbers_is_an_error(driver, dit, monkeypatch):
+    one, other = pictures(driver, 2, steps=1, partial_every=1)
+    running = driver.Driver(dit, [one, other])
+    running.run(ENCODE, [one, other])
+    decode, broken = dit._autoencoder.decode, [True, False, True, False]
+    monkeypatch.setattr(
+        dit._autoencoder, "decode", lambda latent: decode(latent) * (torch.nan if broken.pop(0) else 1.0)
+    )
+    partials = running.run(DENOISE, [one, other]).partials
+    assert partials[one.id].rgb == bytes(192)
+    result = running.run(DECODE, [one, other])
+    assert "decoding gave values that are no numbers" in result.errors[one.id]
+    assert result.outputs == {other.id: partials[other.id]}
+
+
 class LeftAt(IsAbandoned):
     """Says so when it was asked often enough."""
 

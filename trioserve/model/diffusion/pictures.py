@@ -14,8 +14,10 @@ MASK_BRIGHT = 128  # of 255: from here on a picture may change
 
 
 def picture_of(values: torch.Tensor) -> Picture:
-    """values: [3, height, width], from -1 to 1; what lies beyond is cut."""
-    pixels = (values.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu()
+    """values: [3, height, width], from -1 to 1; what lies beyond is cut, and what is no number is black."""
+    pixels = (
+        (values.float().nan_to_num(-1.0) / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu()
+    )
     height, width, _ = pixels.shape
     return Picture(width, height, pixels.contiguous().numpy().tobytes())
 

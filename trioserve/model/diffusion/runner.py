@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from trioserve.contracts.events import IterativePhase
-from trioserve.contracts.image_generation import ImageTask, Picture
+from trioserve.contracts.image_generation import ImageTask
 from trioserve.contracts.iterative import IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu
@@ -38,6 +38,8 @@ from trioserve.model.torch_formats import TORCH_DTYPES
 __all__ = ["DiffusionRunner"]
 
 logger = logging.getLogger(__name__)
+
+NO_NUMBERS = "take less guidance, another sampler, or have the model served with dtype float32"
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -167,18 +169,16 @@ class DiffusionRunner:
             for (work, _), (clean, after), is_number in zip(group, stepped, are_numbers, strict=True):
                 if not is_number:
                     self.slots[work.slot] = None
-                    result.errors[work.request.id] = (
-                        f"step {work.step + 1} of {work.request.step_count} gave values that are no numbers: "
-                        "take less guidance, another sampler, or have the model served with dtype float32"
-                    )
+                    done = f"step {work.step + 1} of {work.request.step_count}"
+                    result.errors[work.request.id] = f"{done} gave values that are no numbers: {NO_NUMBERS}"
                     continue
                 self.slots[work.slot] = after
                 if work.wants_partial:
                     self._abandoning.check()
-                    result.partials[work.request.id] = self._picture(clean)
+                    result.partials[work.request.id] = picture_of(self._autoencoder.decode(clean))
 
     def _predict(self, states: list[LatentState]) -> list[torch.Tensor]:
-        """What the network says of each latent, its guidance counted in: float32, shaped as the latent."""
+        """What the network says of each state's rows, float32 [its rows, channels, height, width], in one pass."""
         latents: list[torch.Tensor] = []
         timesteps: list[float] = []
         rows: list[Inputs] = []
@@ -221,11 +221,12 @@ class DiffusionRunner:
         for work in works:
             self._abandoning.check()
             state = self._state(work, work.request.step_count)
-            result.outputs[work.request.id] = self._picture(state.latent)
+            values = self._autoencoder.decode(state.latent)
+            if bool(torch.isfinite(values).all()):
+                result.outputs[work.request.id] = picture_of(values)
+            else:
+                result.errors[work.request.id] = f"decoding gave values that are no numbers: {NO_NUMBERS}"
             self.slots[work.slot] = None
-
-    def _picture(self, latent: torch.Tensor) -> Picture:
-        return picture_of(self._autoencoder.decode(latent))
 
     def _state(self, work: LatentWork, steps_done: int) -> LatentState:
         state = self.slots[work.slot]
