@@ -1,4 +1,5 @@
 # make serve   sets everything up and serves the default model on http://127.0.0.1:8000
+# make serve-digits  the same with a model of pictures, which draws digits; it is trained first, in some minutes
 # make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
 #              on http://127.0.0.1:8000 sends each request to the one and then to the other
 # make test    sets everything up, checks style and types, and runs the tests
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve disagg test check clients ray-tests docs wheel lint pytest clean
+.PHONY: setup serve serve-digits disagg test check clients ray-tests docs wheel lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -47,6 +48,14 @@ $(READY): pyproject.toml Makefile
 
 serve: setup
 	exec $(BIN)/python -m trioserve serve --model smollm2 $(ARGS)
+
+serve-digits: setup build/digits/model_index.json
+	exec $(BIN)/python -m trioserve serve --model build/digits --served-model-name digits $(ARGS)
+
+# Written last, so a training that ended before its time is begun again.
+build/digits/model_index.json: | setup
+	@echo "training a model that draws digits, which takes some minutes and is done once"
+	$(BIN)/python examples/train_digits.py --out build/digits
 
 disagg: setup
 	exec $(BIN)/python -m trioserve disagg --router-args='$(ARGS)' --server-args='$(ROLE_ARGS)'

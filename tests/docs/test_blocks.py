@@ -268,7 +268,7 @@ def check_python(words: list[str], folder: Path) -> None:
 
 
 def check_make(words: list[str], folder: Path) -> None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert words[0] in targets
     for word in words[1:]:
         assert re.match(r"(ARGS|ROLE_ARGS|TEST_PROCESSES|PYTHON)=", word), word
