@@ -136,8 +136,8 @@ ROOMS = {
     ),
     "bench.inside": Room(
         rooms=EVERY_ROOM | words("testing simulation"),  # what it simulates of several routers
-        packages=words("trio h2 h11 torch numpy tokenizers transformers trioserve_kernels"),
-        only_in={"transformers": words("gpu_bench_transformers.py")},
+        packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
+        only_in={"transformers": words("gpu_bench_transformers.py"), "diffusers": words("pipeline.py")},
     ),
     "testing": Room(
         rooms=EVERY_ROOM,
@@ -164,7 +164,7 @@ COMMANDS_THAT_PRETEND = words(
 # The rest of these rooms is the native path, too, which starts and serves without torch: what needs torch is imported
 # late, where it is known that torch computes.
 TORCH_FILES = {
-    "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
+    "bench.inside": words("gpu_bench.py gpu_bench_transformers.py images/pipeline.py"),
     "model": words(
         "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py diffusion/abandoning.py "
         "diffusion/autoencoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "

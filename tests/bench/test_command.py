@@ -91,7 +91,7 @@ def test_a_part_gets_its_flags_and_what_opens_engines(monkeypatch):
 
     monkeypatch.setattr(draft_bench, "run", measured)
     opener = object()
-    assert run_inside(["drafts", "--tokens", "5"], open_engine=opener) == 7
+    assert run_inside(["drafts", "--tokens", "5"], open_engine=opener, open_image_engine=opener) == 7
     assert (given[0].tokens, given[0].rounds, given[0].open_engine) == (5, draft_bench.ROUNDS, opener)
 
 

@@ -18,10 +18,16 @@ def run_bench(arguments: Sequence[str]) -> int:
 def _run_inside(arguments: Sequence[str]) -> int:
     from trioserve.bench.inside.command import run_inside
 
-    return run_inside(arguments, open_engine=_open_engine)
+    return run_inside(arguments, open_engine=_open_engine, open_image_engine=_open_image_engine)
 
 
 def _open_engine(*options: Any, **more: Any) -> Any:
     from trioserve.assemble import open_engine  # late: kernels are measured on machines without trio
 
     return open_engine(*options, **more)
+
+
+def _open_image_engine(*options: Any, **more: Any) -> Any:
+    from trioserve.assemble_images import open_image_engine
+
+    return open_image_engine(*options, **more)

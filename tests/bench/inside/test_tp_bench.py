@@ -34,10 +34,15 @@ def test_steps_are_timed_side_by_side_and_losses_are_named(
     def no_engine(*_arguments: Any, **_options: Any) -> None:
         raise AssertionError("no engine is needed")
 
-    assert run_inside(["tp", "--model", str(tiny_model), "--losses", "2"], open_engine=no_engine) == 0
+    assert (
+        run_inside(
+            ["tp", "--model", str(tiny_model), "--losses", "2"], open_engine=no_engine, open_image_engine=no_engine
+        )
+        == 0
+    )
     assert "named" in capsys.readouterr().out
     arguments = ["tp", "--model", str(tiny_model), "--ranks", "2", "3", "--threads", "2", "--rounds", "1"]
-    assert run_inside(arguments, open_engine=no_engine) == 0
+    assert run_inside(arguments, open_engine=no_engine, open_image_engine=no_engine) == 0
     header, decode, prompt = capsys.readouterr().out.splitlines()
     assert "2 threads in all" in header
     for line in (decode, prompt):

@@ -26,7 +26,7 @@ class _Module(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """arguments.open_engine is trioserve.open_engine, which a room does not know."""
+        """arguments.open_engine is trioserve.open_engine, which a room does not know; so with open_image_engine."""
 
 
 PARTS = {
@@ -54,6 +54,10 @@ PARTS = {
         "the time between two forward passes, with --overlap-steps and without", "trioserve.bench.inside.step_gap"
     ),
     "gpu": Part("whole decode steps on a GPU, beside what its memory allows", "trioserve.bench.inside.gpu_bench"),
+    "images": Part(
+        "how soon slots are back when clients leave a model of pictures, and what different timesteps in a batch cost",
+        "trioserve.bench.inside.images.image_bench",
+    ),
     "router": Part(
         "what the router's core costs a request, however many endpoints there are; no sockets",
         "trioserve.bench.inside.router_cost",
@@ -79,7 +83,9 @@ PARTS = {
 }
 
 
-def run_inside(arguments: Sequence[str], *, open_engine: Callable[..., Any]) -> int:
+def run_inside(
+    arguments: Sequence[str], *, open_engine: Callable[..., Any], open_image_engine: Callable[..., Any]
+) -> int:
     """Measure the part that the first argument names; returns the exit code."""
     names = argparse.ArgumentParser(
         prog=PROGRAM,
@@ -100,5 +106,5 @@ def run_inside(arguments: Sequence[str], *, open_engine: Callable[..., Any]) -> 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     module.add_arguments(parser)
-    parser.set_defaults(open_engine=open_engine)
+    parser.set_defaults(open_engine=open_engine, open_image_engine=open_image_engine)
     return module.run(parser.parse_args(arguments[1:]))

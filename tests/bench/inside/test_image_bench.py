@@ -1,0 +1,69 @@
+"""The bench of pictures, on a tiny model: who leaves gives everything back, and the pictures are the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trioserve.assemble_images import open_image_engine
+from trioserve.bench.inside.command import run_inside
+from trioserve.bench.inside.images.asked import AskedPictures
+from trioserve.contracts.image_generation import Picture
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    place = Path(__file__).parents[2] / "model" / "diffusion" / "tiny_pipelines.py"
+    spec = importlib.util.spec_from_file_location("tiny_pipelines", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.save_dit(tmp_path / "dit")
+    return tmp_path / "dit"
+
+
+def test_every_phase_is_left_and_every_way_makes_pictures(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_engine(*_arguments: Any, **_options: Any) -> None:
+        raise AssertionError("no engine of texts is needed")
+
+    flags = ["--model", str(tiny_model), "--batch", "3", "--steps", "6", "--rounds", "1", "--leavers", "2"]
+    assert run_inside(["images", *flags], open_engine=no_engine, open_image_engine=open_image_engine) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)
+    cases = [(figure["phase"], figure["others"]) for figure in figures["leaving"]]
+    slotted = [(phase, others) for phase in ("encode", "denoise", "decode", "send") for others in (0, 2)]
+    assert cases == [("queued", 3), *slotted]
+    for figure in figures["leaving"]:
+        assert figure["count"] == 2
+        assert figure["median_ms"] <= figure["most_ms"]
+        assert (figure["median_ms"] < 0) == (figure["phase"] == "send"), figure  # its slot is back before the response
+    assert 0 <= figures["pipeline"]["steps"] <= 6 - 6 // 2 - 1
+    (only,) = figures["rounds"]
+    assert min(only.values()) > 0
+    assert len(table) > len(cases)
+
+
+class _SomeEngine:
+    class limits:
+        steps_max = 9
+
+    class model:
+        classes = ("a", "b")
+
+
+def test_a_picture_of_the_pipeline_may_be_rounded_otherwise_and_no_more() -> None:
+    asked = AskedPictures(_SomeEngine(), steps=4, guidance=1.0)  # type: ignore[arg-type]
+    made = Picture(1, 1, bytes((10, 20, 30)))
+    asked.note(5, made)
+    asked.note(5, made)
+    asked.compare([5], [Picture(1, 1, bytes((12, 19, 30)))])
+    with pytest.raises(AssertionError, match="seed 5: the pipeline's picture is 3 levels away"):
+        asked.compare([5], [Picture(1, 1, bytes((13, 20, 30)))])
+    with pytest.raises(AssertionError, match="seed 5 gave two pictures"):
+        asked.note(5, Picture(1, 1, bytes((10, 20, 31))))
+    assert [asked.prompt(seed) for seed in range(3)] == ["a", "b", "a"]

@@ -1,0 +1,132 @@
+"""What an engine of pictures does, seen from beside it: its forward passes, who is in them, and when all that a request
+had is back: its slot and its lease, or its place in the queue.
+
+A request is known by its seed here, since whoever asks over HTTP does not choose the engine's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from math import inf
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import trio
+
+from trioserve.admission.dispatch import AdmissionScope, Dispatch
+from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.iterative import IterativePlan, IterativeResult
+from trioserve.contracts.step import IsAbandoned
+from trioserve.engine.engine_loop import ThreadedExecutor
+from trioserve.engine.images.open_image import OpenImage
+from trioserve.engine.request_admission import RequestAdmission
+
+__all__ = ["ForwardPass", "ImageWatch"]
+
+
+class ForwardPass(msgspec.Struct):
+    """Seconds of perf_counter, the hand-over to the compute thread and back included."""
+
+    phase: IterativePhase
+    seeds: tuple[int, ...]
+    began_at: float
+    ended_at: float = inf
+
+
+class ImageWatch:
+    """released_at: by seed. All of it in the thread of Trio."""
+
+    def __init__(self) -> None:
+        self.passes: list[ForwardPass] = []
+        self.released_at: dict[int, float] = {}
+        self._awaited: list[tuple[Callable[[], bool], trio.Event]] = []
+        self._seeds: dict[AdmissionScope, int] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Every engine of this process is looked at, from now on."""
+        run_step, begin, leave = ThreadedExecutor.run_step, RequestAdmission.begin, Dispatch.leave
+
+        def noted_step(
+            steps: ThreadedExecutor[Any, Any], plan: IterativePlan, is_abandoned: IsAbandoned
+        ) -> Coroutine[Any, Any, IterativeResult | None]:
+            seeds = tuple(work.request.seed for work in plan.works)
+            self.passes.append(ForwardPass(plan.phase, seeds, perf_counter()))
+            return self._until_done(self.passes[-1], run_step(steps, plan, is_abandoned))
+
+        def noted_begin(admissions: RequestAdmission, request: OpenImage) -> AdmissionScope:
+            admission = begin(admissions, request)
+            self._seeds[admission] = request.seeds[0]
+            self._look()
+            return admission
+
+        def noted_leave(dispatch: Dispatch, admission: AdmissionScope) -> None:
+            leave(dispatch, admission)
+            seed = self._seeds.pop(admission, None)
+            if seed is not None:  # it had not left before
+                self.released_at[seed] = perf_counter()
+                self._look()
+
+        ThreadedExecutor.run_step = noted_step  # type: ignore[method-assign, assignment]
+        RequestAdmission.begin = noted_begin  # type: ignore[method-assign, assignment]
+        Dispatch.leave = noted_leave  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            ThreadedExecutor.run_step = run_step  # type: ignore[method-assign]
+            RequestAdmission.begin, Dispatch.leave = begin, leave  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """Whatever was noted until now."""
+        self.passes.clear()
+        self.released_at.clear()
+
+    async def wait_for_queue(self, seed: int) -> None:
+        await self._wait(lambda: seed in self._seeds.values())
+
+    async def wait_for_release(self, seed: int) -> float:
+        await self._wait(lambda: seed in self.released_at)
+        return self.released_at[seed]
+
+    async def wait_for_pass(self, seed: int, phase: IterativePhase, count: int = 1) -> None:
+        """Until so many passes of this phase with it were begun, the last of them just now."""
+        await self._wait(lambda: sum(seed in one.seeds for one in self.passes if one.phase is phase) >= count)
+
+    def denoising_between(self, begin: float, end: float) -> int:
+        """How many denoising steps ended between these two."""
+        return sum(one.phase is IterativePhase.DENOISE and begin < one.ended_at < end for one in self.passes)
+
+    def denoising_seconds(self) -> float:
+        """Of a denoising step that is done, median; 0 without one."""
+        steps = [one.ended_at - one.began_at for one in self.passes if one.phase is IterativePhase.DENOISE]
+        return median([seconds for seconds in steps if seconds < inf] or [0.0])
+
+    def denoised_a_second(self, count: int) -> float:
+        """Steps of all requests, from the first pass that denoises so many of them to the end of the last such pass."""
+        full = [one for one in self.passes if one.phase is IterativePhase.DENOISE and len(one.seeds) == count]
+        assert full, f"no pass had all {count} requests in it"
+        within = [one for one in self.passes if full[0].began_at <= one.began_at and one.ended_at <= full[-1].ended_at]
+        denoised = sum(len(one.seeds) for one in within if one.phase is IterativePhase.DENOISE)
+        return denoised / (full[-1].ended_at - full[0].began_at)
+
+    async def _until_done(
+        self, noted: ForwardPass, step: Coroutine[Any, Any, IterativeResult | None]
+    ) -> IterativeResult | None:
+        self._look()
+        result = await step
+        noted.ended_at = perf_counter()
+        return result
+
+    async def _wait(self, is_so: Callable[[], bool]) -> None:
+        if not is_so():
+            event = trio.Event()
+            self._awaited.append((is_so, event))
+            await event.wait()
+
+    def _look(self) -> None:
+        for entry in [entry for entry in self._awaited if entry[0]()]:
+            self._awaited.remove(entry)
+            entry[1].set()
