@@ -11,14 +11,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.asyncio.engine import Engine as AsyncioEngine
-from trioserve.asyncio.engine import in_a_thread
+from trioserve.asyncio.threaded_engine import EngineT, opened_in_a_thread
+from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.config import Config, drafts_of, engine_settings, image_limits, make_config
 from trioserve.connectors.registry import find_connector
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     Runner = ModelRunner | EncoderRunner | RankedRunner
 
 __all__ = [
+    "for_asyncio",
     "LoadProgress",
     "LoadReport",
     "Loaded",
@@ -102,6 +104,7 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+AsyncioT = TypeVar("AsyncioT")
 logger = logging.getLogger(__name__)
 
 ADAPTER_THREAD = "trioserve-adapter"
@@ -296,23 +299,25 @@ async def open_engine(
         yield engine
 
 
-def _for_asyncio(
-    opens: Callable[P, AbstractAsyncContextManager[Engine]],
-) -> Callable[P, AbstractAsyncContextManager[AsyncioEngine]]:
+def for_asyncio(
+    opens: Callable[P, AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], AsyncioT]
+) -> Callable[P, AbstractAsyncContextManager[AsyncioT]]:
+    """The same for asyncio programs, in a thread of its own. new: what they get."""
+
     @functools.wraps(opens)
-    def open_for_asyncio(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[AsyncioEngine]:
+    def open_for_asyncio(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[AsyncioT]:
         inspect.signature(opens).bind(*args, **kwargs)  # a TypeError rises here, and not in a thread
-        return in_a_thread(functools.partial(opens, *args, **kwargs))
+        return opened_in_a_thread(functools.partial(opens, *args, **kwargs), new)
 
     open_for_asyncio.__doc__ = f"""An engine for an asyncio program: what is said here of one for Trio goes for it, too.
 
-    It runs in a thread of its own, and gives a trioserve.asyncio.Engine.
+    It runs in a thread of its own, and gives a trioserve.asyncio.{getattr(new, "__name__", "Engine")}.
 
     {opens.__doc__}"""
     return open_for_asyncio
 
 
-open_asyncio_engine = _for_asyncio(open_engine)
+open_asyncio_engine = for_asyncio(open_engine, AsyncioEngine)
 """trioserve.asyncio.open_engine."""
 
 

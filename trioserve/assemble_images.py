@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import trio
 
-from trioserve.assemble import LoadProgress, LoadReport, default_served_name
+from trioserve.assemble import LoadProgress, LoadReport, default_served_name, for_asyncio
+from trioserve.asyncio.image_engine import ImageEngine as AsyncioImageEngine
 from trioserve.config import Config, engine_settings, make_config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
@@ -37,7 +38,7 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 if TYPE_CHECKING:
     from trioserve.model.diffusion.runner import DiffusionRunner
 
-__all__ = ["open_configured_image_engine", "open_image_engine"]
+__all__ = ["open_asyncio_image_engine", "open_configured_image_engine", "open_image_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,10 @@ async def open_image_engine(
     )
     async with open_configured_image_engine(config, kept_slots=kept_slots, step_pixels=step_pixels) as engine:
         yield engine
+
+
+open_asyncio_image_engine = for_asyncio(open_image_engine, AsyncioImageEngine)
+"""trioserve.asyncio.open_image_engine."""
 
 
 @asynccontextmanager

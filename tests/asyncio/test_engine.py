@@ -33,9 +33,12 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
+from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
+from trioserve.engine.images.image_stream import ImageStream as TrioImageStream
 from trioserve.engine.pooled_stream import PooledStream as TrioPooledStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.testing.fake_engine import InjectedFault, open_fake_engine
+from trioserve.text.output import merge
 from trioserve.text.response_parts import ContentText, ToolCallBegin, ToolCallEnd
 
 from .conftest import open_fake, until
@@ -58,11 +61,12 @@ async def text_of(engine: Engine, prompt: str = "a prompt", sampling: SamplingPa
 
 def test_every_method_is_there_with_the_same_parameters():
     """The public ones of the engine on Trio, but for those by which rooms drive it."""
-    for name, method in inspect.getmembers(TrioEngine, inspect.isfunction):
-        if not name.startswith("_") and name not in NOT_FOR_PROGRAMS:
-            ours = inspect.signature(getattr(Engine, name)).parameters
-            assert list(ours) == list(inspect.signature(method).parameters), name
-            assert getattr(Engine, name).__doc__, name
+    for ours, theirs in ((Engine, TrioEngine), (trioserve.asyncio.ImageEngine, TrioImageEngine)):
+        for name, method in inspect.getmembers(theirs, inspect.isfunction):
+            if not name.startswith("_") and name not in NOT_FOR_PROGRAMS:
+                parameters = inspect.signature(getattr(ours, name)).parameters
+                assert list(parameters) == list(inspect.signature(method).parameters), name
+                assert getattr(ours, name).__doc__, name
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,7 @@ def test_every_method_is_there_with_the_same_parameters():
     [
         (trioserve.asyncio.RequestStream, TrioStream),
         (trioserve.asyncio.PooledStream, TrioPooledStream),
+        (trioserve.asyncio.ImageStream, TrioImageStream),
     ],
 )
 def test_every_name_of_a_stream_is_there(ours, theirs):
@@ -78,7 +83,8 @@ def test_every_name_of_a_stream_is_there(ours, theirs):
 
 
 def test_open_engine_takes_what_the_one_on_trio_takes():
-    assert inspect.signature(trioserve.asyncio.open_engine) == inspect.signature(trioserve.open_engine)
+    for name in ("open_engine", "open_image_engine"):
+        assert inspect.signature(getattr(trioserve.asyncio, name)) == inspect.signature(getattr(trioserve, name))
     with pytest.raises(TypeError, match="port"):
         trioserve.asyncio.open_engine("smollm2", port=80)
 
@@ -232,7 +238,7 @@ def test_what_a_slow_reader_has_not_read_is_one_delta_a_choice(run):
 
 def test_a_reader_of_a_fast_engine_leaves_others_their_turn():
     async def program() -> None:
-        box, turns = DeltaBox(), []
+        box, turns = DeltaBox(merge), []
         for _ in range(3):
             box.put(Delta(index=0, text="a", token_ids=(97,)))
             asyncio.get_running_loop().call_soon(turns.append, 1)

@@ -10,19 +10,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioserve.assemble import open_asyncio_engine as open_engine
+    from trioserve.assemble_images import open_asyncio_image_engine as open_image_engine
     from trioserve.asyncio.disconnect import cancel_on_disconnect
     from trioserve.asyncio.engine import Engine
+    from trioserve.asyncio.image_engine import ImageEngine
+    from trioserve.asyncio.image_stream import ImageStream
     from trioserve.asyncio.pooled_stream import PooledStream
     from trioserve.asyncio.request_stream import RequestStream
 
-__all__ = ["Engine", "PooledStream", "RequestStream", "cancel_on_disconnect", "open_engine"]
+__all__ = [
+    "Engine",
+    "ImageEngine",
+    "ImageStream",
+    "PooledStream",
+    "RequestStream",
+    "cancel_on_disconnect",
+    "open_engine",
+    "open_image_engine",
+]
 
 _HOMES = {
     "Engine": ("trioserve.asyncio.engine", "Engine"),
+    "ImageEngine": ("trioserve.asyncio.image_engine", "ImageEngine"),
+    "ImageStream": ("trioserve.asyncio.image_stream", "ImageStream"),
     "PooledStream": ("trioserve.asyncio.pooled_stream", "PooledStream"),
     "RequestStream": ("trioserve.asyncio.request_stream", "RequestStream"),
     "cancel_on_disconnect": ("trioserve.asyncio.disconnect", "cancel_on_disconnect"),
     "open_engine": ("trioserve.assemble", "open_asyncio_engine"),
+    "open_image_engine": ("trioserve.assemble_images", "open_asyncio_image_engine"),
 }
 
 

@@ -5,29 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from trioserve.asyncio.thread_event import Waiters
-from trioserve.contracts.output import Delta
-from trioserve.text.output import merge
+from trioserve.contracts.output import AnyDelta
 
 __all__ = ["DeltaBox"]
 
 
-class DeltaBox:
-    """put and close in one thread; get and leave in asyncio tasks, of any loop."""
+DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
-    def __init__(self) -> None:
+
+class DeltaBox(Generic[DeltaT]):
+    """put and close in one thread; get and leave in asyncio tasks, of any loop. merge: two deltas of one choice that
+    follow each other, as one."""
+
+    def __init__(self, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
+        self._merge = merge
         self._lock = threading.Lock()
-        self._pending: dict[int, Delta] = {}
+        self._pending: dict[int, DeltaT] = {}
         self._end: BaseException | None = None  # raised behind what is pending
         self._is_left = False
         self._waiters = Waiters()
 
-    def put(self, delta: Delta) -> bool:
+    def put(self, delta: DeltaT) -> bool:
         """False: the loop of its reader was closed while it waited, and nobody will read any more."""
         with self._lock:
             before = self._pending.get(delta.index)
-            self._pending[delta.index] = delta if before is None else merge(before, delta)
+            self._pending[delta.index] = delta if before is None else self._merge(before, delta)
         return self._waiters.wake()
 
     def close(self, error: BaseException) -> None:
@@ -43,7 +49,7 @@ class DeltaBox:
             self._is_left = True
         self._waiters.wake()
 
-    async def get(self) -> Delta:
+    async def get(self) -> DeltaT:
         """Raises what it was closed with."""
         waiter = self._waiters.add()
         if self._has_something():
@@ -57,7 +63,7 @@ class DeltaBox:
             await waiter
             waiter = self._waiters.add()
 
-    def unread(self) -> tuple[Delta, ...]:
+    def unread(self) -> tuple[DeltaT, ...]:
         with self._lock:
             return tuple(self._pending.values())
 

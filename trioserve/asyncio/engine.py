@@ -1,24 +1,14 @@
-"""The engine as an asyncio program sees it: every method of the one on Trio, which runs in a thread of its own.
-
-A thread and not a guest of the asyncio loop: steps go on while a callback holds that loop up, a Ctrl-C finds Trio's
-insides never half done, and a loop may have several engines.
-"""
+"""The engine of texts as an asyncio program sees it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import trio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from trioserve.asyncio.pooled_stream import PooledStream
 from trioserve.asyncio.request_stream import RequestStream
-from trioserve.asyncio.trio_thread import NoteStarted, TrioTask, TrioThread
-from trioserve.contracts.errors import EngineFault
+from trioserve.asyncio.threaded_engine import ThreadedEngine, awaited, called, made, opened_in_a_thread
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
 from trioserve.engine.model_description import ModelDescription
@@ -26,81 +16,32 @@ from trioserve.engine.part_stream import PartStream
 
 __all__ = ["Engine", "in_a_thread"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-U = TypeVar("U")
 
+class Engine(ThreadedEngine[TrioEngine]):
+    """Made by trioserve.asyncio.open_engine; see ThreadedEngine."""
 
-def _called(method: Callable[Concatenate[TrioEngine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """The same method, which never waits, called in the engine's thread."""
-
-    @functools.wraps(method)
-    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.thread.call(functools.partial(method, self.on_trio, *args, **kwargs))
-
-    return call
-
-
-def _awaited(
-    method: Callable[Concatenate[TrioEngine, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]:
-    """The same method, run in the engine's thread."""
-
-    @functools.wraps(method)
-    async def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.thread.run(functools.partial(method, self.on_trio, *args, **kwargs))
-
-    return call
-
-
-def _made(
-    method: Callable[Concatenate[TrioEngine, P], T], new: Callable[[TrioThread, T], U]
-) -> Callable[Concatenate[Engine, P], U]:
-    """The same method, which gives something to be entered."""
-
-    @functools.wraps(method)
-    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> U:
-        return new(self.thread, method(self.on_trio, *args, **kwargs))
-
-    return call
-
-
-class Engine:
-    """Made by trioserve.asyncio.open_engine. To be used in asyncio tasks, of one loop or of several.
-
-    Methods that never wait on Trio are plain calls here, too. The engine's thread does what they ask, and the caller's
-    loop is held up until it is their turn, which is soon: nothing blocks that thread.
-
-    thread, on_trio: for rooms that bring more than this to asyncio: where the engine runs, and itself, which is to be
-    touched there alone.
-    """
-
-    def __init__(self, thread: TrioThread, engine: TrioEngine) -> None:
-        self.thread = thread
-        self.on_trio = engine
-
-    generate = _made(TrioEngine.generate, RequestStream)
-    embed = _made(TrioEngine.embed, PooledStream)
-    abort = _called(TrioEngine.abort)
-    cut_off = _called(TrioEngine.cut_off)
-    abort_all = _called(TrioEngine.abort_all)
-    hand_over = _called(TrioEngine.hand_over)
-    end_thoughts = _called(TrioEngine.end_thoughts)
-    live_requests = _called(TrioEngine.live_requests)
-    stats = _called(TrioEngine.stats)
-    load = _called(TrioEngine.load)
-    sleep = _awaited(TrioEngine.sleep)
-    wake_up = _awaited(TrioEngine.wake_up)
-    drain = _called(TrioEngine.drain)
-    pause_generation = _awaited(TrioEngine.pause_generation)
-    reset_prefix_cache = _called(TrioEngine.reset_prefix_cache)
-    resume_generation = _called(TrioEngine.resume_generation)
-    update_weights = _awaited(TrioEngine.update_weights)
-    wait_until_idle = _awaited(TrioEngine.wait_until_idle)
-    load_adapter = _awaited(TrioEngine.load_adapter)
-    unload_adapter = _awaited(TrioEngine.unload_adapter)
-    encode = _awaited(TrioEngine.encode)
-    decode = _awaited(TrioEngine.decode)
+    generate = made(TrioEngine.generate, RequestStream)
+    embed = made(TrioEngine.embed, PooledStream)
+    abort = called(TrioEngine.abort)
+    cut_off = called(TrioEngine.cut_off)
+    abort_all = called(TrioEngine.abort_all)
+    hand_over = called(TrioEngine.hand_over)
+    end_thoughts = called(TrioEngine.end_thoughts)
+    live_requests = called(TrioEngine.live_requests)
+    stats = called(TrioEngine.stats)
+    load = called(TrioEngine.load)
+    sleep = awaited(TrioEngine.sleep)
+    wake_up = awaited(TrioEngine.wake_up)
+    drain = called(TrioEngine.drain)
+    pause_generation = awaited(TrioEngine.pause_generation)
+    reset_prefix_cache = called(TrioEngine.reset_prefix_cache)
+    resume_generation = called(TrioEngine.resume_generation)
+    update_weights = awaited(TrioEngine.update_weights)
+    wait_until_idle = awaited(TrioEngine.wait_until_idle)
+    load_adapter = awaited(TrioEngine.load_adapter)
+    unload_adapter = awaited(TrioEngine.unload_adapter)
+    encode = awaited(TrioEngine.encode)
+    decode = awaited(TrioEngine.decode)
 
     def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
         """What a chat's response consists of: content, thoughts and calls, as the model's family writes them.
@@ -125,84 +66,13 @@ class Engine:
         return self.on_trio.default_sampling
 
     @property
-    def ready(self) -> bool:
-        """Whether a new request would be taken, a full queue apart."""
-        return self.thread.call(lambda: self.on_trio.ready)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no step begins until resume_generation."""
-        return self.thread.call(lambda: self.on_trio.is_paused)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether it has given memory back, or is about to, until all is there again."""
-        return self.thread.call(lambda: self.on_trio.is_sleeping)
-
-    @property
     def weight_version(self) -> str:
         """Of the weights that it computes with: "default" until they are replaced."""
         return self.thread.call(lambda: self.on_trio.weight_version)
 
-    @property
-    def has_half_weights(self) -> bool:
-        """Whether an update of the weights has ended halfway, so that nothing is computed until another one is
-        whole."""
-        return self.thread.call(lambda: self.on_trio.has_half_weights)
 
-    @property
-    def fault(self) -> EngineFault | None:
-        """What it broke with, for good."""
-        return self.on_trio.fault
-
-
-@asynccontextmanager
-async def in_a_thread(open_engine: Callable[[], AbstractAsyncContextManager[TrioEngine]]) -> AsyncIterator[Engine]:
-    """An engine that is opened in a Trio run of its own. Leaving is what leaving it there is, and leaves no thread;
-    its requests end together with it: whoever reads one elsewhere gets AlreadyEnded.
-
-    Raises what that raises: EngineFault cancels the body before, as on Trio."""
-    async with TrioThread() as thread:
-        opened: list[TrioEngine] = []
-
-        async def keep(note_started: NoteStarted) -> None:
-            async with open_engine() as engine:
-                opened.append(engine)
-                note_started()
-                await trio.sleep_forever()
-
-        task = thread.begin(keep)
-        await task.started.wait(cancel=task.cancel)
-        if opened:
-            with contextlib.suppress(_Broken):
-                async with _cancelled_at_the_end_of(task):
-                    yield Engine(thread, opened[0])
-    task.raise_failure()
-    assert opened, "it ended before it was opened, and nobody knows why"
-
-
-class _Broken(Exception):
-    """The body was cancelled, since the engine is over."""
-
-
-@asynccontextmanager
-async def _cancelled_at_the_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
-    """Raises _Broken when the task has ended before the body, and has cancelled it."""
-    is_inside = True
-
-    def cancel_body(_ended: asyncio.Future[None]) -> None:
-        if is_inside:
-            patience.reschedule(asyncio.get_running_loop().time())
-
-    ended = task.ended.future()
-    try:
-        async with asyncio.timeout(None) as patience:
-            ended.add_done_callback(cancel_body)
-            try:
-                yield
-            finally:
-                is_inside = False
-    except TimeoutError:
-        if not patience.expired():
-            raise
-        raise _Broken from None
+def in_a_thread(
+    open_engine: Callable[[], AbstractAsyncContextManager[TrioEngine]],
+) -> AbstractAsyncContextManager[Engine]:
+    """See opened_in_a_thread."""
+    return opened_in_a_thread(open_engine, Engine)

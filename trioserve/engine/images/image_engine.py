@@ -181,6 +181,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         )
 
     def abort_all(self, message: str) -> None:
+        """End every request; readers get a last delta for each picture that is not made, with this message."""
         for request in self._requests:
             self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=SERVER_STOPPING)
 

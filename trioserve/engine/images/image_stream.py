@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import AsyncIterable, Generator
 from typing import Any
 
 from trioserve.contracts.image_generation import ImageDelta, Picture
@@ -10,7 +10,7 @@ from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.shell.error_of_end import error_of
 from trioserve.engine.shell.scope_stream import ScopeStream
 
-__all__ = ["ImageStream"]
+__all__ = ["ImageStream", "pictures_of"]
 
 
 class ImageStream(ScopeStream[OpenImage, ImageDelta]):
@@ -30,14 +30,7 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
     async def pictures(self) -> tuple[Picture, ...]:
         """All that were asked for, in their order, when each is made. Raises RequestFailed, RequestAborted or
         DeadlinePassed for the first one that is not, and EngineFault."""
-        made: dict[int, Picture] = {}
-        async for delta in self:
-            if (error := error_of(delta)) is not None:
-                raise error
-            if delta.finish_reason is not None:
-                assert delta.picture is not None, "a picture is made, and is not there"
-                made[delta.index] = delta.picture
-        return tuple(made[index] for index in range(len(self.seeds)))
+        return await pictures_of(self)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -54,3 +47,15 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
         """Width and height of each picture; known once it is entered."""
         task = self._request.wanted.task
         return task.width, task.height
+
+
+async def pictures_of(deltas: AsyncIterable[ImageDelta]) -> tuple[Picture, ...]:
+    """See ImageStream.pictures."""
+    made: dict[int, Picture] = {}
+    async for delta in deltas:
+        if (error := error_of(delta)) is not None:
+            raise error
+        if delta.finish_reason is not None:
+            assert delta.picture is not None, "a picture is made, and is not there"
+            made[delta.index] = delta.picture
+    return tuple(made[index] for index in sorted(made))

@@ -4,6 +4,8 @@ been told that it is.
 
 from __future__ import annotations
 
+import msgspec
+
 from trioserve.admission.local_endpoint import local_request
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
@@ -15,7 +17,7 @@ from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.images.image_preparation import WantedImage
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope
 
-__all__ = ["ImageChoice", "OpenImage"]
+__all__ = ["ImageChoice", "OpenImage", "merge"]
 
 
 class ImageChoice(RequestPart["OpenImage"]):
@@ -72,10 +74,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
         return local_request((self.prompt,), tenant=self.tenant, priority=self.priority, sequences=self.sequence_count)
 
     def merged(self, pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
-        """The later one says how far it is; a picture that was not read stays until there is a newer one, or an end."""
-        if delta.picture is not None or delta.finish_reason is not None or pending.picture is None:
-            return delta
-        return self.delta(self.choices[delta.index], pending.picture)
+        return merge(pending, delta)
 
     def delta(self, choice: ImageChoice, picture: Picture | None) -> ImageDelta:
         """How far a picture is now, and what it is by now."""
@@ -113,3 +112,11 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
                 stop_reason=stop_reason,
             )
         )
+
+
+def merge(pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
+    """Two deltas of one picture that follow each other, as one. The later one says how far it is; a picture that was
+    not read stays until there is a newer one, or an end."""
+    if delta.picture is not None or delta.finish_reason is not None or pending.picture is None:
+        return delta
+    return msgspec.structs.replace(delta, picture=pending.picture)

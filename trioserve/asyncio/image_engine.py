@@ -1,0 +1,37 @@
+"""The engine of pictures as an asyncio program sees it."""
+
+from __future__ import annotations
+
+from trioserve.asyncio.image_stream import ImageStream
+from trioserve.asyncio.threaded_engine import ThreadedEngine, awaited, called, made
+from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
+from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
+
+__all__ = ["ImageEngine"]
+
+
+class ImageEngine(ThreadedEngine[TrioImageEngine]):
+    """Made by trioserve.asyncio.open_image_engine; see ThreadedEngine."""
+
+    generate_image = made(TrioImageEngine.generate_image, ImageStream)
+    abort = called(TrioImageEngine.abort)
+    abort_all = called(TrioImageEngine.abort_all)
+    live_requests = called(TrioImageEngine.live_requests)
+    stats = called(TrioImageEngine.stats)
+    load = called(TrioImageEngine.load)
+    sleep = awaited(TrioImageEngine.sleep)
+    wake_up = awaited(TrioImageEngine.wake_up)
+    drain = called(TrioImageEngine.drain)
+    pause_generation = awaited(TrioImageEngine.pause_generation)
+    resume_generation = called(TrioImageEngine.resume_generation)
+    wait_until_idle = awaited(TrioImageEngine.wait_until_idle)
+
+    @property
+    def model(self) -> ImageModelDescription:
+        """What is served."""
+        return self.on_trio.model
+
+    @property
+    def limits(self) -> ImageRequestLimits:
+        """What is taken of callers beside what the model takes."""
+        return self.on_trio.limits
