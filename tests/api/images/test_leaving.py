@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.unsent_pictures import UnsentPictures
 from trioserve.contracts.image_generation import ImageRequestLimits, Picture
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
@@ -146,4 +148,36 @@ async def test_a_whole_response_that_nobody_takes_holds_nothing_of_the_engine() 
             assert server.server.counters().exchanges_open == 1
             assert slots_used(server) == 0
             assert not server.engine.live_requests()
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_pictures_that_nobody_takes_have_a_bound(is_streamed: bool) -> None:
+    model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
+    unsent = UnsentPictures(1_000_000)
+    async with open_memory_image_server(model=model, new_executor=Noise, unsent=unsent) as server:
+        body = {**BODY, "size": "512x512", "stream": is_streamed}
+        async with server.client().ask(GENERATIONS, body):
+            await wait_all_tasks_blocked()
+            assert unsent.byte_count > 2 * 512 * 512 * 3
+            refused = await server.client().post(GENERATIONS, {"prompt": "a cat"})
+            assert refused.status == 429
+            assert refused.headers["x-trioserve-reason"] == "unsent_pictures"
+        await server.assert_all_free()
+        assert unsent.byte_count == 0
+        assert (await server.client().post(GENERATIONS, {"prompt": "a cat"})).status == 200
+        assert unsent.byte_count == 0
+
+
+async def test_a_changed_picture_that_nobody_takes_lets_go_of_what_it_was_made_of() -> None:
+    model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
+    edits = EditPlaces(1)
+    file = io.BytesIO()
+    Image.effect_noise((16, 16), 80).save(file, "PNG")
+    content, content_type = multipart(("prompt", "p"), ("size", "512x512"), ("image", file.getvalue(), "a.png"))
+    async with open_memory_image_server(model=model, new_executor=Noise, edits=edits) as server:
+        async with server.client().ask(EDITS, content, headers={"content-type": content_type}):
+            await wait_all_tasks_blocked()
+            assert server.server.counters().exchanges_open == 1
+            assert edits.taken_count == 0
         await server.assert_all_free()

@@ -11,6 +11,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 if TYPE_CHECKING:
     from trioserve.api.images.edit_places import EditPlaces
     from trioserve.api.images.picture_threads import PictureThreads
+    from trioserve.api.images.unsent_pictures import UnsentPictures
     from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
@@ -35,7 +36,7 @@ class ImageContext(EngineContext):
     """Handlers get one of these, and answer it once.
 
     threads: where pictures are written and read. uploads: what is taken of images that are to be changed, edits: and of
-    how many at a time.
+    how many at a time. unsent: what clients have not taken.
     streams: those that it has made. steps_done: of each picture, as its client was told.
     """
 
@@ -50,6 +51,7 @@ class ImageContext(EngineContext):
         threads: PictureThreads,
         uploads: ImageLimits,
         edits: EditPlaces,
+        unsent: UnsentPictures,
         rules: AccessRules,
         routers_heard: RoutersHeard,
         tenant_header: str,
@@ -59,6 +61,7 @@ class ImageContext(EngineContext):
         self.threads = threads
         self.uploads = uploads
         self.edits = edits
+        self.unsent = unsent
         self.streams: list[ImageStream] = []
         self.steps_done: dict[int, int] = {}
 

@@ -19,6 +19,7 @@ from trioserve.api.images.image_models import list_image_models, read_image_mode
 from trioserve.api.images.live_images import list_image_requests
 from trioserve.api.images.picture_threads import PictureThreads
 from trioserve.api.images.pictures import EDITS_PATH, GENERATIONS_PATH, change_images, create_images
+from trioserve.api.images.unsent_pictures import UnsentPictures
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.debug import TASKS_PATH, read_tasks
@@ -101,8 +102,8 @@ IMAGE_TEMPLATES: tuple[Route[ImageContext], ...] = (
 class ImageApp(BaseApp[ImageContext]):
     """The handler of a server with an engine that makes pictures; the options are those of App.
 
-    uploads: what is taken of images that are to be changed; edits: how many of them at a time. threads: where pictures
-    are written and read.
+    uploads: what is taken of images that are to be changed; edits: how many of them at a time. unsent: how much clients
+    may leave untaken. threads: where pictures are written and read.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class ImageApp(BaseApp[ImageContext]):
         clock_and_ids: ClockAndIds | None = None,
         uploads: ImageLimits | None = None,
         edits: EditPlaces | None = None,
+        unsent: UnsentPictures | None = None,
         threads: PictureThreads | None = None,
         page: PageSettings | None = None,
         tracer: Tracer = NO_TRACER,
@@ -133,6 +135,7 @@ class ImageApp(BaseApp[ImageContext]):
         # What is to be changed may be as large as what is made: it is kept until it has been.
         self._uploads = uploads or ImageLimits(pixels_max=engine.limits.pixels_max)
         self._edits = edits or EditPlaces()
+        self._unsent = unsent or UnsentPictures()
         self._threads = threads or PictureThreads()
         self._routers_heard = RoutersHeard(trio.current_time)
         self._page = page or PageSettings()
@@ -172,6 +175,7 @@ class ImageApp(BaseApp[ImageContext]):
             threads=self._threads,
             uploads=self._uploads,
             edits=self._edits,
+            unsent=self._unsent,
             rules=self._keys.rules,
             routers_heard=self._routers_heard,
             tenant_header=self._tenant_header,

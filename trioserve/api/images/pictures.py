@@ -1,6 +1,7 @@
 """POST /v1/images/generations and /v1/images/edits: a prompt in, pictures out, whole or as they become.
 
-The request's scope is left before a whole response is written to its client. In a stream, a picture that is being
+The request's scope is left, and an image that was changed let go, before a whole response is written to its client. In
+a stream, a picture that is being
 written as a file, or sent, holds nothing of the engine's but its request's place: leaving gives back the others.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -20,6 +21,7 @@ from trioserve.api.images.edit_form import EditForm, parsed_edit
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.picture_writer import EventKind, PictureWriter
 from trioserve.api.images.request_types import ImageBody, ImageEditBody, ImageGenerationBody
+from trioserve.api.images.unsent_pictures import UnsentShare
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import ImageDelta, ImageParams
@@ -40,7 +42,9 @@ async def create_images(context: ImageContext) -> None:
     body = await context.body(ImageGenerationBody)
     model = context.model_name(body.model)
     body.check()
-    await _respond(context, body, body.params(), "image_generation", model)
+    with context.unsent.share() as share:
+        made = await _made(context, body, body.params(), "image_generation", model, share)
+        await _finish(context, made)
 
 
 async def change_images(context: ImageContext) -> None:
@@ -52,11 +56,13 @@ async def change_images(context: ImageContext) -> None:
             param="image",
         )
     raw = await context.exchange.body()
-    with context.edits.taken():
-        await _change(context, raw)
+    with context.unsent.share() as share:
+        with context.edits.taken():
+            made = await _changed(context, raw, share)
+        await _finish(context, made)
 
 
-async def _change(context: ImageContext, raw: bytes) -> None:
+async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> WholeResponse | None:
     content_type = context.exchange.headers.get("content-type")
     if len(raw) <= INLINE_BYTES_MAX:
         form = parsed_edit(raw, content_type)
@@ -65,7 +71,15 @@ async def _change(context: ImageContext, raw: bytes) -> None:
     model = context.model_name(form.body.model)
     form.body.check()
     params = await context.threads.run(partial(_edit_params, form, context.uploads))
-    await _respond(context, form.body, params, "image_edit", model)
+    return await _made(context, form.body, params, "image_edit", model, share)
+
+
+class WholeResponse(NamedTuple):
+    """begin, end: what stands around the entries."""
+
+    begin: bytes
+    entries: list[bytes]
+    end: bytes
 
 
 def _edit_params(form: EditForm, limits: ImageLimits) -> ImageParams:
@@ -76,7 +90,10 @@ def _edit_params(form: EditForm, limits: ImageLimits) -> ImageParams:
     return body.edit_params(image, mask)
 
 
-async def _respond(context: ImageContext, body: ImageBody, params: ImageParams, kind: EventKind, model: str) -> None:
+async def _made(
+    context: ImageContext, body: ImageBody, params: ImageParams, kind: EventKind, model: str, share: UnsentShare
+) -> WholeResponse | None:
+    """What _finish has to send; the request's scope is left. share: counts what waits to be sent."""
     form = body.picture_format()
     deadlines = deadlines_of(body, context.exchange.headers)
     created_at = context.clock_and_ids.unix_seconds()
@@ -93,40 +110,51 @@ async def _respond(context: ImageContext, body: ImageBody, params: ImageParams, 
                 given=params.image,
             )
             if body.stream:
-                await _stream(context, stream, writer, tells_progress=body.wants_progress)
+                await _stream(context, stream, writer, share, tells_progress=body.wants_progress)
             else:
-                entries = await _collect(context, stream, writer)
+                entries = await _collect(context, stream, writer, share)
     except InvalidRequest as error:
         raise body.as_sent(error) from None
-    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
+        return None
+    head = {"id": f"img-{context.request_id}", "model": model}
+    begin, end = writer.around(head, steps=sum(context.steps_done.values()))
+    return WholeResponse(begin, entries, end)
+
+
+async def _finish(context: ImageContext, made: WholeResponse | None) -> None:
+    """The engine's part is over: a slow client keeps nothing but its own bytes waiting."""
+    if made is None:
         await context.finish()
     else:
-        head = {"id": f"img-{context.request_id}", "model": model}
-        await _send_whole(context, entries, writer.around(head, steps=sum(context.steps_done.values())))
+        await _send_whole(context, made)
 
 
-async def _collect(context: ImageContext, stream: ImageStream, writer: PictureWriter) -> list[bytes]:
+async def _collect(
+    context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare
+) -> list[bytes]:
     """Each picture as an entry of a whole response, in their order. Those that are made are written while others are
     computed."""
     entries: dict[int, bytes] = {}
     async for delta in stream:
         _note(context, delta)
         if delta.finish_reason is not None:
-            entries[delta.index] = await context.threads.run(partial(writer.entry, delta))
+            entry = entries[delta.index] = await context.threads.run(partial(writer.entry, delta))
+            share.hold(share.byte_count + len(entry))
     return [entries[index] for index in sorted(entries)]
 
 
-async def _send_whole(context: ImageContext, entries: list[bytes], around: tuple[bytes, bytes]) -> None:
+async def _send_whole(context: ImageContext, made: WholeResponse) -> None:
     """Piece by piece: all of them together may be large."""
-    begin, end = around
     await context.start_bytes("application/json")
-    for index, entry in enumerate(entries):
-        await context.exchange.send(b"," + entry if index else begin + entry)
-    await context.finish(end)
+    for index, entry in enumerate(made.entries):
+        await context.exchange.send(b"," + entry if index else made.begin + entry)
+    await context.finish(made.end)
 
 
-async def _stream(context: ImageContext, stream: ImageStream, writer: PictureWriter, *, tells_progress: bool) -> None:
+async def _stream(
+    context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare, *, tells_progress: bool
+) -> None:
     """Until the last picture is sent. KEEP_ALIVE goes out when nothing else has for a while."""
     end = await stream.wait_until_begun()
     if end is not None:
@@ -134,6 +162,7 @@ async def _stream(context: ImageContext, stream: ImageStream, writer: PictureWri
     await context.start_events()
     send = context.exchange.send
     partial_counts: Counter[int] = Counter()
+    left_count = len(stream.seeds)  # pictures that are not sent
     deltas = aiter(stream)
     alive_at = trio.current_time() + KEEP_ALIVE_SECONDS
     while True:
@@ -155,7 +184,10 @@ async def _stream(context: ImageContext, stream: ImageStream, writer: PictureWri
                 event = writer.progress(delta)
             elif trio.current_time() < alive_at:
                 continue
+        share.hold(len(event) * left_count)  # the others, which wait behind it, are as large
         await send(event)
+        share.hold(0)
+        left_count -= delta is not None and delta.finish_reason is not None
         alive_at = trio.current_time() + KEEP_ALIVE_SECONDS
 
 
