@@ -18,12 +18,18 @@ SAYS = {
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],
     "same_bits.py": ["in company: True", "as a prompt: True"],
     "train_digits.py": ["autoencoder: step 1 of 1, loss", "transformer: step 3 of 3, loss", "the model is in"],
+    "grpo.py": ["iteration 2: reward ", " cut off, ", " continued, ", "leaked blocks: 0"],
     "leave_during_prefill.py": ["in the middle of its prompt: {", "a step later: []"],
 }
 
 
-ARGUMENTS = {"train_digits.py": ["--steps", "4"]}  # how long it learns is not what is looked at here
+FEW_ROLLOUTS = ["--iterations", "2", "--prompts", "2", "--group", "2", "--tokens", "4"]
+ARGUMENTS = {  # how long it learns is not what is looked at here
+    "grpo.py": FEW_ROLLOUTS,
+    "train_digits.py": ["--steps", "4"],
+}
 
+SECONDS_MAX = 300  # most take a few seconds; those that train wait for their turn where tests run side by side
 RUN_ELSEWHERE = ["ray_data.py"]  # tests/ray/test_ray_data.py
 
 
@@ -39,7 +45,7 @@ def test_an_example_says_what_it_should(name, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS_MAX,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -47,6 +53,21 @@ def test_an_example_says_what_it_should(name, tmp_path):
         assert words in ran.stdout, ran.stdout
     if name == "train_digits.py":
         check_model_of_digits(tmp_path / "build" / "digits")
+
+
+@pytest.mark.slow
+def test_a_model_learns_over_http_what_it_learns_in_the_program_itself():
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", EXAMPLES / "grpo.py", "--http", *FEW_ROLLOUTS],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("iteration ")]
+    assert len(lines) == 2
+    assert all(line.endswith("leaked blocks: 0") for line in lines), lines
 
 
 def check_model_of_digits(path):
