@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -28,7 +28,7 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.images import ImageEncoder, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
-from trioserve.contracts.weights import SharedWeights, WeightSource
+from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterPlace, Adapters
@@ -43,7 +43,7 @@ from trioserve.engine.model_description import PooledModel
 from trioserve.engine.rank_metrics import show_ranks
 from trioserve.engine.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
-from trioserve.engine.threaded_weights import ThreadedWeights, WrittenWeights
+from trioserve.engine.threaded_weights import SentWeights, ThreadedWeights, WrittenWeights
 from trioserve.engine.weight_updates import WeightPlace
 from trioserve.metrics.registry import Metrics
 from trioserve.model.adapter_weights import AdapterWeights
@@ -64,6 +64,7 @@ from trioserve.model.number_formats import Dtype
 from trioserve.model.parallel.shares import share_of
 from trioserve.model.parallel.stages import cache_shares, stage_configs
 from trioserve.model.settings import ModelSettings
+from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors
 from trioserve.proxy.discovery.ray import check_ray_is_installed
 from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
@@ -345,13 +346,14 @@ async def open_configured_engine(
     with errors_unwrapped():
         async with TextThreads() as text:
             opening = _Opening(config, transfers, text, on_progress, on_loaded)
-            async with trio.open_nursery() as nursery:
-                engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
-                nursery.start_soon(engine.keep_deadlines)
-                for module in modules:
-                    await engine.load_adapter(module.name, module.path)
-                yield engine
-                nursery.cancel_scope.cancel()
+            with closing(opening.trainer_groups):
+                async with trio.open_nursery() as nursery:
+                    engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
+                    nursery.start_soon(engine.keep_deadlines)
+                    for module in modules:
+                        await engine.load_adapter(module.name, module.path)
+                    yield engine
+                    nursery.cancel_scope.cancel()
 
 
 class _Opening:
@@ -395,6 +397,7 @@ class _Opening:
             reserved_names=self._served_names,
         )
         self._adapter_dtype: Dtype = "float32"
+        self.trainer_groups = TrainerGroups()
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[EngineParts]:
@@ -600,7 +603,7 @@ class _Opening:
                 _AdapterPlace(runner, compute),
                 lambda: compute.run(runner.claim_memory),
                 _image_encoder(runner, compute),
-                weights=_weight_place(runner, compute),
+                weights=_weight_place(runner, compute, self.trainer_groups),
             )
         finally:
             for made in runners:
@@ -990,7 +993,9 @@ def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EnginePa
     return runner.why_kept or _Nap(runner, compute, new_parts)
 
 
-def _weight_place(runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> WeightPlace | str:
+def _weight_place(
+    runner: ModelRunner | EncoderRunner, compute: WorkerThread, groups: TrainerGroups
+) -> WeightPlace | str:
     from trioserve.model.runner import ModelRunner
 
     if not isinstance(runner, ModelRunner):
@@ -999,9 +1004,15 @@ def _weight_place(runner: ModelRunner | EncoderRunner, compute: WorkerThread) ->
     def look(source: WeightSource) -> WrittenWeights:
         from trioserve.model.weight_replacement import StoredWeights
 
+        assert not isinstance(source, BroadcastWeights), "those are sent"
         return StoredWeights(runner, source if isinstance(source, SharedWeights) else Path(source))
 
-    return ThreadedWeights(look, compute)
+    def look_at_sent(source: BroadcastWeights) -> SentWeights:
+        from trioserve.model.weight_replacement import ArrivingWeights
+
+        return ArrivingWeights(runner, arriving_tensors(source))
+
+    return ThreadedWeights(look, look_at_sent, groups, compute)
 
 
 class _AdapterPlace:

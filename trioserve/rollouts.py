@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PublishedWeights", "publish_weights"]
+__all__ = ["PublishedWeights", "WeightsGroup", "described_weights", "publish_weights"]
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """What safetensors calls them."""
@@ -66,6 +66,56 @@ class PublishedWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class WeightsGroup:
+    """A group of torch.distributed in which this process, rank 0, sends engines weights. Making it waits until every
+    engine was told to join (POST /init_weights_update_group): tell them in another thread. It is gloo's, beside any
+    default group that the process has."""
+
+    def __init__(
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        *,
+        group_name: str = "weight_update_group",
+        seconds_max: float = 60.0,
+    ) -> None:
+        """This process listens at the address. seconds_max: how long the others may take to come, and each tensor.
+        Raises trioserve.contracts.errors.StartupError if they do not come."""
+        from trioserve.model.parallel.trainer_group import TrainerGroup
+
+        self._group = TrainerGroup(
+            master_address=master_address,
+            master_port=master_port,
+            rank=0,
+            world_size=world_size,
+            group_name=group_name,
+            seconds_max=seconds_max,
+        )
+
+    def send(self, tensors: Mapping[str, Any]) -> None:
+        """Every tensor in its turn, to engines that were told of them (described_weights) by POST
+        /update_weights_from_distributed: tell them in another thread. Raises RuntimeError if one does not take it."""
+        for tensor in tensors.values():
+            self._group.broadcast(tensor.detach().cpu().contiguous())
+
+    def close(self) -> None:
+        """Leave it."""
+        self._group.leave()
+
+
+def described_weights(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What is going to be sent, as the fields of POST /update_weights_from_distributed. Raises ValueError for a type
+    that weights do not have."""
+    for key, tensor in tensors.items():
+        _form(key, tensor)
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
 
 
 def publish_weights(tensors: Mapping[str, Any], name: str | None = None) -> PublishedWeights:

@@ -135,10 +135,29 @@ async def test_abort_all_requests_ends_them(autojump_clock):
         assert server.engine.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize("path", [DISK, "/update_weights_from_shared_memory"])
+@pytest.mark.parametrize("path", [DISK, "/update_weights_from_shared_memory", "/init_weights_update_group"])
 async def test_weights_are_the_admins_to_replace(autojump_clock, path: str):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):
             client = server.client(headers={"authorization": f"Bearer {key}"})
-            async with client.ask(path, {"model_path": "b", "name": "b"}) as response:
+            group = {"master_address": "127.0.0.1", "master_port": 29600, "rank_offset": 1, "world_size": 2}
+            async with client.ask(path, {"model_path": "b", "name": "b", **group}) as response:
                 assert await response.head() == status, key
+
+
+async def test_a_trainer_sends_them_in_a_group(autojump_clock):
+    async with open_memory_server() as server:
+        group = {"master_address": "127.0.0.1", "master_port": 29600, "rank_offset": 1, "world_size": 2}
+        for wrong, param in (({"backend": "nccl"}, "backend"), ({"master_port": "here"}, "master_port")):
+            status, answer = await ask(server, "/init_weights_update_group", {**group, **wrong})
+            assert (status, answer["error"]["param"]) == (400, param)
+        status, answer = await ask(server, "/init_weights_update_group", {**group, "rank_offset": 0})
+        assert (status, answer["success"]) == (400, False)
+        status, answer = await ask(server, "/init_weights_update_group", {**group, "group_name": "g"})
+        assert (status, answer["success"]) == (200, True)
+        sent = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g", "weight_version": "sent"}
+        status, answer = await ask(server, "/update_weights_from_distributed", sent)
+        assert (status, answer["success"], answer["weight_version"]) == (200, True, "sent")
+        assert (await ask(server, "/update_weights_from_distributed", {**sent, "load_format": "flat"}))[0] == 400
+        for status in (200, 400):
+            assert (await ask(server, "/destroy_weights_update_group", {"group_name": "g"}))[0] == status

@@ -253,6 +253,7 @@ OF_ONE_ENGINE = (
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
     *("/reset_prefix_cache", "/flush_cache", "/abort_request"),
     *("/update_weights_from_disk", "/update_weights_from_shared_memory", "/get_weight_version"),
+    *("/update_weights_from_distributed", "/init_weights_update_group", "/destroy_weights_update_group"),
     *("/sleep", "/wake_up", "/is_sleeping"),
 )
 

@@ -53,8 +53,11 @@ from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
 from trioserve.api.operations.thoughts import control_request
 from trioserve.api.operations.weights import (
+    destroy_weights_update_group,
+    init_weights_update_group,
     read_weight_version,
     update_weights_from_disk,
+    update_weights_from_distributed,
     update_weights_from_shared_memory,
 )
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
@@ -130,6 +133,9 @@ ROUTES = {
         Route(path="/flush_cache", operations={"POST": flush_cache, "GET": flush_cache}),
         Route(path="/update_weights_from_disk", operations={"POST": update_weights_from_disk}),
         Route(path="/update_weights_from_shared_memory", operations={"POST": update_weights_from_shared_memory}),
+        Route(path="/update_weights_from_distributed", operations={"POST": update_weights_from_distributed}),
+        Route(path="/init_weights_update_group", operations={"POST": init_weights_update_group}),
+        Route(path="/destroy_weights_update_group", operations={"POST": destroy_weights_update_group}),
         Route(path="/get_weight_version", operations={"GET": read_weight_version}),
         Route(path="/sleep", operations={"POST": sleep}),
         Route(path="/wake_up", operations={"POST": wake_up}),

@@ -37,6 +37,8 @@ class Engine(ThreadedEngine[TrioEngine]):
     reset_prefix_cache = called(TrioEngine.reset_prefix_cache)
     resume_generation = called(TrioEngine.resume_generation)
     update_weights = awaited(TrioEngine.update_weights)
+    init_weights_update_group = awaited(TrioEngine.init_weights_update_group)
+    destroy_weights_update_group = awaited(TrioEngine.destroy_weights_update_group)
     wait_until_idle = awaited(TrioEngine.wait_until_idle)
     load_adapter = awaited(TrioEngine.load_adapter)
     unload_adapter = awaited(TrioEngine.unload_adapter)

@@ -10,8 +10,11 @@ import msgspec
 
 __all__ = [
     "INITIAL_WEIGHTS",
+    "WEIGHT_GROUP",
+    "BroadcastWeights",
     "ReplacementState",
     "SharedWeights",
+    "WeightGroup",
     "WeightSource",
     "WeightVersions",
     "joined_versions",
@@ -23,6 +26,9 @@ INITIAL_WEIGHTS = "default"
 """The version of the weights that an engine was opened with, as SGLang calls it."""
 
 _WEIGHTS = "weights:"
+
+WEIGHT_GROUP = "weight_update_group"
+"""What SGLang calls a group that has no other name."""
 
 WeightVersions: TypeAlias = tuple[tuple[str, int], ...]
 """Of tokens in a row: a version and how many of them it sampled, again and again. Versions are compared by equality
@@ -44,7 +50,29 @@ class SharedWeights(msgspec.Struct, frozen=True):
     name: str
 
 
-WeightSource: TypeAlias = str | SharedWeights
+class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent by rank 0 of a torch.distributed group that the engine has joined, one after the other in this order. names:
+    those of the model's checkpoint. dtypes: bfloat16, float16 or float32, of each."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    group_name: str = WEIGHT_GROUP
+
+
+class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group to be joined, as its rank: rank 0 is the trainer, which listens at this address. seconds_max: how long
+    the others may be waited for, and each tensor later on."""
+
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    group_name: str = WEIGHT_GROUP
+    seconds_max: float = 60.0
+
+
+WeightSource: TypeAlias = str | SharedWeights | BroadcastWeights
 """A path is that of a directory or file from which the model could be opened."""
 
 

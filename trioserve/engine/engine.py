@@ -40,6 +40,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
+from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapter_metrics import show_adapters
@@ -360,7 +361,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
         source: where they are; all tensors of the model, by the names of its checkpoint, in bfloat16, float16 or
             float32. A path is that of a directory or a file from which the model could be opened; SharedWeights lie in
-            shared memory.
+            shared memory, and BroadcastWeights are sent (init_weights_update_group).
         version: what the new ones are called in deltas; the prefix cache takes equal versions for equal weights.
             Default: a new name.
         in_flight: what becomes of requests that have begun: "keep" goes on with the KV that it has, "recompute"
@@ -368,10 +369,22 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
         Raises InvalidRequest, and has changed nothing, for weights that are not this model's, or cannot be replaced
         here. Raises WeightsLost where they came only in part: then the engine holds everything up until another update
-        is whole. Leaving while they are written waits for that. Raises Draining, EngineReopening and EngineFault.
+        is whole. Leaving while they are written waits for that, unless they are sent. Raises Draining, EngineReopening
+        and EngineFault.
         """
         self._own_run.check("engine.update_weights")
         return await self._weights.update(source, version, in_flight)
+
+    async def init_weights_update_group(self, group: WeightGroup) -> None:
+        """Join a group of torch.distributed in which a trainer is going to send weights. Returns when all are there.
+        Raises InvalidRequest, also if they do not come in time."""
+        self._own_run.check("engine.init_weights_update_group")
+        await self._weights.join_group(instance_of(WeightGroup, "group", group, group))
+
+    async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
+        """Leave it, after an update that is under way. Raises InvalidRequest if there is none of this name."""
+        self._own_run.check("engine.destroy_weights_update_group")
+        await self._weights.leave_group(group_name)
 
     @property
     def weight_version(self) -> str:

@@ -16,9 +16,16 @@ from typing import Protocol
 
 import trio
 
-from trioserve.contracts.arguments import refuse, to_str
+from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
-from trioserve.contracts.weights import INITIAL_WEIGHTS, ReplacementState, SharedWeights, WeightSource
+from trioserve.contracts.weights import (
+    INITIAL_WEIGHTS,
+    BroadcastWeights,
+    ReplacementState,
+    SharedWeights,
+    WeightGroup,
+    WeightSource,
+)
 from trioserve.engine.pausing import Pausing
 from trioserve.engine.step_gate import StepGate
 
@@ -29,8 +36,9 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT = ("keep", "recompute", "abort")
 WEIGHTS_REPLACED = "weights_replaced"
 VERSION_CHARACTERS_MAX = 256
+GROUP_SECONDS_MAX = 3600  # the time in which a trainer that has died may hold an engine up
 
-GivenSource = str | os.PathLike[str] | SharedWeights
+GivenSource = str | os.PathLike[str] | SharedWeights | BroadcastWeights
 
 
 class Replacement(Protocol):
@@ -40,8 +48,9 @@ class Replacement(Protocol):
     def state(self) -> ReplacementState: ...
 
     async def replace(self) -> None:
-        """Write them, with nothing computing meanwhile. Once this has begun to write, it ends also when cancelled.
-        Raises ModelLoadError, WeightsLost, and what comes of a model that is closed meanwhile."""
+        """Write them, with nothing computing meanwhile. Those that lie somewhere are written to the end also when
+        cancelled; of others, who sends them may have gone. Raises ModelLoadError, WeightsLost, and what comes of a
+        model that is closed meanwhile."""
         ...
 
 
@@ -50,6 +59,14 @@ class WeightPlace(Protocol):
 
     async def check(self, source: WeightSource) -> Replacement:
         """Look at what is offered, without a change to anything. Raises InvalidRequest."""
+        ...
+
+    async def join_group(self, group: WeightGroup) -> None:
+        """Returns when all are there. Raises InvalidRequest."""
+        ...
+
+    async def leave_group(self, name: str) -> None:
+        """Raises InvalidRequest if there is none."""
         ...
 
 
@@ -111,6 +128,33 @@ class WeightUpdates:
         self._pausing.set_replacing(False)
         return True
 
+    async def join_group(self, group: WeightGroup) -> None:
+        """See Engine.init_weights_update_group."""
+        for param in ("rank", "world_size", "master_port"):
+            to_int(param, getattr(group, param))
+        if not 0 < group.rank < group.world_size:
+            raise InvalidRequest(
+                f"rank is {group.rank} of {group.world_size}, and rank 0 is the trainer's: it is 1 or more",
+                param="rank",
+            )
+        if not 0 < group.master_port < 65536:
+            refuse("master_port", group.master_port, "1 to 65535")
+        if not 0 < to_float("seconds_max", group.seconds_max) <= GROUP_SECONDS_MAX:
+            refuse("seconds_max", group.seconds_max, f"up to {GROUP_SECONDS_MAX}")
+        self._check_may_replace()
+        await self._known_place().join_group(group)
+
+    async def leave_group(self, name: str) -> None:
+        """See Engine.destroy_weights_update_group."""
+        async with self.turn:
+            await self._known_place().leave_group(to_str("group_name", name))
+
+    def _known_place(self) -> WeightPlace:
+        """Raises InvalidRequest."""
+        if isinstance(self._place, str):
+            raise InvalidRequest(f"{self._place}: they cannot be replaced while it computes")
+        return self._place
+
     async def update(self, source: GivenSource, version: str | None, in_flight: str) -> str:
         """See Engine.update_weights."""
         new = self._checked_version(version)
@@ -119,9 +163,7 @@ class WeightUpdates:
             refuse("in_flight", in_flight, f"one of {', '.join(IN_FLIGHT)}")
         async with self.turn:
             self._check_may_replace()
-            if isinstance(self._place, str):
-                raise InvalidRequest(f"{self._place}: they cannot be replaced while it computes")
-            place = self._place
+            place = self._known_place()
             replacement = await place.check(checked)
             self._check_may_replace()
             try:
@@ -182,8 +224,8 @@ class WeightUpdates:
 
 
 def _checked_source(source: object) -> WeightSource:
-    if isinstance(source, SharedWeights):
+    if isinstance(source, SharedWeights | BroadcastWeights):
         return source
     if not isinstance(source, str | os.PathLike):
-        refuse("source", source, "a path, or a SharedWeights")
+        refuse("source", source, "a path, a SharedWeights, or a BroadcastWeights")
     return os.fspath(source)

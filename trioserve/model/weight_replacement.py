@@ -62,7 +62,8 @@ class StoredWeights:
 
 
 class ArrivingWeights:
-    """Weights that come one after the other, each by its name. state: as of StoredWeights."""
+    """Weights that come one after the other, each by its name. state: as of StoredWeights. forms: name, shape and type
+    of each, in their order."""
 
     def __init__(self, runner: ModelRunner, tensors: Mapping[str, ArrivingTensor]) -> None:
         """Raises InvalidRequest if they cannot take the place of those that are there."""
@@ -77,6 +78,7 @@ class ArrivingWeights:
         slots = {tensor.name: slot for slot, tensor in pairs}
         self._pairs = {name: [(slots[tensor.name], tensor) for tensor in of_one] for name, of_one in given.items()}
         self._tensors = dict(tensors)
+        self.forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
     def put(self, name: str, values: Values) -> None:
         """One has come: into its places, where the model computes. `values` are not kept."""

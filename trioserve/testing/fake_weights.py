@@ -7,7 +7,7 @@ import zlib
 import trio
 
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError
-from trioserve.contracts.weights import ReplacementState, SharedWeights, WeightSource
+from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
 from trioserve.testing.fake_executor import FakeExecutor
 
 __all__ = ["FakeWeightPlace"]
@@ -23,6 +23,7 @@ class FakeWeightPlace:
         self._executor: FakeExecutor | None = None
         self.seconds = 0.0
         self.breaks = False
+        self.groups: set[str] = set()
 
     def attach(self, executor: FakeExecutor) -> None:
         """It computes with the weights that are here, which stay when it is made anew."""
@@ -31,10 +32,23 @@ class FakeWeightPlace:
 
     async def check(self, source: WeightSource) -> _FakeReplacement:
         await trio.lowlevel.checkpoint()
+        if isinstance(source, BroadcastWeights):
+            source = f"sent {source.names}"
         name = source.name if isinstance(source, SharedWeights) else source
         if "missing" in name:
             raise InvalidRequest(f"cannot load {name}: a test wants it so", param="model_path")
         return _FakeReplacement(self, zlib.crc32(name.encode()))
+
+    async def join_group(self, group: WeightGroup) -> None:
+        """Whoever asks finds all the others."""
+        await trio.lowlevel.checkpoint()
+        self.groups.add(group.group_name)
+
+    async def leave_group(self, name: str) -> None:
+        await trio.lowlevel.checkpoint()
+        if name not in self.groups:
+            raise InvalidRequest(f"no group {name} was joined", param="group_name")
+        self.groups.remove(name)
 
     def write(self, number: int) -> None:
         assert self._executor is not None, "written before anything computes"

@@ -7,6 +7,7 @@ from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import (
     AbortBody,
     AbortRequestBody,
+    BroadcastWeightsBody,
     ChatBody,
     CompletionBody,
     ControlBody,
@@ -16,6 +17,8 @@ from trioserve.api.openai.request_types import (
     SharedWeightsBody,
     TokenizeBody,
     UnloadAdapterBody,
+    WeightGroupBody,
+    WeightGroupNameBody,
     WeightsOnDiskBody,
 )
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadTold, ResidencySnapshot
@@ -130,6 +133,26 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         body=SharedWeightsBody,
         response=response_types.WeightUpdate,
         errors=(*READS_BODY, 403, 500, 503),
+    ),
+    ("POST", "/update_weights_from_distributed"): DescribedOperation(
+        summary="The same from a trainer that sends them by torch.distributed",
+        description="In a group that was joined before. The trainer sends when this was asked for.",
+        body=BroadcastWeightsBody,
+        response=response_types.WeightUpdate,
+        errors=(*READS_BODY, 403, 500, 503),
+    ),
+    ("POST", "/init_weights_update_group"): DescribedOperation(
+        summary="Join a group of torch.distributed",
+        description="Responds when all of it are there: its rank 0, the trainer, listens at the address.",
+        body=WeightGroupBody,
+        response=response_types.WeightUpdate,
+        errors=(*READS_BODY, 403, 503),
+    ),
+    ("POST", "/destroy_weights_update_group"): DescribedOperation(
+        summary="Leave it",
+        body=WeightGroupNameBody,
+        response=response_types.WeightUpdate,
+        errors=(*READS_BODY, 403),
     ),
     ("GET", "/get_weight_version"): DescribedOperation(
         summary="Which weights steps are computed with", response=response_types.WeightVersion

@@ -19,10 +19,12 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.weights import WEIGHT_GROUP
 
 __all__ = [
     "AbortBody",
     "AbortRequestBody",
+    "BroadcastWeightsBody",
     "Body",
     "ChatBody",
     "CompletionBody",
@@ -37,6 +39,9 @@ __all__ = [
     "StreamOptions",
     "TokenizeBody",
     "UnloadAdapterBody",
+    "WeightGroupBody",
+    "WeightGroupNameBody",
+    "WeightsBody",
     "WeightsOnDiskBody",
     "check_cache_salt",
     "decode_body",
@@ -269,6 +274,32 @@ class SharedWeightsBody(WeightsBody, frozen=True, kw_only=True):
     """name: of a segment of shared memory that holds what a safetensors file does."""
 
     name: str
+
+
+class BroadcastWeightsBody(WeightsBody, frozen=True, kw_only=True):
+    """names, dtypes, shapes: of the tensors, in the order in which the trainer sends them."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Int32]]
+    group_name: str = WEIGHT_GROUP
+    load_format: str | None = None
+
+
+class WeightGroupBody(msgspec.Struct, frozen=True, kw_only=True):
+    """rank_offset: the engine's rank. seconds_max: how long the others may be waited for, and each tensor."""
+
+    master_address: str
+    master_port: Int32
+    rank_offset: Int32
+    world_size: Int32
+    group_name: str = WEIGHT_GROUP
+    backend: str = "gloo"
+    seconds_max: float = 60.0
+
+
+class WeightGroupNameBody(msgspec.Struct, frozen=True, kw_only=True):
+    group_name: str = WEIGHT_GROUP
 
 
 SAMPLING_FIELDS = (

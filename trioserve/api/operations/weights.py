@@ -5,20 +5,33 @@ They are the admin's: whoever may replace the weights decides what everybody is 
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_is_admin
-from trioserve.api.openai.request_types import InFlight, SharedWeightsBody, WeightsOnDiskBody
+from trioserve.api.openai.request_types import (
+    BroadcastWeightsBody,
+    InFlight,
+    SharedWeightsBody,
+    WeightGroupBody,
+    WeightGroupNameBody,
+    WeightsBody,
+    WeightsOnDiskBody,
+)
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
-from trioserve.contracts.weights import SharedWeights, WeightSource
+from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup, WeightSource
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
 
-__all__ = ["read_weight_version", "update_weights_from_disk", "update_weights_from_shared_memory"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "destroy_weights_update_group",
+    "init_weights_update_group",
+    "read_weight_version",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_shared_memory",
+]
 
 
 async def update_weights_from_disk(context: RequestContext) -> None:
@@ -42,11 +55,60 @@ async def update_weights_from_shared_memory(context: RequestContext) -> None:
     await _update(context, SharedWeights(body.name), body)
 
 
+async def update_weights_from_distributed(context: RequestContext) -> None:
+    """The same from a trainer that sends them in a group which was joined."""
+    _check_may(context)
+    body = await context.body(BroadcastWeightsBody)
+    if body.load_format is not None:
+        raise InvalidRequest(
+            f"load_format is {body.load_format}, and each tensor is sent for itself: leave it out", param="load_format"
+        )
+    source = BroadcastWeights(
+        names=tuple(body.names),
+        dtypes=tuple(body.dtypes),
+        shapes=tuple(map(tuple, body.shapes)),
+        group_name=body.group_name,
+    )
+    await _update(context, source, body)
+
+
+async def init_weights_update_group(context: RequestContext) -> None:
+    """Responds when all of the group are there."""
+    _check_may(context)
+    body = await context.body(WeightGroupBody)
+    if body.backend != "gloo":
+        raise InvalidRequest(f"backend is {body.backend}, allowed is gloo", param="backend")
+    group = WeightGroup(
+        master_address=body.master_address,
+        master_port=body.master_port,
+        rank=body.rank_offset,
+        world_size=body.world_size,
+        group_name=body.group_name,
+        seconds_max=body.seconds_max,
+    )
+    await _change_group(context, context.engine.init_weights_update_group(group), f"joined {group.group_name}")
+
+
+async def destroy_weights_update_group(context: RequestContext) -> None:
+    _check_may(context)
+    name = (await context.body(WeightGroupNameBody)).group_name
+    await _change_group(context, context.engine.destroy_weights_update_group(name), f"left {name}")
+
+
+async def _change_group(context: RequestContext, change: Awaitable[None], done: str) -> None:
+    try:
+        await change
+    except InvalidRequest as refusal:
+        await context.respond_json({"success": False, "message": str(refusal)}, status=400)
+        return
+    await context.respond_json({"success": True, "message": f"The engine has {done}."})
+
+
 async def read_weight_version(context: RequestContext) -> None:
     await context.respond_json({"weight_version": context.engine.weight_version})
 
 
-async def _update(context: RequestContext, source: WeightSource, body: WeightsOnDiskBody | SharedWeightsBody) -> None:
+async def _update(context: RequestContext, source: WeightSource, body: WeightsBody) -> None:
     in_flight: InFlight = body.in_flight or ("abort" if body.abort_all_requests else "keep")
     if body.abort_all_requests and in_flight != "abort":
         raise InvalidRequest(
