@@ -80,6 +80,7 @@ def test_a_mask_without_transparency_is_bright_where_it_may_change() -> None:
     image.paste(255, (5, 0, 8, 4))
     expect = [[x >= 5 for x in range(8)] for _ in range(4)]
     assert bright(decoded_mask(saved(image), LIMITS, "mask")) == expect
+    assert bright(decoded_mask(saved(image.convert("RGBA")), LIMITS, "mask")) == expect
 
 
 def test_a_mask_is_turned_as_its_header_says() -> None:

@@ -81,6 +81,8 @@ def transparency_of(content: bytes, place: str) -> Image | None:
         if not _may_let_through(image):
             return None
         alpha = image.convert("RGBA").getchannel("A")
+        if alpha.getextrema() == (255, 255):  # a channel that says nothing, as many programs write one
+            return None
         return _upright(PIL.ImageChops.invert(alpha), orientation)
     except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
         raise _damaged(place, error) from error

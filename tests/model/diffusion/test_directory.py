@@ -118,6 +118,26 @@ def test_weights_that_would_run_code_are_refused(changed):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
 
 
+def test_the_format_is_that_of_the_weights_that_are_loaded(changed):
+    """Hubs have both beside each other, and "fp16" comes first by its name."""
+    path = changed("dit", "model_index.json")
+    weights = path / "transformer" / "diffusion_pytorch_model.safetensors"
+    header = b'{"x":{"dtype":"F16","shape":[0],"data_offsets":[0,0]}}'
+    half = len(header).to_bytes(8, "little") + header
+    weights.with_suffix(".fp16.safetensors").write_bytes(half)
+    assert ImageDirectory(path).dtype == "float32"
+    weights.unlink()
+    assert ImageDirectory(path).dtype == "float16"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x05\0\0\0\0\0\0\0{", b"version https://git-lfs.github.com/spec/v1"])
+def test_weights_that_were_not_downloaded_whole_say_so(changed, content):
+    path = changed("dit", "model_index.json")
+    (path / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"diffusion_pytorch_model.safetensors.*(complete|bytes)"):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
 def test_weights_of_another_shape_are_refused(changed):
     path = changed("dit", "transformer/config.json", num_layers=3, num_attention_heads=4)
     with pytest.raises(ModelLoadError, match="transformer cannot be loaded"):

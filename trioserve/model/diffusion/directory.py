@@ -99,9 +99,14 @@ class ImageDirectory:
     def dtype(self) -> Dtype:
         """Of the network that denoises."""
         variant = self.variant(self.pipeline.denoiser)
-        ending = "*.safetensors" if variant is None else f"*.{variant}*.safetensors"
-        files = sorted((self.path / self.pipeline.denoiser).glob(ending))
-        return _stored_dtype(files[0])
+        ending = "" if variant is None else f".{variant}"
+        folder = self.path / self.pipeline.denoiser
+        for name in WEIGHT_NAMES:
+            # Whole, or in parts such as "...-00001-of-00002.safetensors". Beside them others may lie, in other formats.
+            for pattern in (f"{name}{ending}.safetensors", f"{name}{ending}-?????-of-?????.safetensors"):
+                for path in sorted(folder.glob(pattern)):
+                    return _stored_dtype(path)
+        raise ModelLoadError(f"{folder}: the weights that its index names are missing: the directory is not complete")
 
     def variant(self, component: str) -> str | None:
         """Which of the weights that a component may have are there; None: the plain ones. Raises ModelLoadError if
@@ -185,11 +190,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _stored_dtype(path: Path) -> Dtype:
     """Of the first tensor with numbers of its own; float32 where the file does not say."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > JSON_BYTES_MAX:
-            raise ModelLoadError(f"{path}: the header has {length} bytes, at most {JSON_BYTES_MAX} are read")
-        header = msgspec.json.decode(file.read(length), type=dict[str, Any])
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > JSON_BYTES_MAX:
+                raise ModelLoadError(f"{path}: the header has {length} bytes, at most {JSON_BYTES_MAX} are read")
+            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
+    except (OSError, struct.error, msgspec.MsgspecError) as error:
+        raise ModelLoadError(f"{path} is no file of safetensors ({error}): the download may not be complete") from None
     for name, entry in header.items():
         if name != "__metadata__" and entry.get("dtype") in DTYPES:
             return DTYPES[entry["dtype"]]
