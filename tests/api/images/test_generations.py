@@ -158,6 +158,7 @@ async def test_a_class_is_named_or_counted() -> None:
         ({"prompt": 5}, "prompt", "Expected `str`"),
         ({"queue_timeout": -1}, "queue_timeout", "above 0"),
         ({"priority": 10**6}, "priority", "allowed is -100 to 100"),
+        ({"priority": -500}, "priority", "priority is -500, allowed is -100 to 100"),
         ({"model": "other"}, "model", "served are: fake"),
     ],
 )

@@ -77,7 +77,7 @@ class ImageContext(EngineContext):
             body.prompt,
             params,
             request_id=self.request_id,
-            priority=max(body.priority or 0, self.priority_least),
+            priority=body.priority or 0,
             deadlines=deadlines,
             owner=self.owner,
             tenant=self.caller.tenant(self.named_tenant),

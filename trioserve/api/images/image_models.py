@@ -39,7 +39,7 @@ def _card(context: ImageContext, name: str) -> dict[str, Any]:
             "side_min": model.side_min,
             "side_max": model.side_max,
             "pixels_max": limits.pixels_max,
-            "steps": model.steps,
+            "steps": min(model.steps, limits.steps_max),
             "steps_max": limits.steps_max,
             "guidance": model.guidance,
             "takes_guidance": model.takes_guidance,
