@@ -228,3 +228,23 @@ async def test_what_cannot_be_the_response_so_far_is_refused(wrong, param, autoj
     async with open_memory_server() as server:
         status, said = await ask(server, "/v1/completions", {**BODY, "logprobs": 0, "stream": True, "resume": resume})
         assert (status, said["error"]["param"]) == (400, param)
+
+
+@PATHS
+async def test_a_stream_that_can_go_on_elsewhere_is_told_when_the_server_leaves(autojump_clock, path, body):
+    """Others get what there is."""
+    for is_asked, expected in ((True, "server_stopping"), (False, "[DONE]")):
+        said = []
+        async with open_memory_server(step_seconds=0.01) as server:
+
+            async def one(server: MemoryServer = server, said: list[bytes] = said, is_asked: bool = is_asked) -> None:
+                headers = {"x-trioserve-resumable": "1"} if is_asked else {}
+                async with server.client(headers=headers).ask(path, {**body, "stream": True}) as response:
+                    said.append(await response.read())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one)
+                await trio.sleep(0.085)
+                server.engine.abort_all("the server is leaving")
+        assert expected.encode() in said[0]
+        assert (b'"resume"' in said[0]) is not is_asked

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CUT_OFF",
     "Choice",
+    "IsPartial",
     "KeepAlive",
     "Usage",
     "collect",
     "is_cut_off",
+    "never_partial",
     "read_streams",
     "transfer_fields",
     "usage_of",
@@ -79,6 +81,14 @@ def is_cut_off(reason: FinishReason | None) -> bool:
     return reason is FinishReason.ABORT or reason is FinishReason.DEADLINE
 
 
+IsPartial = Callable[[Delta], bool]
+
+
+def never_partial(_: Delta) -> bool:
+    """Half a response must not look like a whole one."""
+    return False
+
+
 class Choice:
     """One whole choice, put together from its deltas."""
 
@@ -117,9 +127,9 @@ async def wait_until_begun(stream: RequestStream) -> None:
 
 
 async def collect(
-    streams: Sequence[RequestStream], choice_count: int, *, gives_partial: bool = False
+    streams: Sequence[RequestStream], choice_count: int, *, is_partial: IsPartial = never_partial
 ) -> list[list[Choice]]:
-    """Every choice of every stream, complete, with what was known of it. gives_partial, and what is raised: see
+    """Every choice of every stream, complete, with what was known of it. is_partial, and what is raised: see
     read_streams."""
     choices = [[Choice() for _ in range(choice_count)] for _ in streams]
 
@@ -131,7 +141,7 @@ async def collect(
     async def take(stream_index: int, delta: Delta) -> None:
         choices[stream_index][delta.index].take(delta)
 
-    await read_streams(streams, take, gives_partial=gives_partial)
+    await read_streams(streams, take, is_partial=is_partial)
     return choices
 
 
@@ -154,23 +164,23 @@ async def read_streams(
     take: Take,
     *,
     keep_alive: KeepAlive | None = None,
-    gives_partial: bool = False,
+    is_partial: IsPartial = never_partial,
 ) -> None:
     """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
 
-    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many. gives_partial: a
-    choice that was cut off (is_cut_off) has its last delta like any other.
+    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many. is_partial:
+    whether the last delta of a choice that another's hand has ended is given like any other.
 
     While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
     Raises what a stream or `take` raises, and what `foreign_end` says of a choice that another's hand ended (after its
     last text). The first of these ends the reading of all: the caller leaves the streams' scopes, and so cancels them.
     """
     if len(streams) > 1:
-        await _read_merged(streams, take, keep_alive, gives_partial)
+        await _read_merged(streams, take, keep_alive, is_partial)
     elif keep_alive is None:
-        await _read(0, streams[0], take, gives_partial)
+        await _read(0, streams[0], take, is_partial)
     else:
-        await _read_patiently(streams[0], take, keep_alive, gives_partial)
+        await _read_patiently(streams[0], take, keep_alive, is_partial)
 
 
 def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, object]:
@@ -189,12 +199,12 @@ async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> N
         await keep_alive.send()
 
 
-async def _read(index: int, stream: RequestStream, take: Take, gives_partial: bool) -> None:
+async def _read(index: int, stream: RequestStream, take: Take, is_partial: IsPartial) -> None:
     async for delta in stream:
-        await _take(index, delta, take, gives_partial)
+        await _take(index, delta, take, is_partial)
 
 
-async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive, gives_partial: bool) -> None:
+async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive, is_partial: IsPartial) -> None:
     deltas = aiter(stream)
     patience = _Patience(keep_alive.call_at)
     try:
@@ -208,13 +218,13 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
                         patience.waiting_since = None
                         if scope.cancel_called:
                             break  # by the same moment that brought the delta
-                        await _take(0, delta, take, gives_partial)
+                        await _take(0, delta, take, is_partial)
                         delta = None
                 except StopAsyncIteration:
                     return
             patience.waiting_since = None
             if delta is not None:
-                await _take(0, delta, take, gives_partial)
+                await _take(0, delta, take, is_partial)
             else:
                 await keep_alive.send()
     finally:
@@ -250,9 +260,9 @@ class _Patience:
         self._alarm = self._call_at(due, self._look)
 
 
-async def _take(index: int, delta: Delta, take: Take, gives_partial: bool) -> None:
+async def _take(index: int, delta: Delta, take: Take, is_partial: IsPartial) -> None:
     end = None if delta.finish_reason is None else foreign_end(delta)
-    if end is None or (gives_partial and is_cut_off(delta.finish_reason)):
+    if end is None or is_partial(delta):
         await take(index, delta)
         return
     if delta.text:
@@ -261,14 +271,14 @@ async def _take(index: int, delta: Delta, take: Take, gives_partial: bool) -> No
 
 
 async def _read_merged(
-    streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None, gives_partial: bool
+    streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None, is_partial: IsPartial
 ) -> None:
     failure: TrioserveError | None = None
     sender, receiver = trio.open_memory_channel[tuple[int, Delta] | TrioserveError](0)
     async with trio.open_nursery() as nursery:
         with sender:
             for index, stream in enumerate(streams):
-                nursery.start_soon(_pump, index, stream, sender.clone(), gives_partial)
+                nursery.start_soon(_pump, index, stream, sender.clone(), is_partial)
         try:
             while True:
                 item = await _patiently(receiver.receive, keep_alive)
@@ -300,10 +310,10 @@ async def _pump(
     index: int,
     stream: RequestStream,
     sender: trio.MemorySendChannel[tuple[int, Delta] | TrioserveError],
-    gives_partial: bool,
+    is_partial: IsPartial,
 ) -> None:
     with sender:
         try:
-            await _read(index, stream, lambda index, delta: sender.send((index, delta)), gives_partial)
+            await _read(index, stream, lambda index, delta: sender.send((index, delta)), is_partial)
         except TrioserveError as error:
             await sender.send(error)

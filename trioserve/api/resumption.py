@@ -42,6 +42,7 @@ FINGERPRINT_HEADER = "x-trioserve-fingerprint"
 SEED_HEADER = "x-trioserve-seed"
 """The seed of a request that names none, chosen by a router: another router that has the same request chooses the
 same."""
+SERVER_STOPPING = "server_stopping"
 DETACH_HEADER = "x-detach-timeout"  # such a stream has ids of its own, and survives its client in its own way
 
 SEEDS_DRAWN = 1 << 53  # of one that is drawn: readers of JSON that know floats only do not change it
@@ -91,6 +92,12 @@ class Resumption:
     def is_resumable(self) -> bool:
         """Whether its client is shown nothing that it would be shown once more behind what it has."""
         return self.is_asked or (self.gives_partial and self.is_streamed)
+
+    def is_partial(self, delta: Delta) -> bool:
+        """Whether an end by another's hand is one that the client wants to have what there is with. Where the server
+        leaves, whoever can go on elsewhere is told so, as ever."""
+        leaves = self.is_asked and delta.stop_reason == SERVER_STOPPING
+        return self.gives_partial and is_cut_off(delta.finish_reason) and not leaves
 
     @property
     def created(self) -> int:

@@ -11,9 +11,9 @@ __all__ = ["GivenOutput"]
 
 
 class GivenOutput:
-    """logprobs: None where they are not kept: then a delta costs no more here than its token ids."""
+    """logprobs: None where they are not kept. keeps: there is more than token ids to be kept of each delta."""
 
-    __slots__ = ("finish_reason", "logprobs", "token_ids", "weight_versions")
+    __slots__ = ("finish_reason", "keeps", "logprobs", "token_ids", "weight_versions")
 
     def __init__(
         self,
@@ -26,12 +26,14 @@ class GivenOutput:
         self.token_ids = list(token_ids)
         self.logprobs = None if logprobs is None else list(logprobs)
         self.weight_versions = weight_versions
+        self.keeps = logprobs is not None or bool(weight_versions)
         # Until what is known of it is gone through, STOP stands for LENGTH, too.
         self.finish_reason = FinishReason.STOP if is_complete else None
 
     def take(self, delta: Delta) -> None:
         """The next one."""
         if delta.weight_versions or self.weight_versions:
+            self.keeps = True
             self.weight_versions = joined_versions(
                 self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids)
             )

@@ -226,7 +226,11 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self._end_wait_for_release()
 
     def note_read(self, delta: Delta) -> None:
-        self._given_to(delta.index).take(delta)
+        given = self._given.get(delta.index)
+        if given is None or given.keeps or delta.weight_versions or delta.finish_reason is not None:
+            self._given_to(delta.index).take(delta)
+        else:  # the same for nearly all deltas, without a call
+            given.token_ids += delta.token_ids
 
     def resume_state(self) -> Resume:
         """See RequestStream."""

@@ -90,7 +90,7 @@ async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEven
     if ids is not None:
         await turn.read(send_group, keep_alive=context.keep_alive)
     elif turn.is_plain:
-        await read_streams([turn.stream], send_delta, keep_alive=context.keep_alive, gives_partial=turn.gives_partial)
+        await read_streams([turn.stream], send_delta, keep_alive=context.keep_alive, is_partial=turn.is_partial)
     else:
         await turn.read(send_parts, keep_alive=context.keep_alive)
 

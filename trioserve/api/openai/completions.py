@@ -124,7 +124,7 @@ async def create_completion(context: RequestContext) -> None:
                     streams,
                     send if ids is None else send_group,
                     keep_alive=context.keep_alive,
-                    gives_partial=resumption.gives_partial,
+                    is_partial=resumption.is_partial,
                 )
             except HandedOver:
                 if len(streams) == 1:
@@ -135,7 +135,7 @@ async def create_completion(context: RequestContext) -> None:
             if streams[0].is_held:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
-            collected = await collect(streams, sampling.n, gives_partial=resumption.gives_partial)
+            collected = await collect(streams, sampling.n, is_partial=resumption.is_partial)
             choices = [_best(made, response.choice_count) for made in collected]
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
                 await context.respond_json(response.whole(head, choices))

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
+from trioserve.api.generation import (
+    IsPartial,
+    KeepAlive,
+    Usage,
+    never_partial,
+    read_streams,
+    usage_of,
+    wait_until_begun,
+)
 from trioserve.api.resumption import Resumption, skip_known
 from trioserve.api.turn.restraints import restrained
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
@@ -70,14 +78,14 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
         request,
         generate,
         new_id=new_id or (lambda _: context.clock_and_ids.new_request_id()),
-        gives_partial=resumption is not None and resumption.gives_partial,
+        is_partial=never_partial if resumption is None else resumption.is_partial,
     )
 
 
 class ChatTurn:
     """stream: the engine's side; held KV, prompt tokens and their log probabilities are its own. choices: by index;
-    there once it is entered. gives_partial: a choice that was cut off ends like any other. is_plain: nothing is parsed
-    out of the response: its deltas may as well be read from the stream as they are.
+    there once it is entered. is_partial: see read_streams. is_plain: nothing is parsed out of the response: its deltas
+    may as well be read from the stream as they are.
 
     Entering raises what entering a RequestStream raises, and then holds nothing.
     """
@@ -89,9 +97,9 @@ class ChatTurn:
         generate: Generate,
         *,
         new_id: Callable[[int], str],
-        gives_partial: bool = False,
+        is_partial: IsPartial = never_partial,
     ) -> None:
-        self.gives_partial = gives_partial
+        self.is_partial = is_partial
         self._engine = engine
         self._request = request
         self._new_id = new_id
@@ -148,7 +156,7 @@ class ChatTurn:
         async def take_delta(_: int, delta: Delta) -> None:
             await take(delta.index, self.choices[delta.index].take(delta), delta)
 
-        await read_streams([self.stream], take_delta, keep_alive=keep_alive, gives_partial=self.gives_partial)
+        await read_streams([self.stream], take_delta, keep_alive=keep_alive, is_partial=self.is_partial)
 
     async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
         """Every choice, complete, with what was known of it. note: called when a delta comes. Raises what `read`
