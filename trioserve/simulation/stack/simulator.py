@@ -11,18 +11,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import trio
 from trio.testing import MockClock
 
 from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, EngineFault, Overloaded, UnknownModel
-from trioserve.contracts.events import FinishReason
+from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
+from trioserve.contracts.partial import Partial
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
@@ -72,6 +74,7 @@ class StackSimulation(TracedRun):
         self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
         self._http: HttpServer | None = None
         self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
+        self._partials: dict[int, Partial] = {}  # what there was of those that were aborted, so it was said
         self._swaps = Swaps(_model_of(plan.stage), is_on=any(isinstance(part, Swap) for part in plan.parts))
         self._pauses = SwapPauses(
             tell=self.tell,
@@ -241,6 +244,7 @@ class StackSimulation(TracedRun):
         adapter, reference = self._lending.adapter_of(client), ReferenceEngine(fake.executor.model)
         responses = [reference.response(_sequence(client, index, adapter)) for index in range(client.choices)]
         counts, ends = [0] * client.choices, [0] * client.choices
+        given: list[tuple[int, ...]] = [()] * client.choices
         if client.leaves_after == 0:
             return False
         delta_count = 0
@@ -249,6 +253,7 @@ class StackSimulation(TracedRun):
             index, begin = delta.index, counts[delta.index]
             name = f"client {client.number}, choice {index}"
             counts[index] += len(delta.token_ids)
+            given[index] += delta.token_ids
             expected = responses[index].token_ids
             assert ends[index] == 0, f"{name}: {delta} after its end"
             if self._swaps.is_on:
@@ -266,6 +271,7 @@ class StackSimulation(TracedRun):
                 return False
             await trio.sleep(client.pause)
         assert all(ends), f"client {client.number}: the stream is over, and choices have no end: {ends}"
+        self._check_partial(client, stream, given)
         return True
 
     def _check_end(self, client: Client, delta: Delta, *, is_complete: bool, whole_reason: FinishReason) -> None:
@@ -315,8 +321,32 @@ class StackSimulation(TracedRun):
         if order.ends_all:
             self._end_all(fake)
             return
-        self._inside.abort(fake.abort, order.ids)
+        self._inside.abort(lambda ids: self._cut_off(fake, ids), order.ids)
         self.check(fake)
+
+    def _cut_off(self, fake: FakeEngine, ids: Iterable[str]) -> dict[str, AbortOutcome]:
+        """Abort, and note what is said to be there of each request whose client is inside."""
+        cut = fake.cut_off(ids)
+        numbers = {stream._request: number for number, stream in self._inside.streams.items()}
+        for name, one in cut.items():
+            requests = [request for request in fake.open_requests if request.id == name]
+            for request, partial in zip(requests, one.partials, strict=True):
+                if request in numbers:
+                    self._partials[numbers[request]] = partial
+        return {name: one.outcome for name, one in cut.items()}
+
+    def _check_partial(self, client: Client, stream: RequestStream, token_ids: list[tuple[int, ...]]) -> None:
+        """All of it was read, and these are the tokens of each choice."""
+        partial = self._partials.get(client.number)
+        if partial is None:
+            return
+        self.count("partials")
+        name = f"client {client.number}"
+        told = [choice.token_ids for choice in partial.choices]
+        assert told == token_ids, f"{name} was given {token_ids}, and there are said to be {told}"
+        # Whose prompt was just being tokenized may have a name only now.
+        state = msgspec.structs.replace(stream.resume_state(), prompt_digest=partial.resume.prompt_digest)
+        assert partial.resume == state, f"{name} is said to go on behind {partial.resume}, and does behind {state}"
 
     def _end_all(self, fake: FakeEngine) -> None:
         assert self._http is not None
