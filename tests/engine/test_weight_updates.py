@@ -218,6 +218,20 @@ async def test_weights_that_came_in_part_are_whole_when_the_model_was_read_anew(
         fake.assert_all_free()
 
 
+async def test_the_metrics_tell_the_version(autojump_clock):
+    def told(fake: FakeEngine) -> list[str]:
+        lines = fake.metrics.expose().decode().splitlines()
+        return [line.split("{")[1] for line in lines if line.startswith("trioserve:weights_info{")]
+
+    async with open_fake_engine() as fake:
+        assert ['version="default"' in line for line in told(fake)] == [True]
+        await fake.update_weights("b", version="b")
+        assert ['version="b"' in line for line in told(fake)] == [True]
+        await fake.sleep(2)
+        await fake.wake_up()
+        assert ['version="default"' in line for line in told(fake)] == [True]
+
+
 async def test_one_after_the_other(autojump_clock):
     ends: list[str] = []
 

@@ -180,6 +180,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         self._forget_connector: Callable[[], None] = lambda: None
         self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, weights))
         self._show_sleep()
+        self._show_weights()
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
         show_adapters(metrics, self.adapters, self._requests)
@@ -331,6 +332,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
     def reopen(self, parts: EngineParts) -> None:
         if self._weights.install(parts.weights):
             self.model = self._first_model
+            self._show_weights()
         super().reopen(parts)
 
     def _begin_carried(self) -> None:
@@ -414,6 +416,11 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         for request in self._requests:
             request.use_weights(version)
         self._delivery.use_weights(version)
+        self._show_weights()
+
+    def _show_weights(self) -> None:
+        self.metrics.weights_info.clear()
+        self.metrics.weights_info.labels(self.weight_version).set(1)
 
     def _note_update_ended(self) -> None:
         if self.draining:

@@ -613,6 +613,14 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Whether the bits of a response depend on its own tokens and the weights alone (--batch-invariant).",
     ),
     Metric(
+        name="weights_info",
+        question=Question.HARDWARE,
+        kind="gauge",
+        unit="1",
+        meaning="The version of the weights that steps are computed with, in a label: default until they are replaced.",
+        labels=(Label("version"),),
+    ),
+    Metric(
         name="step_weight_bytes",
         question=Question.HARDWARE,
         kind="gauge",

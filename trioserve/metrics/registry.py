@@ -88,6 +88,7 @@ class Metrics:
     cancel_to_free_steps: PlainHistogram
     live_requests: Gauge
     batch_invariant: Gauge
+    weights_info: Gauge
     step_weight_bytes: Gauge
     token_kv_bytes: Gauge
     token_flops: Gauge
