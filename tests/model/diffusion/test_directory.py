@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import sentencepiece
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.model.diffusion import directory as directory_file
@@ -166,3 +167,24 @@ def test_settings_name_the_field_that_is_out_of_range():
         ImageModelSettings(slot_count=0)
     with pytest.raises(StartupError, match="device is 'tpu'"):
         ImageModelSettings(device="tpu")
+
+
+def test_a_tokenizer_that_is_a_sentencepiece_model_is_read(checkpoint, driver, tmp_path):
+    path = tmp_path / "pixart"
+    shutil.copytree(checkpoint("pixart"), path)
+    (path / "tokenizer" / "tokenizer.json").unlink()
+    (path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
+    text = tmp_path / "text"
+    text.write_text("a cat sat on the mat\n" * 10)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(path / "tokenizer" / "spiece"),
+        vocab_size=14,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    one = driver.request("one", "a cat", size=(16, 16), sampler="dpm++", steps=2)
+    assert driver.latents(driver.load(path), [one])[0].isfinite().all()
