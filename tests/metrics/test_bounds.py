@@ -132,6 +132,7 @@ def test_no_metric_has_a_label_that_callers_fill():
         *("rank",),  # of one model, as many as --tensor-parallel-size says
         *("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),  # one series
         *("adapter", "max_lora", "waiting_lora_adapters", "running_lora_adapters"),  # the admin's, of those there are
+        *("version",),  # the admin's: of the weights that are there, and of no others
     }
 
 
