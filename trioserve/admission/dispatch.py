@@ -230,6 +230,15 @@ class Dispatch:
         self.core.set_lease_share(id, share, trio.current_time())
         self.retime()
 
+    def lend(self, id: EndpointId, sequences: int) -> None:
+        """The head of the queue gets a lease of so many sequences beyond the endpoint's share, as far as its limit has
+        room. From then on the share counts as before."""
+        state, now = self.core.endpoints[id], trio.current_time()
+        share = state.leases_own_max
+        self.core.set_lease_share(id, max(share, min(state.claims + sequences, state.leases_max)), now)
+        self.core.set_lease_share(id, share, now)
+        self.retime()
+
     def set_models(self, id: EndpointId, models: Iterable[str]) -> None:
         self.core.set_models(id, models, trio.current_time())
         self.retime()
@@ -433,6 +442,11 @@ class AdmissionScope:
         if self.is_queued:
             return "waiting"
         return "running" if self.ticket.stage is None else "prefill"
+
+    @property
+    def is_waiting(self) -> bool:
+        """It has no lease."""
+        return self.ticket.state is TicketState.WAITING
 
     @property
     def is_queued(self) -> bool:

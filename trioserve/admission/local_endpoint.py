@@ -25,21 +25,24 @@ TOKEN_CHARACTERS = 4  # of English text, on average
 IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole, as small models have them
 
 
-def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
+def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: int = 0) -> Dispatch:
     """A router with one endpoint, which takes as many sequences as may run and a few more. With those who wait in its
-    queue they are max_num_seqs + waiting_requests_max, for requests of one sequence."""
+    queue they are max_num_seqs + waiting_requests_max, for requests of one sequence. lent_max: so many leases may be
+    lent beyond that (see Dispatch.lend), and so many requests more there may be then."""
     waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
     dispatch = Dispatch(
         RouterSettings(
             queue_requests_max=settings.waiting_requests_max - waiting_depth,
             queue_prompt_tokens_max=settings.waiting_prompt_tokens_max,
             queue_seconds_max=settings.waiting_seconds_max,
-            leases_max=max_num_seqs + waiting_depth,
+            leases_max=max_num_seqs + waiting_depth + lent_max,
             sequences_max=max_num_seqs + settings.waiting_requests_max,
         ),
         RoundRobin,
     )
     dispatch.add_endpoint(LOCAL_ENDPOINT, (LOCAL_MODEL,))
+    if lent_max:
+        dispatch.set_lease_share(LOCAL_ENDPOINT, max_num_seqs + waiting_depth)
     dispatch.note_health(LOCAL_ENDPOINT, True, hangs=False)
     return dispatch
 

@@ -113,6 +113,35 @@ async def test_a_better_priority_goes_first_and_who_made_room_goes_on_from_where
         fake.assert_all_free()
 
 
+@pytest.mark.parametrize("waiting_count", [0, 4, 5, 12])
+async def test_a_better_priority_waits_for_a_step_however_many_worse_ones_wait(waiting_count, autojump_clock):
+    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, step_seconds=1) as fake:
+        async with trio.open_nursery() as nursery:
+            for number in range(1 + waiting_count):
+                nursery.start_soon(fake.generate_image(f"number {number}", ImageParams(steps=9), priority=1)._all)
+            await trio.sleep(5.5)
+            await fake.generate_image("urgent", ImageParams(steps=2))
+            assert trio.current_time() == pytest.approx(10)  # its own four steps, behind the one in flight
+            nursery.cancel_scope.cancel()
+        await trio.sleep(2)  # the step in flight
+        fake.assert_all_free()
+
+
+async def test_no_more_go_before_others_than_latents_can_be_kept(autojump_clock):
+    async with open_fake_image_engine(slot_count=1, kept_slot_count=2, waiting_requests_max=20, paused=True) as fake:
+        async with trio.open_nursery() as nursery:
+            for number in range(6):
+                nursery.start_soon(fake.generate_image(f"number {number}", priority=1)._all)
+            await fake.step()
+            for number in range(4):
+                nursery.start_soon(fake.generate_image(f"urgent {number}")._all)
+            await wait_all_tasks_blocked()
+            assert fake.stats().running_count + fake.stats().waiting_count == 5 + 2
+            assert fake.dispatch.core.stats().waiting == 1 + 2
+            nursery.cancel_scope.cancel()
+        fake.assert_all_free()
+
+
 async def test_more_than_may_wait_are_refused_and_nothing_is_held_for_them(autojump_clock):
     async with open_fake_image_engine(slot_count=1, waiting_requests_max=0, paused=True) as fake:
         async with fake.generate_image("one"):

@@ -12,6 +12,7 @@ from random import Random
 import trio
 from msgspec import UNSET
 
+from trioserve.admission.local_endpoint import LOCAL_ENDPOINT
 from trioserve.admission.router_metrics import show_router
 from trioserve.contracts.arguments import to_str
 from trioserve.contracts.deadlines import Deadlines
@@ -73,6 +74,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
             metrics=metrics,
             settings=settings,
             sequences_max=core.settings.slot_count,
+            lent_max=core.settings.kept_slot_count,
             new_request_id=new_request_id,
         )
         self.model = model
@@ -196,6 +198,11 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
     def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
         self._parts_total += 1
         return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
+
+    def _make_way(self, request: OpenImage) -> None:
+        """A better priority takes the slot of a worse one; in the queue it would wait until somebody is done."""
+        if any(live.request.priority > request.priority for live in self._core.live_requests()):
+            self.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
 
     async def _prepare(self, request: OpenImage) -> None:
         """All was made when it was checked: encoding the prompt is the model's."""

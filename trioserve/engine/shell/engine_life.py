@@ -58,7 +58,8 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
     """ScopeT: its requests. PartT: what each consists of, and AskedT: what the core gets for it. PartsT: what goes with
     a fault, and is there anew when the engine is opened anew.
 
-    sequences_max: so many may run at a time.
+    sequences_max: so many may run at a time. lent_max: so many more leases there are for who is not to wait in the
+    queue.
     """
 
     _delivery: CoreDelivery[ScopeT, PartT, Any, Any]
@@ -66,7 +67,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
     _why_no_nap: str | None = None  # None: level 1 of sleep is to be had
     _guard: Guard | None = None
 
-    def __init__(self, *, metrics: Metrics, settings: EngineSettings, sequences_max: int) -> None:
+    def __init__(self, *, metrics: Metrics, settings: EngineSettings, sequences_max: int, lent_max: int = 0) -> None:
         self._own_run = OwnRun()
         self.metrics = metrics
         self._settings = settings
@@ -78,7 +79,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._preparing_count = 0
         self._leased_count = 0  # of these, the ones whose turn has come
         self._deadline_keeper = DeadlineKeeper()
-        self.dispatch = local_dispatch(sequences_max, settings)
+        self.dispatch = local_dispatch(sequences_max, settings, lent_max=lent_max)
         self._admission = RequestAdmission(self.dispatch, metrics)
         self._is_running = False
         self._idle = trio.Event()

@@ -56,9 +56,15 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
     _part_name: ClassVar[str] = "sequences"
 
     def __init__(
-        self, *, metrics: Metrics, settings: EngineSettings, sequences_max: int, new_request_id: Callable[[], str]
+        self,
+        *,
+        metrics: Metrics,
+        settings: EngineSettings,
+        sequences_max: int,
+        new_request_id: Callable[[], str],
+        lent_max: int = 0,
     ) -> None:
-        super().__init__(metrics=metrics, settings=settings, sequences_max=sequences_max)
+        super().__init__(metrics=metrics, settings=settings, sequences_max=sequences_max, lent_max=lent_max)
         self.tracer: Tracer = NO_TRACER
         self._new_request_id = new_request_id
         self._ended_ids = EndedIds()
@@ -85,6 +91,9 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
     @abstractmethod
     def _trace(self, request: ScopeT) -> RequestTrace:
         """To be made when it has entered the queue."""
+
+    def _make_way(self, request: ScopeT) -> None:
+        """It waits in the queue now. Where it is not to wait until others are done, lend it a lease."""
 
     def _release(self, request: ScopeT) -> None:
         """The core has nothing of it any more: neither has what was acquired for it."""
@@ -150,6 +159,8 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
             self.load_changes.note()
             try:
                 with request.preparation:
+                    if admission.is_waiting:
+                        self._make_way(request)
                     await self._admission.lease(request, admission)
                     request.is_leased = True
                     self._leased_count += count

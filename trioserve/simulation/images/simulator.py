@@ -286,7 +286,7 @@ class ImagesSimulation(TracedRun):
         given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
         assert live_count <= given_count, f"the core has {live_count} pictures, and was given {given_count}"
         unfinished_count = sum(view.state != "finished" for view in views)
-        live_max = stage.slots + stage.waiting_max
+        live_max = stage.slots + stage.kept + stage.waiting_max
         assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
         for number, stream in self._inside.streams.items():
             client, request = self._clients[number], stream._request
