@@ -187,6 +187,20 @@ def test_progress_is_told_after_each_step_and_partial_results_where_wanted():
     assert driven.ends["a"].reason is FinishReason.STOP
 
 
+def test_a_partial_result_costs_what_decoding_does():
+    driven = Driven(slots=3, work=4)
+    driven.add("a3 b3 c3", partial_every=2)
+    driven.run()
+    assert " | ".join(driven.steps) == "ae be ce | a0 b0 c0 | a1 b1 | c1 a2 b2 | ad bd | c2 | cd"
+
+
+def test_one_partial_result_alone_may_cost_more_than_a_step():
+    driven = Driven(work=2)
+    driven.add("a2 b2", partial_every=1, decode_work=2)
+    driven.run()
+    assert {name: end.reason for name, end in driven.ends.items()} == dict.fromkeys("ab", FinishReason.STOP)
+
+
 @pytest.mark.parametrize(
     ("steps", "phase"),
     [(0, IterativePhase.QUEUED), (1, IterativePhase.DENOISE), (2, IterativePhase.DENOISE), (3, IterativePhase.DECODE)],

@@ -3,7 +3,7 @@
 A step is of one phase. Requests at different timesteps denoise together, within one budget of work; encoding and
 decoding are steps of their own, so that an abort waits for one forward pass of one phase at most. The phases that have
 something to compute take turns. Within one those go first that were computed longest ago, and as many as fit: so nobody
-who has a slot starves, whatever it costs and whoever else comes.
+who has a slot starves, whatever it costs and whoever else comes. A partial result costs what decoding does, too.
 
 A slot is given to the head of the line, by priority and arrival, and nobody overtakes it. It gets one when it is
 encoded; one that was preempted gets it with the next step, whatever that computes. Where no slot is free the last in
@@ -108,11 +108,13 @@ class IterativeScheduler:
     def _in_turn(self, phase: IterativePhase) -> list[LiveIteration]:
         due = [live for live in self.running.values() if live.phase is phase]
         due.sort(key=lambda live: live.last_turn)
-        lives = []
+        lives: list[LiveIteration] = []
         left = self._settings.step_work_max
         for live in due:
             cost = live.request.work(phase)
-            if cost <= left:
+            if phase is IterativePhase.DENOISE and live.wants_partial:
+                cost += live.request.decode_work  # in the same step. Whoever is first goes, whatever that adds.
+            if cost <= left or not lives:
                 lives.append(live)
                 left -= cost
         return lives

@@ -1,6 +1,7 @@
 """What is expected of each iterative request, and the rules of a step, from what was asked and told alone.
 
-The rules: a step is of one phase, within its work, and leaves nobody out who would fit. No phase waits for more than
+The rules: a step is of one phase, within its work, and leaves nobody out who would fit; with what partial results cost
+it is so, too, but for one request alone. No phase waits for more than
 two steps of others, and nobody with a slot for more steps of its phase than others have slots. The line is served by
 priority and arrival. A slot is left only to a better priority, by the last in order, while its latent can be kept.
 """
@@ -56,6 +57,11 @@ class ExpectedIteration:
         return rows * {ENCODE: self.request.encode_work, DECODE: self.request.decode_work}.get(
             self.due, self.request.denoise_work
         )
+
+    @property
+    def whole_cost(self) -> int:
+        """With the partial result behind its next step."""
+        return self.cost + (self.request.decode_work if self.wants_partial else 0)
 
     @property
     def can_leave(self) -> bool:
@@ -146,13 +152,14 @@ class StepRules:
                 self._holders[work.slot] = name
             assert self._holders[work.slot] == name, f"{name} is computed in a slot of {self._holders[work.slot]}"
         assert plan.work_count == sum(entry.cost for entry in computed), f"{plan.work_count} is not what it costs"
-        left = self._world.work - plan.work_count
-        assert left >= 0, f"a step costs {plan.work_count}"
+        assert plan.work_count <= self._world.work, f"a step costs {plan.work_count}"
+        left = self._world.work - sum(entry.whole_cost for entry in computed)
+        assert left >= 0 or len(computed) == 1, f"with its partial results a step costs {self._world.work - left}"
         for entry in live.values():
             if entry.place == "slot" and entry.due is plan.phase and entry not in computed:
                 entry.left_out += 1
                 assert entry.due is not ENCODE, f"{entry.request.id} has a slot, and is not encoded"
-                assert entry.cost > left, f"{entry.request.id} would fit, and is left out"
+                assert entry.whole_cost > left, f"{entry.request.id} would fit, and is left out"
                 assert entry.left_out < self._world.slots, f"{entry.request.id} was left out {entry.left_out} times"
         for entry in computed:
             entry.is_computed = True
