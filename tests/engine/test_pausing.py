@@ -12,6 +12,7 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.output import Delta
+from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
@@ -454,3 +455,14 @@ async def test_a_pause_over_http_empties_the_cache_unless_it_is_told_not_to(auto
         assert (stats.preemptions_total, stats.blocks_used > 0) == (1 - cached, bool(cached))
         server.engine.resume_generation()
     assert one.token_ids == await undisturbed("one and a block")
+
+
+async def test_a_response_that_is_known_whole_and_waits_for_too_long_says_so(autojump_clock):
+    reader, known = Reader(), Resume(token_ids=((1, 2), (3, 4)), finished=(True, True))
+    async with open_fake_engine() as fake:
+        await fake.pause_generation("keep")
+        sampling = SamplingParams(n=2, max_tokens=2)
+        await reader.read(fake, "one", sampling, resume=known, deadlines=Deadlines(queue_timeout=1))
+        assert reader.end == (FinishReason.DEADLINE, "queue_timeout")
+        assert len(reader.deltas) == 1
+        fake.assert_all_free()

@@ -354,8 +354,11 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
         choice.is_ended = True
         if self.resume is not None and self.resume.finished[choice.index]:
-            self._begun.set()  # it had ended before it came here, and is not gone through yet
-            return
+            # It had ended before it came here, and is not gone through yet. Where all had, nobody else says that.
+            if self.sequence_count or self._first_end is not None:
+                self._begun.set()
+                return
+            self._unfinished_count = 1
         self.push(
             Delta(
                 index=choice.index,
