@@ -110,7 +110,7 @@ class HttpSampler:
 
     async def sample(self, rollout: Rollout) -> None:
         body = {"prompt": rollout.prompt, "max_tokens": self.tokens_max, "seed": rollout.seed, "temperature": 1.0}
-        body |= {"logprobs": 0, "return_token_ids": True, "stream": True}
+        body |= {"top_p": 1.0, "top_k": 0, "logprobs": 0, "return_token_ids": True, "stream": True}
         if rollout.ids:
             body["resume"] = {"token_ids": [rollout.ids], "finished": [False]}
         with trio.CancelScope() as scope:
