@@ -33,15 +33,15 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterPlace, Adapters
 from trioserve.engine.engine import Engine, ModelDescription
-from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
 from trioserve.engine.engine_parts import EngineParts, Guard, Nap
 from trioserve.engine.guide_metrics import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
-from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.rank_metrics import show_ranks
-from trioserve.engine.supervisor import supervise
+from trioserve.engine.shell.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
+from trioserve.engine.shell.launched_steps import LaunchedSteps
+from trioserve.engine.shell.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.engine.threaded_weights import SentWeights, ThreadedWeights, WrittenWeights
 from trioserve.engine.weight_updates import WeightPlace

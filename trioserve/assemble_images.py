@@ -19,10 +19,10 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.iterative.settings import IterativeSettings
-from trioserve.engine.engine_loop import ThreadedExecutor
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
-from trioserve.engine.supervisor import supervise
+from trioserve.engine.shell.engine_loop import ThreadedExecutor
+from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
 from trioserve.model.device import torch_now
 from trioserve.model.diffusion.description import describe

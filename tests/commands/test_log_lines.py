@@ -90,7 +90,7 @@ async def test_what_else_is_said_of_a_request_bears_its_id(written):
     assert (refused["request"], refused["tenant"], refused["logger"]) == (
         "second",
         "t",
-        "trioserve.engine.request_admission",
+        "trioserve.engine.shell.request_admission",
     )
 
 

@@ -16,7 +16,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.engine_loop import EngineLoop, ThreadedExecutor
+from trioserve.engine.shell.engine_loop import EngineLoop, ThreadedExecutor
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeExecutor

@@ -18,7 +18,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.restarts import BACKOFF_SECONDS, FAULTS_IN_A_ROW_MAX, PERIOD_SECONDS, RestartBudget
+from trioserve.engine.shell.restarts import BACKOFF_SECONDS, FAULTS_IN_A_ROW_MAX, PERIOD_SECONDS, RestartBudget
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel

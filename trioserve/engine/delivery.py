@@ -30,7 +30,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.request_metrics import WHOLE, RequestMetrics
 from trioserve.engine.shell.core_delivery import CoreDelivery, WatchesCancels
-from trioserve.engine.step_watch import StepWatch
+from trioserve.engine.shell.step_watch import StepWatch
 from trioserve.engine.token_timings import TokenTimings
 from trioserve.metrics.registry import Metrics
 

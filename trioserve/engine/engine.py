@@ -47,7 +47,6 @@ from trioserve.engine.adapter_metrics import show_adapters
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
-from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
 from trioserve.engine.engine_parts import EngineParts, Guard, Nap, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.image_encoding import ImageEncoding
@@ -74,12 +73,13 @@ from trioserve.engine.request_preparation import (
     text_or_none,
 )
 from trioserve.engine.request_stream import RequestStream
-from trioserve.engine.request_trace import NO_TRACE, RequestTrace, SpannedRequest, sampling_attributes
-from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import SERVER_STOPPING
+from trioserve.engine.shell.engine_loop import EngineLoop, StepRunner, WhenIdle
 from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
-from trioserve.engine.step_times import StepTimes
+from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace, SpannedRequest, sampling_attributes
+from trioserve.engine.shell.requests_by_id import RequestsById
+from trioserve.engine.shell.step_times import StepTimes
 from trioserve.engine.weight_updates import WEIGHTS_REPLACED, GivenSource, WeightPlace, WeightUpdates
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics

@@ -11,8 +11,8 @@ from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.shell.engine_life import Guard
+from trioserve.engine.shell.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.weight_updates import WeightPlace
 
 __all__ = ["EngineParts", "Guard", "Nap", "OpenParts", "no_parts"]

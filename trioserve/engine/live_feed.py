@@ -32,8 +32,8 @@ from trioserve.core.live_request import LiveRequest
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
-from trioserve.engine.requests_by_id import RequestsById
-from trioserve.engine.step_times import StepTimes
+from trioserve.engine.shell.requests_by_id import RequestsById
+from trioserve.engine.shell.step_times import StepTimes
 from trioserve.metrics.history import History
 from trioserve.metrics.quantiles import HistogramWindow
 from trioserve.metrics.registry import Metrics

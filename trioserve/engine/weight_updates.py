@@ -26,8 +26,8 @@ from trioserve.contracts.weights import (
     WeightGroup,
     WeightSource,
 )
-from trioserve.engine.pausing import Pausing
-from trioserve.engine.step_gate import StepGate
+from trioserve.engine.shell.pausing import Pausing
+from trioserve.engine.shell.step_gate import StepGate
 
 __all__ = ["IN_FLIGHT", "GivenSource", "WEIGHTS_REPLACED", "Replacement", "WeightPlace", "WeightUpdates"]
 

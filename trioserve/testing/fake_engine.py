@@ -27,7 +27,7 @@ from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.supervisor import supervise
+from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer

@@ -18,7 +18,7 @@ from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.supervisor import supervise
+from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.controlled_steps import ControlledSteps

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.api.caller import check_is_admin
-from trioserve.engine.step_trace import step_trace
+from trioserve.engine.shell.step_trace import step_trace
 from trioserve.trio_tools.task_tree import task_tree
 
 if TYPE_CHECKING:

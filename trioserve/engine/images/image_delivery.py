@@ -14,7 +14,7 @@ from trioserve.core.iterative.engine import IterativeCore
 from trioserve.engine.images.open_image import ImageChoice, OpenImage
 from trioserve.engine.shell.core_delivery import CoreDelivery
 from trioserve.engine.shell.step_timings import StepTimings
-from trioserve.engine.step_watch import StepWatch
+from trioserve.engine.shell.step_watch import StepWatch
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["ImageDelivery"]

@@ -24,7 +24,6 @@ from trioserve.contracts.iterative import IterativeRequest, IterativeStats
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.engine.engine_loop import EngineLoop
 from trioserve.engine.engine_parts import Nap
 from trioserve.engine.images.image_delivery import ImageDelivery
 from trioserve.engine.images.image_parts import ImageParts, ImageSteps, no_image_parts
@@ -35,10 +34,11 @@ from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_a
 from trioserve.engine.images.live_image import view_of
 from trioserve.engine.images.open_image import ImageChoice, OpenImage
 from trioserve.engine.request_preparation import instance_of
-from trioserve.engine.request_trace import NO_TRACE, RequestTrace
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import SERVER_STOPPING, Guard
+from trioserve.engine.shell.engine_loop import EngineLoop
 from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
+from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
 from trioserve.metrics.image_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trioserve.contracts.iterative import IterativePlan
-from trioserve.engine.step_times import PlanTimes, StepCounts
+from trioserve.engine.shell.step_times import PlanTimes, StepCounts
 
 __all__ = ["ImageStepTimes"]
 

@@ -18,8 +18,8 @@ from trioserve.contracts.events import AbortResult, FinishReason, RequestFinishe
 from trioserve.contracts.ids import RequestId
 from trioserve.engine.shell.request_scope import AnyScope, RequestPart
 from trioserve.engine.shell.step_timings import Cancelled, StepTimings
+from trioserve.engine.shell.step_watch import StepWatch
 from trioserve.engine.shell.stepped_core import AnyPlan
-from trioserve.engine.step_watch import StepWatch
 
 __all__ = ["AbortingCore", "CoreDelivery", "NobodyWatches", "WatchesCancels"]
 

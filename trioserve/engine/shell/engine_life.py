@@ -19,18 +19,18 @@ from trioserve.contracts.arguments import refuse, to_int
 from trioserve.contracts.errors import EngineFault, InvalidRequest, RankLost
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import REQUEST_POISONED
-from trioserve.engine.engine_loop import EngineLoop
-from trioserve.engine.load_changes import LoadChanges
-from trioserve.engine.pausing import PauseState, Pausing
-from trioserve.engine.request_admission import RequestAdmission
-from trioserve.engine.requests_by_id import RequestsById
-from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.core_delivery import CoreDelivery
+from trioserve.engine.shell.engine_loop import EngineLoop
+from trioserve.engine.shell.load_changes import LoadChanges
+from trioserve.engine.shell.pausing import PauseState, Pausing
+from trioserve.engine.shell.request_admission import RequestAdmission
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope, ScopeState
-from trioserve.engine.sleeping import LEVELS, Sleeping
-from trioserve.engine.step_gate import StepGate
-from trioserve.engine.step_watch import StepWatch
+from trioserve.engine.shell.requests_by_id import RequestsById
+from trioserve.engine.shell.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
+from trioserve.engine.shell.sleeping import LEVELS, Sleeping
+from trioserve.engine.shell.step_gate import StepGate
+from trioserve.engine.shell.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import ShellGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper

@@ -19,10 +19,10 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.tracing import NO_TRACER, Attributes, Span, Tracer
 from trioserve.engine.request_preparation import instance_of, text_or_none
-from trioserve.engine.request_trace import RequestTrace
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import EngineLife
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope
+from trioserve.engine.shell.request_trace import RequestTrace
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.deadline_keeper import Alarm
 

@@ -22,7 +22,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import AnyDelta
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.engine.request_trace import NO_TRACE, RequestTrace
+from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 

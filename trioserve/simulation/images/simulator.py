@@ -28,8 +28,8 @@ from trioserve.contracts.iterative import IterativePlan, IterativeRequest, Itera
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.engine.images.image_stream import ImageStream
-from trioserve.engine.restarts import FAULTS_OF_ONE_MAX
 from trioserve.engine.shell.request_scope import AnyScope
+from trioserve.engine.shell.restarts import FAULTS_OF_ONE_MAX
 from trioserve.simulation.clients_inside import ClientsInside
 from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
 from trioserve.simulation.images.picture_book import PictureBook

@@ -42,14 +42,14 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine
-from trioserve.engine.engine_loop import StepRunner
 from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.mask_rows import MaskBuffers, MaskRows
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.supervisor import supervise
+from trioserve.engine.shell.engine_loop import StepRunner
+from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.group import RankGroup, open_ranks

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from trioserve.contracts.version import VERSION
-from trioserve.engine.step_times import StepTime
+from trioserve.engine.shell.step_times import StepTime
 
 __all__ = ["step_trace"]
 

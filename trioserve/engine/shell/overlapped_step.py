@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import trio
 
+from trioserve.engine.shell.step_gate import StepGate
 from trioserve.engine.shell.stepped_core import AnyPlan, NotesSteps, RunStep, StepDelivery, SteppedCore
-from trioserve.engine.step_gate import StepGate
 
 __all__ = ["OverlappedSteps"]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import trio
 
-from trioserve.engine.step_gate import StepGate
+from trioserve.engine.shell.step_gate import StepGate
 
 __all__ = ["PauseState", "Pausing"]
 

@@ -14,7 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import trio
 
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
-from trioserve.engine.overlapped_step import OverlappedSteps
+from trioserve.engine.shell.overlapped_step import OverlappedSteps
+from trioserve.engine.shell.step_gate import StepGate
 from trioserve.engine.shell.stepped_core import (
     AnyPlan,
     ComputesPlans,
@@ -23,7 +24,6 @@ from trioserve.engine.shell.stepped_core import (
     SteppedCore,
     StepRunnerOf,
 )
-from trioserve.engine.step_gate import StepGate
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
