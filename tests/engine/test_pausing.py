@@ -457,12 +457,32 @@ async def test_a_pause_over_http_empties_the_cache_unless_it_is_told_not_to(auto
     assert one.token_ids == await undisturbed("one and a block")
 
 
+KNOWN = Resume(token_ids=((1, 2), (3, 4)), finished=(True, True))
+KNOWN_SAMPLING = SamplingParams(n=2, max_tokens=2)
+
+
 async def test_a_response_that_is_known_whole_and_waits_for_too_long_says_so(autojump_clock):
-    reader, known = Reader(), Resume(token_ids=((1, 2), (3, 4)), finished=(True, True))
-    async with open_fake_engine() as fake:
-        await fake.pause_generation("keep")
-        sampling = SamplingParams(n=2, max_tokens=2)
-        await reader.read(fake, "one", sampling, resume=known, deadlines=Deadlines(queue_timeout=1))
+    reader, others = Reader(), Reader()
+    async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        for _ in range(12):  # so that it gets no lease
+            nursery.start_soon(lambda: others.read(fake, "other", request_id="other"))
+        await trio.sleep(0.02)
+        with trio.fail_after(1):
+            await reader.read(fake, "one", KNOWN_SAMPLING, resume=KNOWN, deadlines=Deadlines(queue_timeout=0.05))
         assert reader.end == (FinishReason.DEADLINE, "queue_timeout")
         assert len(reader.deltas) == 1
+        fake.abort("other")
+    fake.assert_all_free()
+
+
+async def test_a_response_that_is_known_whole_does_not_wait_for_a_pause_to_end(autojump_clock):
+    async with open_fake_engine() as fake:
+        await fake.pause_generation("keep")
+        with trio.fail_after(1):
+            async with fake.generate("one", KNOWN_SAMPLING, resume=KNOWN) as stream:
+                assert [delta.token_ids async for delta in stream] == []
+                assert [delta.finish_reason for delta in stream.known if delta.finish_reason] == [
+                    FinishReason.LENGTH,
+                    FinishReason.LENGTH,
+                ]
         fake.assert_all_free()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.partial import PartialChoice
-from trioserve.contracts.weights import WeightVersions, joined_versions
+from trioserve.contracts.weights import WeightVersions, add_versions
 
 __all__ = ["GivenOutput"]
 
@@ -13,7 +13,7 @@ __all__ = ["GivenOutput"]
 class GivenOutput:
     """logprobs: None where they are not kept. keeps: there is more than token ids to be kept of each delta."""
 
-    __slots__ = ("finish_reason", "keeps", "logprobs", "token_ids", "weight_versions")
+    __slots__ = ("_versions", "finish_reason", "keeps", "logprobs", "token_ids")
 
     def __init__(
         self,
@@ -25,22 +25,24 @@ class GivenOutput:
     ) -> None:
         self.token_ids = list(token_ids)
         self.logprobs = None if logprobs is None else list(logprobs)
-        self.weight_versions = weight_versions
+        self._versions = [*weight_versions]
         self.keeps = logprobs is not None or bool(weight_versions)
         # Until what is known of it is gone through, STOP stands for LENGTH, too.
         self.finish_reason = FinishReason.STOP if is_complete else None
 
+    @property
+    def weight_versions(self) -> WeightVersions:
+        return tuple(self._versions)
+
     def take(self, delta: Delta) -> None:
         """The next one."""
-        if delta.weight_versions or self.weight_versions:
+        if delta.weight_versions or self._versions:
             self.keeps = True
-            self.weight_versions = joined_versions(
-                self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids)
-            )
+            add_versions(self._versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))
         self.token_ids += delta.token_ids
         if self.logprobs is not None:
             self.logprobs += delta.logprobs or ()
-        if delta.finish_reason is not None:
+        if self.finish_reason is None:  # one that was complete before stays so, though its request was cut off
             self.finish_reason = delta.finish_reason
 
     def with_next(self, delta: Delta | None) -> PartialChoice:
@@ -52,6 +54,7 @@ class GivenOutput:
                 logprobs=None if self.logprobs is None else tuple(self.logprobs),
                 weight_versions=self.weight_versions,
             )
+            given.finish_reason = self.finish_reason
             given.take(delta)
         return PartialChoice(
             token_ids=tuple(given.token_ids),

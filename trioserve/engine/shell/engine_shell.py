@@ -166,7 +166,8 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
                     self._leased_count += count
                     request.trace.leased()
                     await self._prepare(request)
-                    await self._wait_until_admitted()
+                    if not request.is_finished:  # a response that is known whole wants nothing computed
+                        await self._wait_until_admitted()
             finally:
                 self._preparing_count -= count
                 self._leased_count -= count if request.is_leased else 0
