@@ -15,7 +15,7 @@ from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
-from trioserve.contracts.weights import WeightVersions, joined_versions
+from trioserve.contracts.weights import add_versions
 
 if TYPE_CHECKING:
     from trioserve.engine.request_stream import RequestStream
@@ -95,7 +95,7 @@ class Choice:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
-        self.weight_versions: WeightVersions = ()
+        self.weight_versions: list[tuple[str, int]] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -107,9 +107,7 @@ class Choice:
 
     def take(self, delta: Delta) -> None:
         self.texts.append(delta.text)
-        self.weight_versions = joined_versions(
-            self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids)
-        )
+        add_versions(self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "WeightGroup",
     "WeightSource",
     "WeightVersions",
+    "add_versions",
     "joined_versions",
     "kept_salt",
     "weights_salt",
@@ -82,13 +83,23 @@ def joined_versions(
     """Of tokens and those that follow them, with how many there are of each."""
     if not first and not second:
         return ()
-    joined: list[tuple[str, int]] = []
-    for version, count in (*_runs(first, first_count), *_runs(second, second_count)):
-        if joined and joined[-1][0] == version:
-            joined[-1] = (version, joined[-1][1] + count)
-        elif count:
-            joined.append((version, count))
+    joined = [*first]
+    add_versions(joined, first_count, second, second_count)
     return tuple(joined)
+
+
+def add_versions(runs: list[tuple[str, int]], count: int, more: WeightVersions, more_count: int) -> None:
+    """The same in place, of `count` tokens and `more_count` that follow them. However many runs there are, it takes as
+    long as there is more: a client may say that each of its tokens is of another version."""
+    if not runs and not more:
+        return
+    if not runs and count:
+        runs.append((INITIAL_WEIGHTS, count))
+    for version, own_count in _runs(more, more_count):
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + own_count)
+        elif own_count:
+            runs.append((version, own_count))
 
 
 def weights_salt(salt: str | None, version: str | None) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.weights import INITIAL_WEIGHTS, WeightVersions, joined_versions
+from trioserve.contracts.weights import INITIAL_WEIGHTS, WeightVersions, add_versions, joined_versions
 from trioserve.text.stop_strings import StopStringFinder
 from trioserve.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class ChoiceOutput:
         # Since the last delta: tokens whose text is not complete yet.
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
-        self._versions: WeightVersions = ()
+        self._versions: list[tuple[str, int]] = []
         self._next_version: WeightVersions = ()  # of one token; empty until use_weights
 
     def feed(
@@ -57,7 +57,7 @@ class ChoiceOutput:
             if text:
                 return Delta(index=self._index, text=text, token_ids=token_ids, weight_versions=self._next_version)
             self._token_ids.append(token_ids[0])
-            self._versions = self._next_version
+            self._versions = [*self._next_version]
             return None
         if self.ended:
             raise RuntimeError("fed a choice that has ended")
@@ -67,7 +67,7 @@ class ChoiceOutput:
         for index, token_id in enumerate(token_ids):
             self.token_count += 1
             if self._next_version:
-                self._versions = joined_versions(self._versions, len(self._token_ids), self._next_version, 1)
+                add_versions(self._versions, len(self._token_ids), self._next_version, 1)
             self._token_ids.append(token_id)
             if self._logprobs is not None and logprobs is not None:
                 self._logprobs.append(logprobs[index])
@@ -82,7 +82,7 @@ class ChoiceOutput:
     def use_weights(self, version: str) -> None:
         """What is fed from here on was sampled by weights of this version."""
         if self._token_ids and not self._versions:
-            self._versions = ((INITIAL_WEIGHTS, len(self._token_ids)),)
+            self._versions = [(INITIAL_WEIGHTS, len(self._token_ids))]
         self._next_version = ((version, 1),)
 
     def weights_of(self, token_count: int) -> WeightVersions:
@@ -185,10 +185,10 @@ class ChoiceOutput:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             message=message,
-            weight_versions=self._versions,
+            weight_versions=tuple(self._versions),
         )
         self._token_ids.clear()
-        self._versions = ()
+        self._versions.clear()
         if self._logprobs is not None:
             self._logprobs.clear()
         return delta

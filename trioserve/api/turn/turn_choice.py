@@ -11,7 +11,7 @@ from trioserve.api.generation import CUT_OFF, is_cut_off
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
-from trioserve.contracts.weights import WeightVersions, joined_versions
+from trioserve.contracts.weights import add_versions
 from trioserve.text.response_parts import (
     ContentText,
     ReasoningText,
@@ -132,7 +132,7 @@ class CollectedChoice:
         self.reasonings: list[str] = []
         self.tool_calls: list[ToolCall] = []
         self.token_ids: list[int] = []
-        self.weight_versions: WeightVersions = ()
+        self.weight_versions: list[tuple[str, int]] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: TurnFinish | None = None
         self.stop_reason: int | str | None = None
@@ -160,9 +160,7 @@ class CollectedChoice:
                 self.reasonings.append(part.text)
             elif (call := self._open.take(part)) is not None:
                 self.tool_calls.append(call)
-        self.weight_versions = joined_versions(
-            self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids)
-        )
+        add_versions(self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:
