@@ -201,6 +201,26 @@ async def test_weights_that_came_in_part_keep_all_steps_back_until_others_are_wh
         fake.assert_all_free()
 
 
+async def test_a_sleep_does_not_wait_for_what_half_the_weights_hold_up(autojump_clock):
+    """It would have the turn of the update that they wait for."""
+    kept = Reader()
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kept.read, fake, "kept")
+            await trio.sleep(0.055)
+            fake.weights.breaks = True
+            with pytest.raises(WeightsLost):
+                await fake.update_weights("b")
+            with trio.fail_after(1), pytest.raises(InvalidRequest, match="cannot end"):
+                await fake.sleep(2, "wait")
+            assert not fake.is_paused
+            await fake.update_weights("c", version="c")
+        assert kept.end[0] is FinishReason.LENGTH
+        await fake.sleep(2, "wait")
+        await fake.wake_up()
+        fake.assert_all_free()
+
+
 async def test_weights_that_came_in_part_are_whole_when_the_model_was_read_anew(autojump_clock):
     kept = Reader()
     expected = await undisturbed("kept")

@@ -342,6 +342,13 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
         async with self._weights.turn:
+            if mode == "wait" and self._weights.is_half and self._has_begun():
+                # It would have the turn of the update that alone lets them end.
+                raise InvalidRequest(
+                    "the weights came only in part, and what has begun cannot end: replace them first, or let it sleep "
+                    "with another mode",
+                    param="mode",
+                )
             self._check_may_pause(mode)  # an engine that drains by now is to end what it has
             await super()._pause_and_sleep(level, mode)
 

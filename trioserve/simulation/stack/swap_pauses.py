@@ -9,7 +9,7 @@ from typing import Any
 import trio
 from trio.lowlevel import Task
 
-from trioserve.contracts.errors import WeightsLost
+from trioserve.contracts.errors import InvalidRequest, WeightsLost
 from trioserve.engine.shell.request_scope import AnyScope
 from trioserve.simulation.stack.pause_plan import Halt, Pause, Sleep, Swap
 from trioserve.simulation.stack.pauses import HaltedEngine, Pauses
@@ -49,6 +49,14 @@ class SwapPauses(Pauses):
 
     async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
         return await (self._swap(halt) if isinstance(halt, Swap) else super()._act(fake, halt))
+
+    async def _sleep(self, fake: HaltedEngine, order: Sleep) -> str:
+        try:
+            return await super()._sleep(fake, order)
+        except InvalidRequest:
+            assert order.mode == "wait", "a sleep is refused that ends what has begun, or keeps it"
+            assert self._fake.has_half_weights, "a sleep is refused, and what has begun ends"
+            return "refused"
 
     async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
         await self._fake.pause_generation(order.mode, clear_cache=order.clears)
