@@ -118,6 +118,26 @@ async def test_what_was_given_is_there_and_goes_on(autojump_clock, options, paus
     assert all(delta.finish_reason is FinishReason.LENGTH for delta in second.given.values())
 
 
+async def test_a_choice_whose_text_failed_has_log_probabilities_of_its_tokens(autojump_clock, monkeypatch):
+    """Otherwise nothing could be said of the others."""
+    rollout = Rollout()
+    async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(rollout.read, fake)
+        await trio.sleep(0.035)
+
+        def broken(*_arguments: object) -> None:
+            raise ValueError("no such token")
+
+        [request] = fake._requests
+        monkeypatch.setattr(request.choices[0].output, "feed", broken)
+        await trio.sleep(0.02)
+        [partial] = fake.cut_off("r")["r"].partials
+        assert [choice.finish_reason for choice in partial.choices] == [FinishReason.ERROR, FinishReason.ABORT]
+        await trio.sleep(0.02)
+        check_given(partial, rollout)
+    fake.assert_all_free()
+
+
 async def test_what_the_step_in_flight_computes_is_nobodys(autojump_clock):
     rollout = Rollout()
     async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
@@ -173,7 +193,7 @@ async def test_a_choice_that_was_complete_stays_so(autojump_clock):
 
 
 @pytest.mark.parametrize("finished", [(True, False), (True, True)], ids=str)
-async def test_a_choice_that_had_ended_before_it_came_here_has_no_end_in_the_queue(autojump_clock, finished):
+async def test_a_choice_that_had_ended_before_it_came_here_is_complete_in_the_queue(autojump_clock, finished):
     expected = await undisturbed()
     resume = Resume(token_ids=(expected.tokens(0), expected.tokens(1)[:4]), finished=(True, False), seed=3)
     if all(finished):
@@ -190,7 +210,9 @@ async def test_a_choice_that_had_ended_before_it_came_here_has_no_end_in_the_que
                 [partial] = fake.cut_off("r")["r"].partials
         assert partial.resume.finished == resume.finished
         assert partial.resume.token_ids == resume.token_ids
-        assert list(rollout.given) == [index for index in range(2) if not finished[index]]
+        assert list(rollout.given) == ([0] if all(finished) else [1]), (
+            "one end, which nobody else says where all had one"
+        )
         fake.cut_off("other")
     fake.assert_all_free()
 

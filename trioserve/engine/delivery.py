@@ -140,7 +140,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             try:
                 held_back = choice.output.feed((), None, finished)
             except Exception as error:
-                held_back = _text_failed(choice, (), error)
+                held_back = _text_failed(choice, (), None, error)
         request.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
 
     # --- when the engine broke ---
@@ -248,7 +248,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         try:
             delta = output.feed(token_ids, logprobs, finished)
         except Exception as error:
-            delta = _text_failed(choice, token_ids, error)
+            delta = _text_failed(choice, token_ids, logprobs, error)
         # Of several tokens, those behind a stop string are dropped: they are nobody's.
         if self._timings.note_tokens(choice, output.token_count - count_before, now):
             choice.request.note_first_token()
@@ -307,13 +307,16 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             choice.request.note_released()
 
 
-def _text_failed(choice: Choice, token_ids: tuple[int, ...], error: Exception) -> Delta:
+def _text_failed(
+    choice: Choice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, error: Exception
+) -> Delta:
     """The fault of one request's text stays with that request. To be called where it is handled."""
     logger.exception("text of a request failed request=%s", choice.request.id)
     return Delta(
         index=choice.index,
         text="",
         token_ids=token_ids,
+        logprobs=logprobs,
         weight_versions=choice.output.weights_of(len(token_ids)),
         finish_reason=FinishReason.ERROR,
         message=f"the response could not be turned into text: {error}",
