@@ -197,6 +197,41 @@ async def test_what_is_neither_one_request_nor_all_is_refused(autojump_clock):
             assert (await ask(server, "/abort_request", order))[0] == 400
 
 
+async def test_the_best_of_several_do_not_hide_that_others_were_cut_off(autojump_clock):
+    body = {**BODY, "best_of": 6, "ignore_eos": False, "stop": ["e", "t", "a"], "return_token_ids": True}
+    async with open_memory_server(step_seconds=0.01) as server:
+        seen = set()
+        for seed in range(12):
+            _, partial = await cut(server, "/v1/completions", {**body, "seed": seed}, "abort")
+            finished = partial.get("resume", {}).get("finished")
+            shown = partial["choices"][0]["finish_reason"]
+            seen.add((shown, finished is not None))
+            if finished is not None:
+                assert len(finished) == 6
+                status, continued = await ask(
+                    server, "/v1/completions", {**body, "seed": seed, "resume": partial["resume"]}
+                )
+                assert (status, continued["choices"]) == (
+                    200,
+                    (await ask(server, "/v1/completions", {**body, "seed": seed}))[1]["choices"],
+                )
+        assert ("stop", True) in seen, seen
+        server.engine.assert_all_free()
+
+
+async def test_each_token_may_be_of_another_version(autojump_clock):
+    """A client says so, and its request takes no longer than any other."""
+    body = {**BODY, "max_tokens": 3100, "return_token_ids": True}
+    versions = [["ab"[place % 2], 1] for place in range(3000)]
+    resume = {"token_ids": [[97, 98] * 1500], "finished": [False], "weight_versions": [versions]}
+    async with open_memory_server(context_tokens_max=4096, block_count=1100) as server:
+        status, said = await ask(server, "/v1/completions", {**body, "resume": resume})
+        assert status == 200
+        [choice] = said["choices"]
+        assert choice["weight_versions"] == [*versions, ["default", 100]]
+        assert len(choice["token_ids"]) == 3100
+
+
 async def test_known_log_probabilities_are_those_of_the_weights_that_drew_them(autojump_clock):
     """They are given as they came, also where weights would draw others now."""
     body = {**BODY, "logprobs": 0}
@@ -214,10 +249,18 @@ async def test_known_log_probabilities_are_those_of_the_weights_that_drew_them(a
         assert -0.125 not in values[len(entries) :]
 
 
+def entry(token_id: int, *top: int) -> dict[str, Any]:
+    return {"token_id": token_id, "logprob": -1.0, "top": [[top_id, -1.0] for top_id in top]}
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
         ({"logprobs": [[{"token_id": 1, "logprob": -1.0}]]}, "resume.logprobs"),
+        ({"logprobs": [[entry(97), entry(-98)]]}, "resume.logprobs"),
+        ({"logprobs": [[entry(97), entry(10**9)]]}, "resume.logprobs"),
+        ({"logprobs": [[entry(97), entry(98, 10**9)]]}, "resume.logprobs"),
+        ({"logprobs": [[entry(97), entry(98, -1)]]}, "resume.logprobs"),
         ({"weight_versions": [[["a", 1]]]}, "resume.weight_versions"),
         ({"weight_versions": [[["a", 3], ["b", -1]]]}, "resume.weight_versions"),
     ],

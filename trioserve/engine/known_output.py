@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
-from trioserve.contracts.events import FinishReason, Phase, RequestFinished
+from trioserve.contracts.events import FinishReason, Phase, RequestFinished, TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import Resume
@@ -138,6 +138,25 @@ def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int,
                 f"resume.token_ids[{index}] has token id {max(token_ids)}, this model's are 0 to {vocab_size - 1}",
                 param=PARAM,
             )
+    for index, entries in enumerate(resume.logprobs or ()):
+        _check_logprobs(index, resume.token_ids[index], entries, vocab_size)
+
+
+def _check_logprobs(index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprob], vocab_size: int) -> None:
+    """Each is of its token, and all that they name have a text. Raises InvalidRequest."""
+    param = "resume.logprobs"
+    for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
+        if entry.token_id != token_id:
+            raise InvalidRequest(
+                f"resume.logprobs[{index}][{place}] is of token {entry.token_id}, and the token there is {token_id}",
+                param=param,
+            )
+        for top_id, _ in entry.top:
+            if not 0 <= top_id < vocab_size:
+                raise InvalidRequest(
+                    f"resume.logprobs[{index}][{place}] has token id {top_id}, this model's are 0 to {vocab_size - 1}",
+                    param=param,
+                )
 
 
 def _over(index: int, why: str) -> InvalidRequest:

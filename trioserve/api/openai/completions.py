@@ -136,15 +136,14 @@ async def create_completion(context: RequestContext) -> None:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
             collected = await collect(streams, sampling.n, is_partial=resumption.is_partial)
-            choices = [_best(made, response.choice_count) for made in collected]
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
-                await context.respond_json(response.whole(head, choices))
+                await context.respond_json(response.whole(head, collected))
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
-        await context.respond_json(response.whole(head, choices))
+        await context.respond_json(response.whole(head, collected))
 
 
 def _check(body: CompletionBody) -> None:
@@ -272,13 +271,15 @@ class _Response:
     def usage(self) -> Usage:
         return usage_of(self.streams)
 
-    def whole(self, head: dict[str, object], choices: list[list[Choice]]) -> dict[str, object]:
+    def whole(self, head: dict[str, object], collected: list[list[Choice]]) -> dict[str, object]:
+        """collected: with best_of, those that are not shown, too: any of them may be one that was cut off."""
+        choices = [_best(made, self.choice_count) for made in collected]
         return {
             **head,
             "choices": self.choices(choices),
             "usage": self.usage(),
             **transfer_fields(choice.kv_transfer for choice in choices[0]),
-            **({"resume": self.resumption.behind(self.streams)} if _has_cut_off(choices) else {}),
+            **({"resume": self.resumption.behind(self.streams)} if _has_cut_off(collected) else {}),
         }
 
     def choices(self, choices: list[list[Choice]]) -> list[dict[str, object]]:
