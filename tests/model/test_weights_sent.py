@@ -167,6 +167,35 @@ async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
         assert await said(engine) == before
 
 
+async def test_a_group_whose_trainer_does_not_come_can_be_left(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """And joined again at once, by its name, when the trainer has begun anew."""
+    new = changed(tiny_checkpoint("llama"), tmp_path / "new")
+    is_refused = trio.Event()
+    async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS, dtype="float32") as engine:
+
+        async def join() -> None:
+            group = WeightGroup(
+                master_address="127.0.0.1", master_port=free_port(), rank=1, world_size=2, seconds_max=4.0
+            )
+            with pytest.raises(InvalidRequest):
+                await engine.init_weights_update_group(group)
+            is_refused.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(join)
+            await trio.sleep(0.5)
+            with pytest.raises(InvalidRequest, match="no group"):
+                await engine.update_weights(of(new))
+            await engine.destroy_weights_update_group()
+            async with sender(new, engine):
+                await engine.update_weights(of(new), version="sent")
+                await is_refused.wait()  # what was left ends later, and takes nothing along
+                await engine.destroy_weights_update_group()
+        assert engine.weight_version == "sent"
+
+
 async def test_a_trainer_that_does_not_come_is_not_waited_for_ever(tiny_checkpoint: Callable[..., Path]) -> None:
     async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS) as engine:
         group = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}

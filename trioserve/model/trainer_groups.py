@@ -20,7 +20,7 @@ class TrainerGroups:
     """Joining and receiving wait for others: in threads of their own, one call of a group at a time."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, TrainerGroup | None] = {}  # None: it is being joined
+        self._groups: dict[str, TrainerGroup | _Joining] = {}
 
     def join(self, asked: WeightGroup) -> None:
         """Raises InvalidRequest."""
@@ -28,7 +28,7 @@ class TrainerGroups:
             raise InvalidRequest(f"a group {asked.group_name} is there already: destroy it first", param="group_name")
         if len(self._groups) >= GROUPS_MAX:
             raise InvalidRequest(f"{GROUPS_MAX} groups are there already: destroy one first", param="group_name")
-        self._groups[asked.group_name] = None
+        joining = self._groups[asked.group_name] = _Joining()
         try:
             group = TrainerGroup(
                 master_address=asked.master_address,
@@ -39,30 +39,34 @@ class TrainerGroups:
                 seconds_max=asked.seconds_max,
             )
         except StartupError as error:
-            self._groups.pop(asked.group_name, None)
+            if self._groups.get(asked.group_name) is joining:
+                del self._groups[asked.group_name]
             raise InvalidRequest(str(error), param="master_address") from error
-        if asked.group_name in self._groups:
+        if self._groups.get(asked.group_name) is joining:
             self._groups[asked.group_name] = group
-        else:  # the engine was closed meanwhile
+        else:  # somebody left it meanwhile, or the engine was closed
             group.leave()
+            raise InvalidRequest(f"the group {asked.group_name} was left meanwhile", param="group_name")
 
     def check(self, name: str) -> None:
         """Raises InvalidRequest if there is no such group."""
-        if self._groups.get(name) is None:
+        if not isinstance(self._groups.get(name), TrainerGroup):
             raise InvalidRequest(f"no group {name} was joined: init it first", param="group_name")
 
     def leave(self, name: str) -> None:
-        """Raises InvalidRequest if there is no such group."""
-        self.check(name)
+        """Also one that is being joined, whose trainer may have gone. Raises InvalidRequest if there is no such
+        group."""
+        if name not in self._groups:
+            self.check(name)
         group = self._groups.pop(name)
-        if group is not None:
+        if isinstance(group, TrainerGroup):
             with contextlib.suppress(RuntimeError):  # of one that is broken
                 group.leave()
 
     def forget(self, name: str) -> None:
         """It is of no use any more, though a thread may still wait in it until its time is over. Never waits."""
         group = self._groups.pop(name, None)
-        if group is not None and not group.is_waiting:
+        if isinstance(group, TrainerGroup) and not group.is_waiting:
             with contextlib.suppress(RuntimeError):
                 group.leave()
 
@@ -79,16 +83,20 @@ class TrainerGroups:
         tensor = torch.from_numpy(values.reshape(-1))
         group = self._groups.get(name)
         try:
-            if group is None:
+            if not isinstance(group, TrainerGroup):
                 raise RuntimeError(f"the group {name} is gone")
             group.broadcast(tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor)
         except RuntimeError as error:
             raise WeightsLost(f"the trainer of the group {name} sends nothing: {str(error).splitlines()[0]}") from error
         finally:
-            if group is not None and self._groups.get(name) is not group:  # it was forgotten meanwhile
+            if isinstance(group, TrainerGroup) and self._groups.get(name) is not group:  # it was forgotten meanwhile
                 with contextlib.suppress(RuntimeError):
                     group.leave()
         return values
+
+
+class _Joining:
+    """A group that is not there yet."""
 
 
 def arriving_tensors(source: BroadcastWeights) -> dict[str, ArrivingTensor]:
