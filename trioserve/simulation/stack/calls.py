@@ -131,8 +131,8 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
             content += said[at : at + len(part)]
             at += len(part)
             continue
-        if is_over and at < len(said) < at + len(marks.opening):  # nothing has told that it is a call
-            content += said[at:]
+        if is_over and not calls and at < len(said) < at + len(marks.opening):  # nothing has told that it is a call
+            content += said[at:]  # behind another call it is the beginning of the next, which nobody misses
         at += len(marks.opening) + len(marks.before_name + part.name + marks.behind_name)
         arguments = said[at : at + len(part.arguments)]
         at += len(part.arguments) + len(marks.closing)
