@@ -74,6 +74,7 @@ def test_fields_become_params(fields: dict[str, Any], expect: dict[str, Any] | N
         ({"quality": "high"}, "quality", "steps and size"),
         ({"background": "transparent"}, "background", "no transparency"),
         *(({field: "x"}, field, "is not supported") for field in REFUSED),
+        *(({field: "x"}, field, "/v1/images/edits") for field in ("image", "mask", "strength")),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_name_that_it_came_with(fields: dict[str, Any], param: str, says: str) -> None:

@@ -195,6 +195,19 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
 class ImageGenerationBody(ImageBody, frozen=True, kw_only=True):
     """Pictures of a text, or of a class by its name or its index."""
 
+    # Of a form that changes an image.
+    image: Any = None
+    mask: Any = None
+    strength: Any = None
+
+    def check(self) -> None:
+        for field in ("image", "mask", "strength"):
+            if getattr(self, field) not in (None, "", [], {}):
+                raise InvalidRequest(
+                    f"{field} says how an image is changed: send a form to /v1/images/edits", param=field
+                )
+        super().check()
+
 
 class ImageEditBody(ImageBody, frozen=True, kw_only=True):
     """The texts of a form; image and mask are files beside them. strength: above 0 to 1, how far from the image the
