@@ -57,6 +57,7 @@ async def test_what_does_not_fit_has_no_success(autojump_clock, body: dict[str, 
         status, answer = await ask(server, DISK, body)
         assert (status, answer["success"]) == (400, False)
         assert named in answer["message"]
+        assert answer["error"]["message"] == answer["message"]
         assert await ask(server, "/get_weight_version", method="GET") == (200, {"weight_version": "default"})
 
 

@@ -443,7 +443,7 @@ def test_a_history_of_iterative_requests_means_something_whatever_is_missing(mis
 
 def test_a_few_seeds_of_iterative_requests_hold_and_reach_every_moment():
     totals: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(120):
         verdict = runs_of("iterative").run_seed(seed, 150)
         assert verdict.failure is None, (seed, verdict.failure)
         totals.update(verdict.counts)

@@ -126,12 +126,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         "does not fit is refused, and nothing has changed. Responds when steps are computed with them.",
         body=WeightsOnDiskBody,
         response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     ("POST", "/update_weights_from_shared_memory"): DescribedOperation(
         summary="The same from a segment of shared memory on the server's machine",
         body=SharedWeightsBody,
         response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     ("POST", "/update_weights_from_distributed"): DescribedOperation(
@@ -139,6 +141,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         description="In a group that was joined before. The trainer sends when this was asked for.",
         body=BroadcastWeightsBody,
         response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     ("POST", "/init_weights_update_group"): DescribedOperation(
@@ -146,12 +149,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         description="Responds when all of it are there: its rank 0, the trainer, listens at the address.",
         body=WeightGroupBody,
         response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 503),
     ),
     ("POST", "/destroy_weights_update_group"): DescribedOperation(
         summary="Leave it",
         body=WeightGroupNameBody,
         response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403),
     ),
     ("GET", "/get_weight_version"): DescribedOperation(

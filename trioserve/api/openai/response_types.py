@@ -427,6 +427,13 @@ class WeightUpdate(Response):
     weight_version: str | UnsetType = UNSET
 
 
+class WeightUpdateError(Error):
+    """success, message: as SGLang has them, of a body that could be read."""
+
+    success: bool | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+
+
 class WeightVersion(Response):
     weight_version: str
 

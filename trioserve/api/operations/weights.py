@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_is_admin
+from trioserve.api.error_responses import error_response
 from trioserve.api.openai.request_types import (
     BroadcastWeightsBody,
     InFlight,
@@ -18,7 +19,7 @@ from trioserve.api.openai.request_types import (
     WeightsBody,
     WeightsOnDiskBody,
 )
-from trioserve.contracts.errors import InvalidRequest, WeightsLost
+from trioserve.contracts.errors import InvalidRequest, TrioserveError, WeightsLost
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup, WeightSource
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ async def _change_group(context: RequestContext, change: Awaitable[None], done: 
     try:
         await change
     except InvalidRequest as refusal:
-        await context.respond_json({"success": False, "message": str(refusal)}, status=400)
+        await _refuse(context, refusal)
         return
     await context.respond_json({"success": True, "message": f"The engine has {done}."})
 
@@ -116,16 +117,20 @@ async def _update(context: RequestContext, source: WeightSource, body: WeightsBo
         )
     try:
         version = await context.engine.update_weights(source, version=body.weight_version, in_flight=in_flight)
-    except InvalidRequest as refusal:
-        await context.respond_json({"success": False, "message": str(refusal)}, status=400)
-        return
-    except WeightsLost as error:
-        await context.respond_json({"success": False, "message": str(error)}, status=500)
+    except (InvalidRequest, WeightsLost) as error:
+        await _refuse(context, error)
         return
     if body.flush_cache:  # nobody would find it any more, and its blocks are the first to be of use
         context.engine.reset_prefix_cache()
     message = f"The weights were replaced: their version is {version}."
     await context.respond_json({"success": True, "message": message, "weight_version": version})
+
+
+async def _refuse(context: RequestContext, error: TrioserveError) -> None:
+    """As SGLang's clients read it, and as ours do."""
+    response = error_response(error)
+    body = {"success": False, "message": response.message, **response.body()}
+    await context.respond_json(body, status=response.status, headers=response.headers)
 
 
 def _check_may(context: RequestContext) -> None:
