@@ -19,6 +19,7 @@ from trioserve import open_engine
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
 from trioserve.contracts.weights import BroadcastWeights, WeightGroup
 from trioserve.engine.engine import Engine
+from trioserve.model.weight_replacement import ArrivingWeights
 from trioserve.ranks.host import free_port
 from trioserve.rollouts import described_weights
 
@@ -114,16 +115,25 @@ async def test_what_cannot_be_the_models_is_refused_before_it_comes(
 @pytest.mark.parametrize("count", [0, 5])
 @pytest.mark.parametrize("way", ["dies", "hangs"])
 async def test_a_trainer_that_stops_does_not_hold_the_engine_up(
-    way: str, count: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    way: str, count: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
+    token, has_begun, put = trio.lowlevel.current_trio_token(), trio.Event(), ArrivingWeights.put
+
+    def put_and_tell(self: ArrivingWeights, name: str, values: Any) -> None:
+        put(self, name, values)
+        token.run_sync_soon(has_begun.set, idempotent=True)
+
+    monkeypatch.setattr(ArrivingWeights, "put", put_and_tell)
     async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
         before = await said(engine)
         async with sender(new, engine, count=count, seconds_max=3.0) as trainer, trio.open_nursery() as nursery:
 
             async def kill_it() -> None:
                 await trainer.stdout.receive_some()
+                if count:
+                    await has_begun.wait()  # what lies in its socket may be lost when it dies
                 trainer.kill()
 
             if way == "dies":
