@@ -17,6 +17,7 @@ import trio
 from trioserve.bench.inside.images.asked import AskedPictures
 from trioserve.bench.inside.images.watch import ImageWatch
 from trioserve.contracts.events import IterativePhase
+from trioserve.trio_tools.daemon_thread import call_abandonable
 
 if TYPE_CHECKING:
     from trioserve.bench.inside.images.pipeline import PlainPipeline
@@ -136,7 +137,7 @@ async def _leave_pipeline(asked: AskedPictures, pipeline: PlainPipeline, seed: i
     token = trio.lowlevel.current_trio_token()
     pipeline.on_step = on_step
     async with trio.open_nursery() as caller:
-        caller.start_soon(partial(trio.to_thread.run_sync, draw, abandon_on_cancel=True))
+        caller.start_soon(partial(call_abandonable, draw, thread_name="pipeline"))
         await halfway.wait()
         left_at, begun_until_then = perf_counter(), begun
         caller.cancel_scope.cancel()
