@@ -108,7 +108,7 @@ class RanksSimulation(TracedRun):
                 raise next(iter(self._violations), error.__cause__ or error) from None
 
     async def _main(self) -> None:
-        compile_forms()
+        compile_forms(part.form for part in self.plan.parts if isinstance(part, Client))
         # Threads begin and end in real time, so that virtual time may do what it likes meanwhile.
         async with InlineTexts() as texts, trio.open_nursery() as world:
             self._is_live = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from trioserve.contracts.structured_output import StructuredOutput
@@ -23,9 +23,9 @@ def drawn_form(rng: Random, vocab_size: int, *, share: float = SHARE) -> tuple[s
     return rng.choice(forms) if forms and rng.random() < share else ()
 
 
-def compile_forms() -> None:
-    """All that may be drawn, so that nobody has to wait for it: what a real thread does takes no virtual time."""
-    for form in (*LETTERS, *BITS):
+def compile_forms(forms: Iterable[Sequence[str]]) -> None:
+    """So that nobody has to wait for these: what a real thread does takes no virtual time. Empty ones are none."""
+    for form in filter(None, forms):
         byte_form_compiler().compile(StructuredOutput.choice(form))
 
 

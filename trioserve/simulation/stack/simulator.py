@@ -98,7 +98,7 @@ class StackSimulation(TracedRun):
 
     async def _main(self) -> None:
         stage = self.plan.stage
-        compile_forms()
+        compile_forms(part.form for part in self.plan.parts if isinstance(part, Client | Ask))
         try:
             with trio.fail_after(SECONDS_MAX):
                 async with open_fake_engine(
