@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
 import trio
+from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
+from tests.api.images.forms import multipart
+from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server
 
 PATH = "/v1/images/generations"
+EDITS = "/v1/images/edits"
 CAT = {"model": "fake", "prompt": "a cat", "seed": 5, "n": 2}
 
 
 @asynccontextmanager
-async def opened(*, paused: bool = False) -> AsyncIterator[tuple[MemoryRouter, MemoryImageServer]]:
+async def opened(*, paused: bool = False, **options: Any) -> AsyncIterator[tuple[MemoryRouter, MemoryImageServer]]:
     async with open_memory_image_server(paused=paused) as server:
 
         async def connect() -> trio.abc.Stream:
             await trio.lowlevel.checkpoint()
             return server.connect()
 
-        async with open_memory_router({"a": connect}) as router:
+        async with open_memory_router({"a": connect}, **options) as router:
             yield router, server
             await router.assert_all_free()
         await wait_all_tasks_blocked()
@@ -64,8 +71,77 @@ async def test_a_client_that_leaves_the_router_frees_its_slots() -> None:
             assert server.engine.stats().slots_used == 0
 
 
-async def test_an_image_that_is_to_be_changed_goes_to_an_endpoint_itself() -> None:
+def form(*parts: tuple[str, str], image: bytes | None = None) -> tuple[bytes, dict[str, str]]:
+    """The body and headers that ask for a changed image."""
+    body, content_type = multipart(*parts, ("image", image or red_png(), "a.png"))
+    return body, {"content-type": content_type}
+
+
+def red_png(size: int = 16) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), "red").save(file, "PNG", compress_level=0)
+    return file.getvalue()
+
+
+DOG = (("prompt", "a dog"), ("seed", "5"), ("n", "2"))
+
+
+@pytest.mark.parametrize("size", [16, 200])  # the second one is read in a thread
+async def test_an_image_is_changed_through_a_router(size: int) -> None:
+    async with opened() as (router, server):
+        body, headers = form(*DOG, ("model", "fake"), ("size", "16x16"), image=red_png(size))
+        assert (len(body) > INLINE_BYTES_MAX) is (size == 200)
+        async with router.client().ask(EDITS, body, headers=headers) as routed:
+            assert await routed.head() == 200, await routed.read()
+            changed = (await routed.json())["data"]
+        async with server.client().ask(EDITS, body, headers=headers) as own:
+            assert changed == (await own.json())["data"]
+
+
+async def test_a_form_gets_the_model_s_real_name_and_what_is_left_of_its_deadlines(autojump_clock) -> None:
+    async with opened(aliases={"painter": "fake"}) as (router, _server):
+        body, headers = form(*DOG, ("model", "painter"), ("timeout", "30"))
+        async with router.client().ask(EDITS, body, headers={**headers, "x-queue-timeout": "20"}) as response:
+            assert await response.head() == 200, await response.read()
+            assert len((await response.json())["data"]) == 2
+        body, headers = form(*DOG, ("model", "painter"), ("timeout", "-1"))
+        async with router.client().ask(EDITS, body, headers=headers) as response:
+            assert (await response.json())["error"]["param"] == "timeout"
+
+
+async def test_a_changed_image_comes_through_a_router_as_it_becomes() -> None:
+    for has_peers in (False, True):
+        async with opened(paused=True, has_peers=has_peers) as (router, server):
+            body, headers = form(*DOG, ("stream", "true"), ("partial_images", "1"))
+            headers |= {"x-request-id": "mine", "last-event-id": ""}
+            async with router.client().ask(EDITS, body, headers=headers) as response:
+                while await server.engine.step() is not None:
+                    """Each step is read before the next one."""
+                kinds = [event["type"] async for event in response]
+            assert kinds == ["image_edit.partial_image"] * 2 + ["image_edit.completed"] * 2
+
+
+async def test_a_client_that_leaves_the_router_frees_the_slots_of_what_is_changed() -> None:
+    async with opened(paused=True) as (router, server):
+        for is_streamed in ("false", "true"):
+            body, headers = form(*DOG, ("stream", is_streamed))
+            async with router.client().ask(EDITS, body, headers=headers):
+                await server.engine.step(2)
+                assert server.engine.stats().slots_used == 2
+            await wait_all_tasks_blocked()
+            assert server.engine.stats().slots_used == 0
+
+
+async def test_what_is_no_form_is_refused_by_the_router() -> None:
     async with opened() as (router, _server):
-        response = await router.client().post("/v1/images/edits", b"--x--")
-        assert response.status == 404
-        assert response.headers["x-trioserve-reason"] == "not_routed"
+        response = await router.client().post(EDITS, {"prompt": "a dog"})
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "content-type")
+
+
+async def test_a_router_asks_for_its_key_before_it_reads_a_form() -> None:
+    async with opened(api_keys=("secret",)) as (router, _server):
+        body, headers = form(*DOG)
+        async with router.client().ask(EDITS, body, headers=headers) as response:
+            assert await response.head() == 401
+        async with router.client().ask(EDITS, body, headers={**headers, "authorization": "Bearer secret"}) as response:
+            assert await response.head() == 200

@@ -30,6 +30,7 @@ from trioserve.proxy.line_streams import ClientLines, ollama_body, wants_lines
 from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field, sent_body
 from trioserve.proxy.request_clock import RequestClock
 from trioserve.proxy.routed_body import RoutedBody, prefix_of, without_transfer_params
+from trioserve.proxy.routed_form import EDITS_PATH, read_form
 from trioserve.proxy.routed_prompt import named_blocks
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["forward"]
 
+PICTURE_PATHS = frozenset({"/v1/images/generations", EDITS_PATH})
 HAS_NO_BLOCKS = frozenset(
     {
         "/tokenize",
@@ -45,7 +47,7 @@ HAS_NO_BLOCKS = frozenset(
         "/v1/messages/count_tokens",
         "/v1/responses/input_tokens",
         "/api/show",
-        "/v1/images/generations",
+        *PICTURE_PATHS,
     }
 )
 """Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
@@ -66,7 +68,10 @@ async def forward(context: RouterContext) -> None:
 async def _forward(context: RouterContext) -> None:
     said = await context.exchange.body()
     path, served = context.exchange.path, context.fleet.models()
-    raw, body = _in_callers_name(context, said, ollama_body(path, said, decode_body(said, RoutedBody), served))
+    if path == EDITS_PATH:
+        context.form = await read_form(context, said)
+    read = decode_body(said, RoutedBody) if context.form is None else context.form.body
+    raw, body = _in_callers_name(context, said, ollama_body(path, said, read, served))
     before: EndpointId | None = None
     if path.startswith(RESPONSES_PATH):
         check_references(context, raw)
@@ -81,7 +86,7 @@ async def _forward(context: RouterContext) -> None:
     with clock.running():
         if body.stream and wants_lines(path, context.exchange.headers):
             context.client_events = ClientLines()  # whoever reads lines cannot say where in a stream it is
-        elif body.stream:
+        elif body.stream and path not in PICTURE_PATHS:  # whose events have no ids to come back with
             stream = await context.peers.stream_of(
                 context, said, model, choice_count=max(1, body.n or 1) * body.prompt_count
             )

@@ -216,6 +216,8 @@ def sent_body(context: RouterContext, raw: bytes, clock: RequestClock, fields: d
     if completion is not None:
         context.path_told = COMPLETIONS_PATH
         return msgspec.json.encode({**completion, **fields, **clock.left()})
+    if context.form is not None:
+        return context.form.rewritten({**fields, **clock.left()}, without=clock.passed)
     resume = {} if continuation is None else continuation.fields(context, raw)
     return rewritten(raw, {**fields, **clock.left(), **resume}, without=clock.passed)
 

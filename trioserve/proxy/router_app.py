@@ -47,6 +47,7 @@ from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
+from trioserve.proxy.routed_form import EDITS_PATH
 from trioserve.proxy.router_context import RouterContext, RoutingRules
 from trioserve.proxy.router_feed import RouterFeed
 
@@ -67,6 +68,7 @@ FORWARDED = (
     "/v1/responses/input_tokens",
     "/v1/embeddings",
     "/v1/images/generations",
+    EDITS_PATH,
     *RERANK_PATHS,
     *SCORE_PATHS,
     "/v1/decisions",
@@ -80,7 +82,7 @@ FORWARDED = (
 )
 """Paths whose requests name a model and go to an endpoint that serves it."""
 
-EDITS_PATH = "/v1/images/edits"
+FORMS_MAX = 2  # large ones that are read at a time, each in a thread
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """What follows is the endpoint's id, slashes included."""
@@ -421,6 +423,7 @@ class RouterApp(BaseApp[RouterContext]):
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
         self._streams = LiveStreams()
+        self._forms = trio.CapacityLimiter(FORMS_MAX)
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
 
     def route(self, path: str) -> Route[RouterContext] | None:
@@ -438,20 +441,6 @@ class RouterApp(BaseApp[RouterContext]):
         paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, ENDPOINT.path]
         return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
 
-    def not_found(self, path: str) -> Refusal:
-        if path != EDITS_PATH:
-            return super().not_found(path)
-        return Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="not_routed",
-                message="a router reads no forms, and so passes on no image that is to be changed: ask an endpoint "
-                "itself, whose URL /endpoints says",
-                headers=((REASON_HEADER, "not_routed"),),
-            )
-        )
-
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(
             exchange,
@@ -467,6 +456,7 @@ class RouterApp(BaseApp[RouterContext]):
             peers=self._peers,
             page=self.page,
             processes=self._processes,
+            forms=self._forms,
         )
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
+import trio
+
 from trioserve.api.caller import AccessRules
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.proxy.routed_form import RoutedForm
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
 
@@ -75,6 +78,7 @@ class RouterContext(Responder):
     computed its prompt.
     page: the live page. processes: the other ones of this router.
     leg: the span of what is asked of an endpoint now, where the request is traced.
+    forms: how many large forms are read at a time. form: the body, if it is one.
     stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
     """
 
@@ -94,9 +98,12 @@ class RouterContext(Responder):
         peers: NoPeers | None = None,
         page: Page | None = None,
         processes: OneProcess | None = None,
+        forms: trio.CapacityLimiter,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.processes = processes or OneProcess()
+        self.forms = forms
+        self.form: RoutedForm | None = None
         self.page = page
         self.fleet = fleet
         self.rules = rules
