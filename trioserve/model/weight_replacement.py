@@ -6,42 +6,57 @@ Where it ends halfway, the model has weights of both, and nobody may compute wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError
 from trioserve.contracts.weights import ReplacementState, SharedWeights
 from trioserve.model.loading.arriving_tensor import ArrivingTensor
-from trioserve.model.loading.checkpoint import one_line, open_checkpoint
+from trioserve.model.loading.checkpoint import Checkpoint, one_line, open_checkpoint
 from trioserve.model.loading.described_tensors import check_same_model, described_tensors
 from trioserve.model.loading.shared_weights import shared_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Values
 from trioserve.model.weights import fill_slot, fill_slots, paired
 
 if TYPE_CHECKING:
     from trioserve.model.runner import ModelRunner
 
-__all__ = ["ArrivingWeights", "StoredWeights"]
+__all__ = ["ArrivingWeights", "DividedModel", "StoredWeights"]
+
+
+class DividedModel(NamedTuple):
+    """A model of which others compute parts, too. config: of all of it. part_of: what of its tensors is computed
+    here."""
+
+    config: ModelConfig
+    part_of: Callable[[Iterable[StoredTensor]], Iterable[StoredTensor]]
 
 
 class StoredWeights:
-    """Weights that lie in files, or in memory that is shared as one. state: how far they are in the model's places."""
+    """Weights that lie in files, or in memory that is shared as one. state: how far they are in the model's places.
+    checkpoint: the whole model, if they lie in files."""
 
-    def __init__(self, runner: ModelRunner, source: Path | SharedWeights) -> None:
-        """Reads headers only. Raises InvalidRequest if they cannot take the place of those that are there."""
+    def __init__(
+        self, runner: ModelRunner, source: Path | SharedWeights, *, divided: DividedModel | None = None
+    ) -> None:
+        """divided: None: all of the model is here. Reads headers only. Raises InvalidRequest if they cannot take the
+        place of those that are there."""
         self._runner = runner
         self.state = ReplacementState.CHECKED
+        self.checkpoint: Checkpoint | None = None
         _check_can_be_replaced(runner)
+        whole = _whole(runner, divided)
         param = "name" if isinstance(source, SharedWeights) else "model_path"
         try:
             if isinstance(source, SharedWeights):
-                tensors: Sequence[StoredTensor] = _by_name(
-                    described_tensors(runner.config, shared_tensors(source.name))
-                )
+                given = _by_name(described_tensors(whole.config, shared_tensors(source.name)))
             else:
-                tensors = _of_directory(runner, source)
+                self.checkpoint = _like(whole.config, source)
+                given = [*self.checkpoint.tensors()]
+            tensors = [*whole.part_of(given)]
             paired(runner.slots(), tensors)
         except ModelLoadError as error:
             raise InvalidRequest(one_line(str(error)), param=param) from error
@@ -65,13 +80,17 @@ class ArrivingWeights:
     """Weights that come one after the other, each by its name. state: as of StoredWeights. forms: name, shape and type
     of each, in their order."""
 
-    def __init__(self, runner: ModelRunner, tensors: Mapping[str, ArrivingTensor]) -> None:
-        """Raises InvalidRequest if they cannot take the place of those that are there."""
+    def __init__(
+        self, runner: ModelRunner, tensors: Mapping[str, ArrivingTensor], *, divided: DividedModel | None = None
+    ) -> None:
+        """divided: see StoredWeights. Raises InvalidRequest if they cannot take the place of those that are there."""
         self._runner = runner
         self.state = ReplacementState.CHECKED
         _check_can_be_replaced(runner)
+        whole = _whole(runner, divided)
         try:
-            given = described_tensors(runner.config, tensors)
+            described = described_tensors(whole.config, tensors)
+            given = {name: [*whole.part_of(of_one)] for name, of_one in described.items()}
             pairs = paired(runner.slots(), _by_name(given))
         except ModelLoadError as error:
             raise InvalidRequest(one_line(str(error)), param="names") from error
@@ -98,13 +117,17 @@ def _check_can_be_replaced(runner: ModelRunner) -> None:
         raise InvalidRequest(f"the weights of this model cannot be replaced: {runner.why_fixed}")
 
 
-def _of_directory(runner: ModelRunner, path: Path) -> Sequence[StoredTensor]:
+def _whole(runner: ModelRunner, divided: DividedModel | None) -> DividedModel:
+    return DividedModel(runner.config, lambda tensors: tensors) if divided is None else divided
+
+
+def _like(config: ModelConfig, path: Path) -> Checkpoint:
     checkpoint = open_checkpoint(path, uses_further_layers=True)
     try:
-        check_same_model(runner.config, checkpoint.config)
+        check_same_model(config, checkpoint.config)
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load {path}: {error}") from error
-    return [*checkpoint.tensors()]
+    return checkpoint
 
 
 def _by_name(given: Mapping[str, Sequence[StoredTensor]]) -> list[StoredTensor]:

@@ -7,7 +7,7 @@ Blocks stay as they are but where a cut goes through some: such a matrix is give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,11 @@ class RankCheckpoint:
         return (0, own) if runs is None else runs.groups
 
     def tensors(self) -> Iterator[StoredTensor]:
-        for tensor in self.whole.tensors():
+        return self.part_of(self.whole.tensors())
+
+    def part_of(self, tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+        """Of those of a whole model like this one, what would be in here."""
+        for tensor in tensors:
             cut = self.cut_of(tensor.name)
             if cut is not None:
                 yield _cut_tensor(tensor, cut)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -44,7 +44,11 @@ class StageCheckpoint:
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
 
     def tensors(self) -> Iterator[StoredTensor]:
-        for tensor in self._checkpoint.tensors():
+        return self.part_of(self._checkpoint.tensors())
+
+    def part_of(self, tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+        """Of those of a whole model like this one, what would be in here."""
+        for tensor in tensors:
             name = self.own_name(tensor.name)
             if name is not None:
                 yield tensor._replace(name=name)
