@@ -93,7 +93,7 @@ ROOMS = {
         packages=words("trio outcome numpy torch trioserve_kernels"),
         only_in={
             "trio": words("door.py group.py headless.py link.py placed.py"),
-            "numpy": words("rank_pages.py rank_process.py stage_sockets.py"),
+            "numpy": words("offered_weights.py rank_pages.py rank_process.py stage_sockets.py"),
             "torch": words("rank_process.py"),
             "trioserve_kernels": words("rank_process.py"),
         },

@@ -72,6 +72,7 @@ from trioserve.ranks.host import free_port, host_ranks
 from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
 from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
 from trioserve.ranks.ranked_runner import RankedRunner
+from trioserve.ranks.ranked_weights import RankedWeights
 from trioserve.text.chat_template_file import chat_template_text
 from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.guide_factory import GuideFactory
@@ -602,8 +603,8 @@ class _Opening:
                 _steps(runner, compute, overlap_steps=self._config.overlap_steps),
                 _AdapterPlace(runner, compute),
                 lambda: compute.run(runner.claim_memory),
+                _weight_place(runner, compute, self.trainer_groups),
                 _image_encoder(runner, compute),
-                weights=_weight_place(runner, compute, self.trainer_groups),
             )
         finally:
             for made in runners:
@@ -685,7 +686,7 @@ class _Opening:
                     nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
                     await group.load()
                     weights_come.set()
-                from trioserve.model.runner import load_vision
+                from trioserve.model.runner import FIXED_BY_IMAGES, load_vision
 
                 loaded = group.loaded
                 vision = await compute.run(
@@ -707,7 +708,10 @@ class _Opening:
                 image_encoder = _image_encoder(runner, compute)
                 with ExitStack() as scopes:
                     scopes.callback(show_ranks(self._metrics, group))
-                    yield _Computing(runner, group, group, group.claim_memory, image_encoder, group.guard)
+                    weights = RankedWeights(
+                        group, self.trainer_groups, why_fixed=None if vision is None else FIXED_BY_IMAGES
+                    )
+                    yield _Computing(runner, group, group, group.claim_memory, weights, image_encoder, group.guard)
 
     def _tell_waits(self, awaited: list[int]) -> None:
         if awaited:
@@ -962,9 +966,9 @@ class _Computing(NamedTuple):
     steps: StepRunner
     adapters: AdapterPlace
     claim_memory: WhenIdle
+    weights: WeightPlace | str
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
-    weights: WeightPlace | str = "a model in ranks keeps its weights"
 
 
 class _Nap:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,17 +52,22 @@ OpenRealRanks = Callable[..., Any]
 
 @pytest.fixture
 def real_ranks() -> OpenRealRanks:
-    """real_ranks(path, size=2) -> a group of real processes that are told to load it."""
+    """real_ranks(path, size=2) -> a group of real processes that are told to load it. paths: of ranks that load
+    another one."""
 
     @asynccontextmanager
     async def opened(
-        path: Path, size: int = 2, answer_seconds_max: float | None = None, meeting_port: int = 0
+        path: Path,
+        size: int = 2,
+        answer_seconds_max: float | None = None,
+        meeting_port: int = 0,
+        paths: Mapping[int, Path] = MappingProxyType({}),
     ) -> AsyncIterator[RealRanks]:
         setups = [
             RankSetup(
                 rank=rank,
                 size=size,
-                path=str(path),
+                path=str(paths.get(rank, path)),
                 settings=ModelSettings(device="cpu", block_size=BLOCK_SIZE, kv_cache_bytes=2**22, threads=1),
                 context_tokens=None,
                 uses_further_layers=False,

@@ -38,11 +38,13 @@ responses are."""
 
 
 class ReplacementState(enum.Enum):
-    """How far new weights are in the places of the old ones. BEGUN: what is there is of both, if it ends so."""
+    """How far new weights are in the places of the old ones. BEGUN: what is there is of both, if it ends so. GONE: what
+    computes with them has ended, and nothing is there any more."""
 
     CHECKED = "checked"
     BEGUN = "begun"
     WHOLE = "whole"
+    GONE = "gone"
 
 
 class SharedWeights(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from typing import Protocol
 import trio
 
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
-from trioserve.contracts.errors import InvalidRequest, WeightsLost
+from trioserve.contracts.errors import InvalidRequest, RankLost, WeightsLost
 from trioserve.contracts.weights import (
     INITIAL_WEIGHTS,
     BroadcastWeights,
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT = ("keep", "recompute", "abort")
 WEIGHTS_REPLACED = "weights_replaced"
 VERSION_CHARACTERS_MAX = 256
+ENDED_MEANWHILE = "the engine ended meanwhile; one that is opened anew has the weights that it began with"
 GROUP_SECONDS_MAX = 3600  # the time in which a trainer that has died may hold an engine up
 
 GivenSource = str | os.PathLike[str] | SharedWeights | BroadcastWeights
@@ -49,8 +50,8 @@ class Replacement(Protocol):
 
     async def replace(self) -> None:
         """Write them, with nothing computing meanwhile. Those that lie somewhere are written to the end also when
-        cancelled; of others, who sends them may have gone. Raises ModelLoadError, WeightsLost, and what comes of a
-        model that is closed meanwhile."""
+        cancelled; of others, who sends them may have gone. Raises ModelLoadError, WeightsLost, RankLost, and what comes
+        of a model that is closed meanwhile."""
         ...
 
 
@@ -58,7 +59,7 @@ class WeightPlace(Protocol):
     """What computes, for new weights."""
 
     async def check(self, source: WeightSource) -> Replacement:
-        """Look at what is offered, without a change to anything. Raises InvalidRequest."""
+        """Look at what is offered, without a change to anything. Raises InvalidRequest, and RankLost."""
         ...
 
     async def join_group(self, group: WeightGroup) -> None:
@@ -164,7 +165,10 @@ class WeightUpdates:
         async with self.turn:
             self._check_may_replace()
             place = self._known_place()
-            replacement = await place.check(checked)
+            try:
+                replacement = await place.check(checked)
+            except RankLost as error:  # the engine's affair, which ends with it
+                raise WeightsLost(ENDED_MEANWHILE) from error
             self._check_may_replace()
             try:
                 self._pausing.set_replacing(True)
@@ -183,6 +187,8 @@ class WeightUpdates:
             await replacement.replace()
         except Exception as error:
             self._check_is_there(place)
+            if isinstance(error, RankLost):
+                raise WeightsLost(ENDED_MEANWHILE) from error
             if replacement.state is ReplacementState.BEGUN:
                 raise WeightsLost(
                     f"the new weights came only in part, and the engine pauses until an update is whole: {error}"
@@ -191,6 +197,8 @@ class WeightUpdates:
         self._check_is_there(place)
 
     def _note_end(self, state: ReplacementState, version: str, *, recomputes: bool) -> None:
+        if state is ReplacementState.GONE:
+            return  # until the engine knows it, too, no step begins
         if state is ReplacementState.WHOLE:
             self.is_half = False
             self.version, self._has_replaced = version, True
@@ -205,7 +213,7 @@ class WeightUpdates:
     def _check_is_there(self, place: WeightPlace) -> None:
         """Raises WeightsLost."""
         if place is not self._place or not self._computes():
-            raise WeightsLost("the engine ended meanwhile; one that is opened anew has the weights that it began with")
+            raise WeightsLost(ENDED_MEANWHILE)
 
     def _checked_version(self, version: str | None) -> str:
         if version is None:

@@ -63,9 +63,11 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
-__all__ = ["DraftSource", "ModelRunner", "load_vision"]
+__all__ = ["FIXED_BY_IMAGES", "DraftSource", "ModelRunner", "load_vision"]
 
 logger = logging.getLogger(__name__)
+
+FIXED_BY_IMAGES = "it sees images, and what was made of these stays that of the old ones"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ class ModelRunner:
         """Why the weights cannot be replaced while it computes, as a sentence's end; None: they can."""
         assert self._model is not None, "why_fixed after close"
         if self.vision is not None:
-            return "it sees images, and what was made of these stays that of the old ones"
+            return FIXED_BY_IMAGES
         if any(slot.block_type is not None for slot in self._model.slots()):
             return (
                 "they are kept in the blocks of a quantized file, which plain ones cannot become: open it with --dtype "

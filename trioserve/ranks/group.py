@@ -232,12 +232,12 @@ class RankGroup:
             "snapshot_slot_count": loaded.snapshot_slot_count,
         }
         behind, key = self._next_stages(), secrets.token_bytes(KEY_BYTES)
-        await self._ask(
+        await self.ask(
             lambda serial: Allocate(serial=serial, behind=behind, stage_key=key, **sizes),
             may_leave=True,
             is_timed=False,
         )
-        await self._ask(WarmUp, may_leave=True, is_timed=False)
+        await self.ask(WarmUp, may_leave=True, is_timed=False)
 
     def _next_stages(self) -> tuple[tuple[str, int] | None, ...]:
         """By rank, where the one in its place of the next stage waits for it."""
@@ -247,7 +247,7 @@ class RankGroup:
 
     async def claim_memory(self) -> bool:
         """See ModelRunner.claim_memory."""
-        return any(answer.value for answer in (await self._ask(Claim, may_leave=True)).values())
+        return any(answer.value for answer in (await self.ask(Claim, may_leave=True)).values())
 
     async def add(self, id: AdapterId, content: Any) -> None:
         """See AdapterPlace. Raises MemoryError, and no rank has it then."""
@@ -255,14 +255,14 @@ class RankGroup:
             WireMatrix(name, matrix.a.tobytes(), matrix.a.shape, matrix.b.tobytes(), matrix.b.shape)
             for name, matrix in content.matrices.items()
         )
-        answers = await self._ask(lambda serial: AddAdapter(serial, id, content.digest, content.dtype, matrices))
+        answers = await self.ask(lambda serial: AddAdapter(serial, id, content.digest, content.dtype, matrices))
         refused = [f"rank {rank}: {answer.value}" for rank, answer in answers.items() if answer.value is not None]
         if refused:
             await self.remove(id)
             raise MemoryError("; ".join(refused))
 
     async def remove(self, id: AdapterId) -> None:
-        await self._ask(lambda serial: RemoveAdapter(serial, id))
+        await self.ask(lambda serial: RemoveAdapter(serial, id))
 
     async def guard(self) -> None:
         """Waits until the group is broken, and raises what has broken it."""
@@ -274,6 +274,11 @@ class RankGroup:
     def pids(self) -> list[int]:
         """Of the ranks on this machine."""
         return [link.process.pid for link in self._links if link.process is not None]
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether some are on other machines than this one."""
+        return any(link.process is None for link in self._links)
 
     # --- orders and answers ---
 
@@ -288,9 +293,11 @@ class RankGroup:
         self._send(make(self._serial))
         return order, self._serial
 
-    async def _ask(
+    async def ask(
         self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True
     ) -> dict[int, Answer]:
+        """Give all ranks an order, made for its serial, and wait for their answers: also when cancelled, unless it may
+        be left. is_timed: it has the time of a step. Raises RankLost."""
         order, _ = self._begin(make, is_timed=is_timed)
         answers: dict[int, Answer] = await order.wait(may_leave=may_leave)
         return answers
@@ -339,7 +346,8 @@ class RankGroup:
             now = trio.current_time()
             if order.is_step:
                 self._longest_seconds = max(self._longest_seconds, now - self._owed_since(order))
-            self._answered_at = now
+            if order.is_timed:  # others may be answered while a step is owed
+                self._answered_at = now
 
     def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
         """A step that was abandoned may have ended in one rank before it heard of it."""

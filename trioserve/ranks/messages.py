@@ -10,6 +10,7 @@ import msgspec
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.contracts.step import StepResult
+from trioserve.contracts.weights import BroadcastWeights, SharedWeights
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.plan_wire import WirePlan
@@ -19,6 +20,7 @@ __all__ = [
     "AddAdapter",
     "Allocate",
     "Answer",
+    "CheckWeights",
     "Claim",
     "DraftSetup",
     "Fault",
@@ -29,13 +31,16 @@ __all__ = [
     "Ping",
     "Pong",
     "Progress",
+    "PutWeights",
     "RankPlace",
     "RankSetup",
+    "Refusal",
     "RemoveAdapter",
     "Report",
     "Run",
     "WarmUp",
     "WireMatrix",
+    "WriteWeights",
     "decode_order",
     "decode_report",
     "encode",
@@ -151,6 +156,37 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
     id: AdapterId
 
 
+class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Look at new weights while steps go on, and keep what was found: nothing changes. offer: a number by which they
+    are known from then on, until others are looked at. One of these says where they are: path, of files; shared; or
+    sent, by PutWeights. is_named: what stands in the files is told, by the name of weights_name."""
+
+    serial: int
+    offer: int
+    path: str | None = None
+    shared: SharedWeights | None = None
+    sent: BroadcastWeights | None = None
+    is_named: bool = False
+
+
+class WriteWeights(msgspec.Struct, frozen=True, tag=True):
+    """Put those that were looked at into the places of the old ones."""
+
+    serial: int
+    offer: int
+
+
+class PutWeights(msgspec.Struct, frozen=True, tag=True):
+    """The next bytes of a tensor that is sent. With the last ones it is put into its places, as far as they are
+    here."""
+
+    serial: int
+    offer: int
+    name: str
+    part: bytes
+    is_last: bool
+
+
 class Run(msgspec.Struct, frozen=True, tag=True):
     """Compute a step."""
 
@@ -175,7 +211,21 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     serial: int
 
 
-Order = RankSetup | Allocate | WarmUp | Claim | AddAdapter | RemoveAdapter | Run | Masks | Abandon | Ping
+Order = (
+    RankSetup
+    | Allocate
+    | WarmUp
+    | Claim
+    | AddAdapter
+    | RemoveAdapter
+    | CheckWeights
+    | WriteWeights
+    | PutWeights
+    | Run
+    | Masks
+    | Abandon
+    | Ping
+)
 
 
 # --- from a rank ---
@@ -215,13 +265,20 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stage_port: int | None = None
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """An InvalidRequest: what was asked for cannot be, and nothing has changed."""
+
+    message: str
+    param: str | None
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """The order with this serial is done. value: what came of it. result: of a step, in the first rank of the last
     stage; None: it was abandoned. digest: of a step, in all ranks of that stage, what they have to agree about.
     seconds: of a step, what it took, and how much of that the ranks did together, waiting for each other included."""
 
     serial: int
-    value: bool | str | None = None
+    value: bool | str | Refusal | None = None
     result: StepResult | None = None
     digest: int | None = None
     seconds: tuple[float, float] = (0.0, 0.0)

@@ -22,7 +22,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +36,21 @@ from trioserve.model.device import pick_device, torch_now
 from trioserve.model.drafts.draft_sources import draft_source
 from trioserve.model.kv_memory import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import values_of
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.rank_adapter import rank_adapter
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter
+from trioserve.model.weight_replacement import DividedModel
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import (
     Abandon,
     AddAdapter,
     Allocate,
     Answer,
+    CheckWeights,
     Claim,
     Fault,
     Loaded,
@@ -57,15 +60,18 @@ from trioserve.ranks.messages import (
     Ping,
     Pong,
     Progress,
+    PutWeights,
     RankPlace,
     RankSetup,
     RemoveAdapter,
     Report,
     Run,
     WarmUp,
+    WriteWeights,
     decode_order,
     encode,
 )
+from trioserve.ranks.offered_weights import OfferedWeights
 from trioserve.ranks.plan_wire import plan_from_wire
 from trioserve.ranks.stage_meeting import StageListener, connect_stage
 from trioserve.ranks.stage_sockets import StageSockets
@@ -162,6 +168,7 @@ class _Rank:
         self._stage: StageCheckpoint | None = None
         self._handover: StageSockets | None = None
         self._listener: StageListener | None = None  # until the rank of the stage before has come
+        self._offered: OfferedWeights | None = None
         self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
 
     def load(self) -> None:
@@ -198,6 +205,7 @@ class _Rank:
             collectives=self._collectives,
             handover=self._handover,
         )
+        self._offered = OfferedWeights(runner, DividedModel(whole.config, self._part_of))
         say(
             Loaded(
                 device=runner.device,
@@ -219,6 +227,11 @@ class _Rank:
                 stage_port=None if self._listener is None else self._listener.port,
             )
         )
+
+    def _part_of(self, tensors: Iterable[StoredTensor]) -> Iterable[StoredTensor]:
+        """Of those of the whole model, what this rank computes with."""
+        assert self._checkpoint is not None, "asked of a rank that is loaded"
+        return self._checkpoint.part_of(tensors if self._stage is None else self._stage.part_of(tensors))
 
     def _draft(self, whole: Checkpoint) -> DraftSource | None:
         draft = self._setup.draft
@@ -243,9 +256,25 @@ class _Rank:
                 begun.append((order, functools.partial(runner.execute, order.plan, order.is_abandoned)))
                 self._finish()
             return
+        if isinstance(order, CheckWeights):
+            self._look(order)
+            return
         while begun:
             self._finish()
         self._connection.say(Answer(order.serial, self._done(order, runner)))  # type: ignore[union-attr]
+
+    def _look(self, order: CheckWeights) -> None:
+        """At new weights, beside the steps."""
+        assert self._offered is not None, "a rank is told of others when it is loaded"
+        say = self._connection.say
+
+        def end(error: BaseException) -> None:
+            traceback.print_exception(error)
+            say(Fault("while it looked at new weights", type(error).__name__, str(error)))
+            sys.stderr.flush()
+            os._exit(FAILED)
+
+        self._offered.look(order, lambda found: say(Answer(order.serial, found)), end)
 
     def _finish(self) -> None:
         step, finish = self._begun.popleft()
@@ -279,6 +308,13 @@ class _Rank:
                 runner.add_adapter(order.id, self._adapter(order))
             except MemoryError as error:
                 return str(error) or "no memory is left for it"
+            return None
+        if isinstance(order, WriteWeights | PutWeights):
+            assert self._offered is not None, "a rank is told of others when it is loaded"
+            if isinstance(order, WriteWeights):
+                self._offered.write(order)
+            else:
+                self._offered.put(order)
             return None
         assert isinstance(order, RemoveAdapter), f"no order: {order}"
         runner.remove_adapter(order.id)

@@ -1,0 +1,182 @@
+"""New weights for a model in ranks. First all of them look at what is offered, each for its own part, and nothing has
+changed while one may still refuse. Then all write, between two steps.
+
+A rank that cannot write to the end ends the group, as whatever else breaks it: what is opened anew has the weights that
+it was opened with. What a trainer sends comes here, once, and goes to all of them tensor by tensor. So where it stops,
+all ranks have the same part of it, and the group lives.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from trioserve.contracts.errors import InvalidRequest, RankLost
+from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
+from trioserve.model.trainer_groups import arriving_tensors, dtype_named
+from trioserve.ranks.messages import Answer, CheckWeights, PutWeights, Refusal, WriteWeights
+from trioserve.trio_tools.daemon_thread import call_abandonable
+
+__all__ = ["RankedWeights"]
+
+PART_BYTES = 2**20  # of a tensor that is sent on, at a time: so much is on its way to each rank
+LOOK_THREAD = "trioserve-weights"
+
+
+class Ranks(Protocol):
+    """See RankGroup."""
+
+    @property
+    def are_apart(self) -> bool: ...
+
+    async def ask(
+        self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True
+    ) -> dict[int, Answer]: ...
+
+
+class Groups(Protocol):
+    """Of trainers, see TrainerGroups."""
+
+    def join(self, asked: WeightGroup) -> None: ...
+    def check(self, name: str) -> None: ...
+    def leave(self, name: str) -> None: ...
+    def forget(self, name: str) -> None: ...
+    def receive(self, name: str, shape: Sequence[int], dtype: Any) -> Any: ...
+
+
+class RankedWeights:
+    """A WeightPlace. groups: in which this process, for all ranks, is one member. why_fixed: see ModelRunner; what the
+    ranks do not know."""
+
+    def __init__(self, ranks: Ranks, groups: Groups, *, why_fixed: str | None = None) -> None:
+        self._ranks = ranks
+        self._groups = groups
+        self._why_fixed = why_fixed
+        self._offer_count = 0
+
+    async def check(self, source: WeightSource) -> _Stored | _Sent:
+        """Raises InvalidRequest, and RankLost."""
+        if self._why_fixed is not None:
+            raise InvalidRequest(f"the weights of this model cannot be replaced: {self._why_fixed}")
+        self._offer_count += 1
+        offer = self._offer_count
+        if isinstance(source, BroadcastWeights):
+            self._groups.check(source.group_name)
+            arriving_tensors(source)
+            await self._look(lambda serial: CheckWeights(serial=serial, offer=offer, sent=source))
+            return _Sent(self._ranks, offer, source, self._groups)
+        if isinstance(source, SharedWeights):
+            await self._look(lambda serial: CheckWeights(serial=serial, offer=offer, shared=source))
+        else:
+            path = _from_here(source)
+            is_named = self._ranks.are_apart
+            names = await self._look(
+                lambda serial: CheckWeights(serial=serial, offer=offer, path=path, is_named=is_named)
+            )
+            _check_equal(path, names)
+        return _Stored(self._ranks, offer)
+
+    async def _look(self, make: Callable[[int], CheckWeights]) -> Mapping[int, object]:
+        """What each of them has found. Raises InvalidRequest."""
+        answers = await self._ranks.ask(make, may_leave=True, is_timed=False)
+        found = {rank: answers[rank].value for rank in sorted(answers)}
+        refusals = {rank: value for rank, value in found.items() if isinstance(value, Refusal)}
+        if refusals:
+            raise _refused(refusals, len(found))
+        return found
+
+    async def join_group(self, group: WeightGroup) -> None:
+        await call_abandonable(self._groups.join, group, thread_name=LOOK_THREAD)
+
+    async def leave_group(self, name: str) -> None:
+        await call_abandonable(self._groups.leave, name, thread_name=LOOK_THREAD)
+
+
+class _Stored:
+    """A Replacement by what each rank reads itself."""
+
+    def __init__(self, ranks: Ranks, offer: int) -> None:
+        self._ranks = ranks
+        self._offer = offer
+        self.state = ReplacementState.CHECKED
+
+    async def replace(self) -> None:
+        """Ends also when cancelled. Raises RankLost."""
+        self.state = ReplacementState.BEGUN
+        try:
+            await self._ranks.ask(lambda serial: WriteWeights(serial, self._offer), is_timed=False)
+        except RankLost:
+            self.state = ReplacementState.GONE
+            raise
+        self.state = ReplacementState.WHOLE
+
+
+class _Sent:
+    """A Replacement by what a trainer sends. As with one process, nothing is written once the caller is gone."""
+
+    def __init__(self, ranks: Ranks, offer: int, source: BroadcastWeights, groups: Groups) -> None:
+        self._ranks = ranks
+        self._offer = offer
+        self._source = source
+        self._groups = groups
+        self.state = ReplacementState.CHECKED
+
+    async def replace(self) -> None:
+        """Raises WeightsLost if the trainer stops, and RankLost."""
+        source, group_name = self._source, self._source.group_name
+        try:
+            for name, shape, dtype in zip(source.names, source.shapes, source.dtypes, strict=True):
+                values = await call_abandonable(
+                    self._groups.receive, group_name, shape, dtype_named(dtype), thread_name=LOOK_THREAD
+                )
+                await self._put(name, values)
+            self.state = ReplacementState.WHOLE
+        except RankLost:
+            self.state = ReplacementState.GONE
+            raise
+        finally:
+            if self.state is not ReplacementState.WHOLE:  # nobody knows any more what the trainer sends next
+                self._groups.forget(group_name)
+
+    async def _put(self, name: str, values: Any) -> None:
+        """One tensor, to the end."""
+        content = values.reshape(-1).view("uint8")
+        for first in range(0, max(1, content.size), PART_BYTES):
+            part = content[first : first + PART_BYTES].tobytes()
+            is_last = first + PART_BYTES >= content.size
+            if is_last:
+                self.state = ReplacementState.BEGUN
+            order = functools.partial(_part, offer=self._offer, name=name, part=part, is_last=is_last)
+            await self._ranks.ask(order, is_timed=False)
+
+
+def _from_here(path: str) -> str:
+    """As one process would find it, whose folder of now a rank elsewhere does not have."""
+    return os.path.abspath(path)
+
+
+def _part(serial: int, *, offer: int, name: str, part: bytes, is_last: bool) -> PutWeights:
+    return PutWeights(serial, offer, name, part, is_last)
+
+
+def _refused(refusals: Mapping[int, Refusal], rank_count: int) -> InvalidRequest:
+    """As one process would say it, where all say the same."""
+    first = next(iter(refusals.values()))
+    if len(refusals) == rank_count and all(refusal == first for refusal in refusals.values()):
+        return InvalidRequest(first.message, param=first.param)
+    sentences = (f"rank {rank}: {refusal.message}" for rank, refusal in refusals.items())
+    return InvalidRequest("; ".join(sentences), param=first.param)
+
+
+def _check_equal(path: str, names: Mapping[int, object]) -> None:
+    """names: of the weights that each rank finds there. Raises InvalidRequest if they are not the same."""
+    others = [rank for rank, name in names.items() if name != names[0]]
+    if others:
+        ranks = ", ".join(map(str, others))
+        raise InvalidRequest(
+            f"{path} has other weights for ranks {ranks} than for rank 0: they are on different machines, copy the "
+            "same files to each",
+            param="model_path",
+        )
