@@ -55,7 +55,7 @@ class Resumption:
     """Of one request. body: its field. is_streamed: whether the response is. prompt_count: as many streams it has.
 
     is_asked: the response is to be one that can go on elsewhere. gives_partial: one that is cut off says what there is,
-    and how it goes on.
+    and how it goes on. repeats: a stream that goes on behind such an end says all of it once more.
     """
 
     def __init__(
@@ -67,8 +67,10 @@ class Resumption:
         is_streamed: bool,
         prompt_count: int = 1,
         gives_partial: bool = False,
+        repeats: bool = False,
     ) -> None:
         """Raises InvalidRequest."""
+        self._repeats = repeats
         self.gives_partial = gives_partial
         self.is_streamed = is_streamed
         headers = context.exchange.headers
@@ -91,7 +93,7 @@ class Resumption:
     @property
     def is_resumable(self) -> bool:
         """Whether its client is shown nothing that it would be shown once more behind what it has."""
-        return self.is_asked or (self.gives_partial and self.is_streamed)
+        return self.is_asked or (self.gives_partial and self.is_streamed and not self._repeats)
 
     def is_partial(self, delta: Delta) -> bool:
         """Whether an end by another's hand is one that the client wants to have what there is with. Where the server

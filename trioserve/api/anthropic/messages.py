@@ -8,7 +8,7 @@ from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
 from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
 from trioserve.api.anthropic.surface import ResumableSurface, event
 from trioserve.api.anthropic.turn import counted_turn, message_turn
-from trioserve.api.generation import KeepAlive
+from trioserve.api.generation import CUT_OFF, KeepAlive
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
@@ -35,8 +35,15 @@ async def create_message(context: RequestContext) -> None:
         context_tokens_max=engine.model.context_tokens_max,
     )
     shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
-    response = _Response(context, body, model)
-    resumption = Resumption(context, body.resume, request.sampling, is_streamed=bool(body.stream))
+    resumption = Resumption(
+        context,
+        body.resume,
+        request.sampling,
+        is_streamed=bool(body.stream),
+        gives_partial=bool(body.return_partial),
+        repeats=True,
+    )
+    response = _Response(context, body, model, resumption)
     async with chat_turn(context, request, resumption) as turn:
         if body.stream:
             events = BlockEvents(shows_thoughts=shows_thoughts)
@@ -45,9 +52,6 @@ async def create_message(context: RequestContext) -> None:
             if ids is not None:
                 context.surface = ResumableSurface()
             await context.start_events(resumption.headers([turn.stream]))
-            if resumption.state is None:
-                start = response.start(turn) + PING
-                await context.exchange.send(start if ids is None else ids.begin(start, BEGUN))
 
             async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
                 response.note(delta)
@@ -57,11 +61,16 @@ async def create_message(context: RequestContext) -> None:
                 if piece:
                     await context.exchange.send(piece)
 
-            def skip(parts: list[ResponsePart], delta: Delta) -> None:
-                response.note(delta)
-                events.of(parts)
+            known: list[bytes] = []
 
-            await turn.skip_known(skip)
+            def take_again(parts: list[ResponsePart], delta: Delta) -> None:
+                response.note(delta)
+                known.append(events.of(parts))
+
+            await turn.skip_known(take_again)
+            if resumption.state is None:  # what its client has was another stream
+                start = b"".join([response.start(turn), PING, *known])
+                await context.exchange.send(start if ids is None else ids.begin(start, BEGUN))
             # Between two groups there may be comments, and no events.
             ping = KeepAlive(lambda: context.exchange.send(PING), engine.call_at)
             await turn.read(send, keep_alive=ping if ids is None else context.keep_alive)
@@ -97,7 +106,8 @@ async def count_message_tokens(context: RequestContext) -> None:
 class _Response:
     """What a message says besides its content. last: the delta with which it ended."""
 
-    def __init__(self, context: RequestContext, body: MessagesBody, model: str) -> None:
+    def __init__(self, context: RequestContext, body: MessagesBody, model: str, resumption: Resumption) -> None:
+        self._resumption = resumption
         self._id = f"msg_{context.request_id}"
         self._tokens_max = body.max_tokens
         self._model = model
@@ -107,36 +117,46 @@ class _Response:
         self._last = delta
 
     def start(self, turn: ChatTurn) -> bytes:
-        return event("message_start", {"type": "message_start", "message": self._message(turn, [], None, None)})
+        message = self._message(turn, [], {"stop_reason": None, "stop_sequence": None, "stop_details": None})
+        return event("message_start", {"type": "message_start", "message": message})
 
     def end(self, turn: ChatTurn) -> bytes:
-        reason, sequence = self._stop(turn)
-        delta = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
-        value = {"type": "message_delta", "delta": delta, "usage": _usage(turn)}
+        delta = {**self._stop_fields(turn), "container": None}
+        value = {"type": "message_delta", "delta": delta, "usage": _usage(turn), **self._resume_field(turn)}
         return event("message_delta", value) + event("message_stop", {"type": "message_stop"})
 
     def whole(self, turn: ChatTurn, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._message(turn, content, *self._stop(turn))
+        return {**self._message(turn, content, self._stop_fields(turn)), **self._resume_field(turn)}
 
-    def _message(
-        self, turn: ChatTurn, content: list[dict[str, Any]], reason: str | None, sequence: str | None
-    ) -> dict[str, Any]:
+    def _message(self, turn: ChatTurn, content: list[dict[str, Any]], stop_fields: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": content,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "stop_details": None,
+            **stop_fields,
             "container": None,
             "usage": _usage(turn),
         }
 
+    def _stop_fields(self, turn: ChatTurn) -> dict[str, Any]:
+        reason, sequence = self._stop(turn)
+        details = None
+        if reason == CUT_OFF:
+            details = {"type": CUT_OFF, "reason": None if self._last is None else self._last.stop_reason}
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": details}
+
+    def _resume_field(self, turn: ChatTurn) -> dict[str, Any]:
+        """How a message that was cut off goes on."""
+        is_cut_off = turn.choices[0].finish_reason == CUT_OFF
+        return {"resume": self._resumption.behind([turn.stream])} if is_cut_off else {}
+
     def _stop(self, turn: ChatTurn) -> tuple[str, str | None]:
         """Why it ended, and which stop sequence ended it."""
         [choice] = turn.choices
+        if choice.finish_reason == CUT_OFF:
+            return CUT_OFF, None
         if choice.finish_reason == "tool_calls":
             return "tool_use", None
         if choice.finish_reason == "length":

@@ -205,3 +205,4 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     ttft_timeout: float | None = None
     timeout: float | None = None
     resume: ResumeBody | None = None
+    return_partial: bool | None = None

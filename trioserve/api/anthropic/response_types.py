@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.api.resume_body import ResumeBody
 
 __all__ = [
     "ContentBlockDelta",
@@ -103,7 +106,14 @@ class MessageUsage(Response, kw_only=True):
     inference_geo: None
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+# "abort" is told to those alone who sent return_partial.
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "abort"]
+
+
+class AbortDetails(Tagged, tag="abort", kw_only=True):
+    """reason: why it was cut off; null after an abort by id."""
+
+    reason: str | None
 
 
 class MessageResponse(Tagged, tag="message", kw_only=True):
@@ -115,9 +125,10 @@ class MessageResponse(Tagged, tag="message", kw_only=True):
     content: list[Content]
     stop_reason: StopReason | None
     stop_sequence: str | None
-    stop_details: None
+    stop_details: AbortDetails | None
     container: None
     usage: MessageUsage
+    resume: ResumeBody | UnsetType = UNSET
 
 
 class MessageTokens(Response, kw_only=True):
@@ -164,7 +175,7 @@ class ContentBlockStop(Tagged, tag="content_block_stop", kw_only=True):
 class StopDelta(Response, kw_only=True):
     stop_reason: StopReason
     stop_sequence: str | None
-    stop_details: None
+    stop_details: AbortDetails | None
     container: None
 
 
@@ -173,6 +184,7 @@ class MessageDelta(Tagged, tag="message_delta", kw_only=True):
 
     delta: StopDelta
     usage: MessageUsage
+    resume: ResumeBody | UnsetType = UNSET
 
 
 class MessageStop(Tagged, tag="message_stop", kw_only=True):

@@ -23,6 +23,7 @@ from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.response_run import Ended, ResponseRun
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
+from trioserve.api.resumption import Resumption
 from trioserve.api.streams.event_log import EventLogFull
 from trioserve.api.streams.followed_log import FollowedLog
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
@@ -158,7 +159,10 @@ class BackgroundResponses:
         log = None
         if body.stream:
             log = FollowedLog(first=0, bytes_max=self._settings.events_bytes_max, drops_taken=False)
-        live = BackgroundResponse(ResponseRun(context, planned), context.owner, log)
+        resumption = None
+        if body.return_partial:
+            resumption = Resumption(context, None, planned.turn.sampling, is_streamed=False, gives_partial=True)
+        live = BackgroundResponse(ResponseRun(context, planned, resumption), context.owner, log)
         try:
             live.publish(live.run.events.queue())
         except EventLogFull:

@@ -32,9 +32,16 @@ async def create_response(context: RequestContext) -> None:
     if body.background:
         await context.background.begin(context, planned)
         return
-    # The last event repeats all log probabilities, and nobody keeps those of tokens that are known.
+    # The last event repeats all log probabilities, and routers do not keep those of tokens that are known.
     is_streamed = bool(body.stream) and not body.wants_logprobs
-    resumption = Resumption(context, body.resume, planned.turn.sampling, is_streamed=is_streamed)
+    resumption = Resumption(
+        context,
+        body.resume,
+        planned.turn.sampling,
+        is_streamed=is_streamed,
+        gives_partial=bool(body.return_partial),
+        repeats=True,
+    )
     run = ResponseRun(context, planned, resumption)
     async with run.turn as turn:
         begun = run.events.begin()
@@ -44,9 +51,6 @@ async def create_response(context: RequestContext) -> None:
             ids = resumption.group_ids()
             head = resumption.headers([turn.stream], id=key, created=planned.head.created_at)
             await context.start_events(head)
-            if resumption.state is None:
-                start = b"".join(map(event_bytes, begun))
-                await context.exchange.send(start if ids is None else ids.begin(start, b"%d" % run.events.next_number))
 
             async def send(events: list[Event], delta: Delta) -> None:
                 piece = b"".join(map(event_bytes, events))
@@ -55,8 +59,11 @@ async def create_response(context: RequestContext) -> None:
                 if piece:
                     await context.exchange.send(piece)
 
-            await run.skip_known()
-            if resumption.state is not None:
+            known = await run.skip_known()
+            if resumption.state is None:  # what its client has was another stream
+                start = b"".join(map(event_bytes, [*begun, *known]))
+                await context.exchange.send(start if ids is None else ids.begin(start, b"%d" % run.events.next_number))
+            else:
                 run.events.go_on_at(_number(resumption.state))
             await run.read(send, keep_alive=context.keep_alive)
         else:

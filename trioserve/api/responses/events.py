@@ -1,6 +1,6 @@
 """From the parts of a turn to the events of a response, and to its output. Pure: the time comes as an argument.
 
-    begin ──► take, for each piece of the turn ──► complete | fail | cancel
+    begin ──► take, for each piece of the turn ──► complete | cut_off | fail | cancel
 
 Every event has a number, from 0 on without a gap. An item keeps its id and its place in the output from its first event
 to its last. A call that is cut off is never shown as complete: it gets no `done` event, and is not in the output, since
@@ -13,10 +13,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trioserve.api.generation import Usage
+import msgspec
+
+from trioserve.api.generation import CUT_OFF, Usage
 from trioserve.api.responses.items import Item, item_id
 from trioserve.api.responses.response_object import ResponseHead, response_error, usage_object
 from trioserve.api.responses.tools import CallKind
+from trioserve.api.resume_body import ResumeBody
 from trioserve.api.sse import one_line_json
 from trioserve.api.turn.turn_choice import TurnFinish
 from trioserve.contracts.output import Delta
@@ -140,10 +143,21 @@ class ResponseEvents:
         response = self._break_off("failed", usage, response_error(message, code))
         return [self._event("response.failed", response=response)], response
 
-    def cancel(self, *, usage: Usage | None = None) -> tuple[list[Event], dict[str, Any]]:
-        """The same when its client has ended it. There is no event of its own for this."""
-        response = self._break_off("cancelled", usage, None)
+    def cancel(
+        self, resume: ResumeBody | None = None, *, usage: Usage | None = None
+    ) -> tuple[list[Event], dict[str, Any]]:
+        """The same when its client has ended it. There is no event of its own for this. resume: how it goes on."""
+        response = self._break_off("cancelled", usage, None) | _resume_field(resume)
         return [self._event("response.incomplete", response=response)], response
+
+    def cut_off(
+        self, stop_reason: int | str | None, resume: ResumeBody | None, *, usage: Usage
+    ) -> tuple[list[Event], dict[str, Any]]:
+        """The same when another's hand has ended it, and its client wants to have what there is."""
+        events = self._close_text("incomplete")
+        response = self._break_off("incomplete", usage, None) | _resume_field(resume)
+        response["incomplete_details"] = {"reason": CUT_OFF, "stop_reason": stop_reason}
+        return [*events, self._event("response.incomplete", response=response)], response
 
     # --- text and thoughts ---
 
@@ -333,6 +347,10 @@ class _OpenText:
             part = _text_part(text, self.logprobs)
         self.item |= {"status": status, "summary" if self.kind == "summary" else "content": [part]}
         return text, part
+
+
+def _resume_field(resume: ResumeBody | None) -> dict[str, Any]:
+    return {} if resume is None else {"resume": msgspec.to_builtins(resume)}
 
 
 _PART_TYPES = {"message": "output_text", "summary": "summary_text", "thought": "reasoning_text"}

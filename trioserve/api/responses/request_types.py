@@ -117,6 +117,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     ttft_timeout: float | None = None
     timeout: float | None = None
     resume: ResumeBody | None = None
+    return_partial: bool | None = None
     moderation: Any = None
 
     @property

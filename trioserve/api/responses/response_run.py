@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from trioserve.api.error_responses import ErrorResponse, error_response
-from trioserve.api.generation import KeepAlive
+from trioserve.api.generation import CUT_OFF, KeepAlive
 from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.responses.events import Event, ResponseEvents
 from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.stored_responses import StoredResponse
+from trioserve.api.resume_body import ResumeBody
 from trioserve.api.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
@@ -33,6 +34,8 @@ class ResponseRun:
 
     def __init__(self, context: RequestContext, planned: PlannedResponse, resumption: Resumption | None = None) -> None:
         self.planned = planned
+        self._resumption = resumption
+        self._stop_reason: int | str | None = None
         self.turn: ChatTurn = chat_turn(context, planned.turn, resumption)
         self._clock = context.clock_and_ids
         tokenizer = context.engine.tokenizer
@@ -50,18 +53,38 @@ class ResponseRun:
         piece, perhaps none, and the piece; None: nobody wants them. Raises what ChatTurn.read raises."""
 
         async def take(_: int, parts: list[ResponsePart], delta: Delta) -> None:
+            self._note(delta)
             events = self.events.take(parts, delta)
             if send is not None:
                 await send(events, delta)
 
         await self.turn.read(take, keep_alive=keep_alive)
 
-    async def skip_known(self) -> None:
-        """Put the events where they stood, where the response goes on."""
-        await self.turn.skip_known(self.events.take)
+    async def skip_known(self) -> list[Event]:
+        """Put the events where they stood, where the response goes on. Returns those so far."""
+        events: list[Event] = []
+
+        def take(parts: list[ResponsePart], delta: Delta) -> None:
+            self._note(delta)
+            events.extend(self.events.take(parts, delta))
+
+        await self.turn.skip_known(take)
+        return events
+
+    def _note(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._stop_reason = delta.stop_reason
 
     def complete(self) -> Ended:
-        return self.events.complete(self.turn.choices[0].finish_reason, self.turn.usage(), self._clock.unix_seconds())
+        finish = self.turn.choices[0].finish_reason
+        if finish == CUT_OFF:
+            return self.events.cut_off(self._stop_reason, self._behind(), usage=self.turn.usage())
+        return self.events.complete(finish, self.turn.usage(), self._clock.unix_seconds())
+
+    def _behind(self) -> ResumeBody | None:
+        """How it goes on, where its client wants to know."""
+        resumption = self._resumption
+        return resumption.behind([self.turn.stream]) if resumption is not None and resumption.gives_partial else None
 
     def fail(self, error: Exception | ErrorResponse) -> Ended:
         """For what broke it off."""
@@ -69,7 +92,7 @@ class ResponseRun:
         return self.events.fail(told.message, _code(told), usage=self.turn.usage())
 
     def cancel(self) -> Ended:
-        return self.events.cancel(usage=self.turn.usage())
+        return self.events.cancel(self._behind(), usage=self.turn.usage())
 
     def snapshot(self) -> dict[str, Any]:
         """The response of this moment."""

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trioserve.api.resume_body import ResumeBody
+
 __all__ = [
     "DeletedResponse",
     "InputTokens",
@@ -163,7 +165,10 @@ class ResponseErrorDetail(Described):
 
 
 class IncompleteDetails(Described):
-    reason: Literal["max_output_tokens"]
+    """stop_reason: of one that was cut off, for who sent return_partial: why; null after an abort by id."""
+
+    reason: Literal["max_output_tokens", "abort"]
+    stop_reason: str | UnsetType | None = UNSET
 
 
 class ResponseReasoning(Described):
@@ -204,6 +209,7 @@ class ResponseObject(Described):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+    resume: ResumeBody | UnsetType = UNSET
 
 
 class DeletedResponse(Described):

@@ -79,13 +79,14 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
         generate,
         new_id=new_id or (lambda _: context.clock_and_ids.new_request_id()),
         is_partial=never_partial if resumption is None else resumption.is_partial,
+        may_go_on=resumption is not None and resumption.is_resumable,
     )
 
 
 class ChatTurn:
     """stream: the engine's side; held KV, prompt tokens and their log probabilities are its own. choices: by index;
-    there once it is entered. is_partial: see read_streams. is_plain: nothing is parsed out of the response: its deltas
-    may as well be read from the stream as they are.
+    there once it is entered. is_partial: see read_streams. may_go_on: see TurnChoice. is_plain: nothing is parsed out
+    of the response: its deltas may as well be read from the stream as they are.
 
     Entering raises what entering a RequestStream raises, and then holds nothing.
     """
@@ -98,8 +99,10 @@ class ChatTurn:
         *,
         new_id: Callable[[int], str],
         is_partial: IsPartial = never_partial,
+        may_go_on: bool = False,
     ) -> None:
         self.is_partial = is_partial
+        self._may_go_on = may_go_on
         self._engine = engine
         self._request = request
         self._new_id = new_id
@@ -126,6 +129,7 @@ class ChatTurn:
                 None if self.is_plain else self._engine.families.new_parser(self._tools, prompt_end=prompt_end),
                 calls_max=None if self._request.parallel_tool_calls else 1,
                 new_call_id=functools.partial(self._new_call_id, index),
+                may_go_on=self._may_go_on,
             )
             for index in range(self.stream.choice_count)
         ]

@@ -32,18 +32,26 @@ class TurnChoice:
     the response is complete; with "length" the last one may have been cut off, and then it had no ToolCallEnd.
     reasoning_token_count: of its tokens so far, those of thoughts.
 
-    parser: None: all text is content. calls_max: of calls beyond it no part is given. new_call_id: for a call to which
-    the model gave no id.
+    parser: None: all text is content. may_go_on: whoever has a choice that was cut off is shown the rest of it alone,
+    so that of what may still become something else nothing is shown then. calls_max: of calls beyond it no part is
+    given. new_call_id: for a call to which the model gave no id.
     """
 
     def __init__(
-        self, index: int, parser: ResponseParser | None, *, calls_max: int | None, new_call_id: Callable[[], str]
+        self,
+        index: int,
+        parser: ResponseParser | None,
+        *,
+        calls_max: int | None,
+        new_call_id: Callable[[], str],
+        may_go_on: bool = False,
     ) -> None:
         self.index = index
         self.finish_reason: TurnFinish | None = None
         self.reasoning_token_count = 0
         self._parser = parser
         self._calls_max = calls_max
+        self._may_go_on = may_go_on
         self._new_call_id = new_call_id
         self._begun_count = self._ended_count = 0
         self._is_thinking = False
@@ -56,7 +64,8 @@ class TurnChoice:
             return [ContentText(delta.text)] if delta.text else []
         parsed = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            parsed += self._parser.end()
+            if not (self._may_go_on and is_cut_off(delta.finish_reason)):
+                parsed += self._parser.end()
         elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # what most deltas are
             self._is_thinking = False
             return parsed
