@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,26 @@ def test_what_no_model_could_do_is_refused_by_name(name: str, value: object) -> 
     with pytest.raises(InvalidRequest, match=name) as refused:
         ImageParams(**{name: value})  # type: ignore[arg-type]  # that is what is tested
     assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ((0, 8, b""), "width"),
+        ((-1, -1, b"abc"), "width"),
+        ((1, 0, b""), "height"),
+        ((1.0, 1, b"abc"), "width"),
+        ((1, 1, [1, 2, 3]), "rgb"),
+        ((1, 1, bytearray(b"abc")), "rgb"),
+        ((2, 2, b"abc"), "rgb"),
+    ],
+)
+def test_what_is_no_picture_is_refused_before_an_engine_computes_with_it(
+    fields: tuple[Any, Any, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=param) as refused:
+        Picture(*fields)
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize("strength", [0, -1, 1.01, float("nan")])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.sampling import SAMPLING_RANGES
 
@@ -35,14 +35,27 @@ PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API; what the text encoder does
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """rgb: three bytes for each pixel, row by row from the top left, width * height * 3 in all."""
+    """rgb: three bytes for each pixel, row by row from the top left, width * height * 3 in all. Raises InvalidRequest
+    for what is none: programs make them, too, and what computes with one asks nothing any more."""
 
     width: int
     height: int
     rgb: bytes
 
     def __post_init__(self) -> None:
-        assert len(self.rgb) == 3 * self.width * self.height, "the bytes are those of another size"
+        for name in ("width", "height"):
+            side = to_int(name, getattr(self, name))
+            if side < 1:
+                refuse(name, side, "1 or more")
+            msgspec.structs.force_setattr(self, name, side)
+        if not isinstance(self.rgb, bytes):  # no buffer that may change while another thread reads it
+            refuse("rgb", self.rgb, "bytes")
+        if len(self.rgb) != 3 * self.width * self.height:
+            raise InvalidRequest(
+                f"rgb has {len(self.rgb)} bytes, and {self.width} x {self.height} pixels have "
+                f"{3 * self.width * self.height}, three each",
+                param="rgb",
+            )
 
 
 class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
