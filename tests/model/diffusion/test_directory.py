@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import sentencepiece
+from safetensors.torch import load_file, save_file
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.model.diffusion import directory as directory_file
@@ -137,6 +138,47 @@ def test_weights_that_were_not_downloaded_whole_say_so(changed, content):
     (path / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"diffusion_pytorch_model.safetensors.*(complete|bytes)"):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+def tensors_of(path):
+    weights = path / "model.safetensors"
+    return weights if weights.is_file() else path / "diffusion_pytorch_model.safetensors"
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae"])
+def test_a_tensor_that_is_missing_is_not_made_up(changed, component):
+    path = changed("stable-diffusion", "model_index.json")
+    weights = tensors_of(path / component)
+    tensors = load_file(weights)
+    name = sorted(tensors)[-1]
+    del tensors[name]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"{component} lacks 1 tensors of its weights, such as .*{name}"):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae"])
+def test_a_download_that_broke_off_says_so(changed, component):
+    path = changed("stable-diffusion", "model_index.json")
+    weights = tensors_of(path / component)
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ModelLoadError, match=f"{component} cannot be loaded"):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "says"),
+    [
+        ("scheduler/scheduler_config.json", {"beta_start": {}}, "scheduler_config.json: DDIMScheduler"),
+        ("scheduler/scheduler_config.json", {"beta_schedule": "steep"}, "scheduler_config.json: DDIMScheduler"),
+        ("text_encoder/config.json", {"vocab_size": "many"}, "text_encoder cannot be loaded"),
+        ("vae/config.json", {"act_fn": 5}, "vae cannot be loaded"),
+        ("vae/config.json", {"latent_channels": "4"}, "latent_channels is '4'"),
+    ],
+)
+def test_a_file_that_says_nonsense_is_named(changed, file, fields, says):
+    with pytest.raises(ModelLoadError, match=says):
+        DiffusionRunner.load(ImageDirectory(changed("stable-diffusion", file, **fields)), ImageModelSettings())
 
 
 def test_weights_of_another_shape_are_refused(changed):

@@ -27,14 +27,17 @@ def load_parts(
     progress: Callable[[str], None] = lambda component: None,
 ) -> Parts:
     """progress: told of each component before it is read; what it raises rises here. Nothing is downloaded, and no code
-    of the checkpoint is run. Raises ModelLoadError."""
+    of the checkpoint is run. Raises ModelLoadError, also where a tensor is missing, of which transformers would make up
+    one."""
     components: dict[str, Any] = {}
     transformers.utils.logging.disable_progress_bar()  # of its own, on the terminal of whoever serves
     for name in directory.pipeline.classes:
         progress(name)
         try:
             components[name] = _load(directory, name, device, dtype)
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:  # what a bad file makes of them
+        except ModelLoadError:
+            raise
+        except Exception as error:  # what a bad file makes of libraries that believe it: anything
             raise ModelLoadError(f"{directory.path / name} cannot be loaded: {error}") from error
     return Parts(components, directory.options, device, dtype)
 
@@ -53,7 +56,18 @@ def _load(directory: ImageDirectory, name: str, device: torch.device, dtype: tor
         return kind.from_pretrained(folder, local_files_only=True)
     if name == "vae" and dtype is torch.float16 and directory.vae.get("force_upcast"):
         dtype = torch.float32  # its numbers do not fit
-    network = kind.from_pretrained(
-        folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True, variant=directory.variant(name)
+    network, found = kind.from_pretrained(
+        folder,
+        torch_dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        variant=directory.variant(name),
+        output_loading_info=True,
     )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{folder} lacks {len(missing)} tensors of its weights, such as {missing[0]}: the download may not be "
+            "complete, or its config.json is another model's"
+        )
     return network.to(device).eval().requires_grad_(False)

@@ -143,6 +143,8 @@ class ImageDirectory:
         """Whether the network takes a mask and the latent of what is around it, too, as inpainting ones of nine
         channels do. Raises ModelLoadError for one that takes anything else."""
         channels = self.vae.get("latent_channels", 4)  # what diffusers takes where nothing is said
+        if not isinstance(channels, int):
+            raise ModelLoadError(f"{self.path / 'vae' / 'config.json'}: latent_channels is {channels!r}, and no number")
         latent = channels * self.pipeline.packed_count
         taken = self.denoiser.get("in_channels", latent)
         if taken == latent:

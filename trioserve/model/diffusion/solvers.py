@@ -30,7 +30,10 @@ class Solver:
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         class_name, self._steps = _SOLVERS[name]
         self.name = name
-        self._scheduler: Any = getattr(diffusers, class_name).from_config(config)
+        try:
+            self._scheduler: Any = getattr(diffusers, class_name).from_config(config)
+        except Exception as error:  # it believes what the file says
+            raise ModelLoadError(f"scheduler_config.json: {class_name} cannot be made of it: {error}") from error
         self._schedules: dict[tuple[int, int, int], Schedule] = {}
         self._check()
 
