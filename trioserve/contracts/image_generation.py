@@ -20,6 +20,7 @@ from trioserve.contracts.sampling import SAMPLING_RANGES
 __all__ = [
     "GUIDANCE_MAX",
     "PARTIAL_IMAGES_MAX",
+    "PNDM",
     "PROMPT_CHARACTERS_MAX",
     "ImageDelta",
     "ImageModelDescription",
@@ -27,11 +28,18 @@ __all__ = [
     "ImageRequestLimits",
     "ImageTask",
     "Picture",
+    "network_steps",
 ]
 
 GUIDANCE_MAX = 100.0  # far beyond this every picture is saturated
 PARTIAL_IMAGES_MAX = 16  # each is decoded as a finished picture is
+PNDM = "pndm"
 PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API; what the text encoder does not take of it is cut
+
+
+def network_steps(sampler: str, steps: int) -> int:
+    """How often a sampler asks the network for a picture of so many steps: PNDM does the first of several twice."""
+    return steps + 1 if sampler == PNDM and steps > 1 else steps
 
 
 class Picture(msgspec.Struct, frozen=True):
@@ -134,8 +142,9 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
 class ImageTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor has to know of one picture beside its seed and its steps: ImageParams, each with its value.
 
-    prompt: or the index of a class, for a model that knows classes and no texts. step_count: of the whole schedule; of
-    an image that is changed with a strength below 1 the first of them are left out, so that its request has fewer.
+    prompt: or the index of a class, for a model that knows classes and no texts. step_count: of the whole schedule,
+    counted by network_steps; of an image that is changed with a strength below 1 the first of them are left out, so
+    that its request has fewer.
     """
 
     prompt: str | int

@@ -176,6 +176,20 @@ def test_the_strength_of_a_change_leaves_out_the_first_steps(asked, step_count):
 
 
 @pytest.mark.parametrize(
+    ("asked", "step_count", "of_schedule"),
+    [
+        ({"steps": 10}, 11, 11),
+        ({"steps": 1}, 1, 1),
+        ({"steps": 10, "image": IMAGE, "strength": 0.5}, 6, 11),
+        ({"steps": 250}, 251, 251),
+    ],
+)
+def test_pndm_takes_a_step_more_as_its_pipeline_does(asked, step_count, of_schedule):
+    wanted = wanted_of(params=ImageParams(**asked), samplers=("pndm",))
+    assert (wanted.step_count, wanted.task.step_count) == (step_count, of_schedule)
+
+
+@pytest.mark.parametrize(
     ("size", "asked", "expect"),
     [((20, 12), {}, (16, 8)), ((20, 12), {"width": 24}, (24, 8)), ((100, 4), {}, (64, 8)), ((16, 32), {}, (16, 32))],
 )

@@ -40,7 +40,7 @@ def test_what_a_class_conditional_model_takes(checkpoint):
     found = describe_at(checkpoint("dit"))
     assert (found.family, found.width, found.height, found.side_min, found.side_max) == ("dit", 8, 8, 8, 8)
     assert (found.steps, found.guidance) == (50, 4.0)
-    assert found.samplers == ("ddim", "dpm++", "euler", "euler-ancestral")
+    assert found.samplers == ("ddim", "dpm++", "euler", "euler-ancestral", "pndm")
     assert found.classes is not None
     assert (len(found.classes), found.classes[1]) == (1000, "b1")
     assert not found.takes_negative
@@ -66,13 +66,41 @@ def test_there_are_no_classes_behind_the_named_ones(changed):
 
 
 def test_a_scheduler_that_is_not_had_here_leaves_the_samplers_that_are(changed):
-    path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "PNDMScheduler"])
-    assert describe_at(path).samplers == ("ddim", "dpm++", "euler", "euler-ancestral")
+    path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "HeunDiscreteScheduler"])
+    assert describe_at(path).samplers == ("ddim", "dpm++", "euler", "euler-ancestral", "pndm")
+
+
+def test_a_scheduler_that_is_not_had_here_is_said_to_be_another(changed, caplog):
+    path = changed("dit", "model_index.json", scheduler=["diffusers", "HeunDiscreteScheduler"])
+    DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+    assert "scheduler=HeunDiscreteScheduler sampler=ddim" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "fields", "samplers"),
+    [
+        ("StableDiffusionPipeline", {"skip_prk_steps": True}, ("pndm", "ddim")),
+        ("StableDiffusionPipeline", {"skip_prk_steps": False}, ("ddim", "dpm++")),
+        ("StableDiffusionPipeline", {}, ("ddim", "dpm++")),
+        ("StableDiffusionInpaintPipeline", {}, ("pndm", "ddim")),
+        ("StableDiffusionPipeline", {"skip_prk_steps": True, "prediction_type": "sample"}, ("ddim", "dpm++")),
+    ],
+    ids=["as-published", "runge-kutta", "left-out", "corrected", "sample"],
+)
+def test_pndm_is_had_as_stable_diffusion_is_published_with_it(changed, pipeline, fields, samplers):
+    """Without its Runge-Kutta steps, which diffusers leaves out of any that fills in."""
+    index = {"_class_name": pipeline, "scheduler": ["diffusers", "PNDMScheduler"]}
+    path = changed("stable-diffusion", "model_index.json", **index)
+    file = path / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    found = describe_at(path).samplers
+    assert found[:2] == samplers
+    assert ("pndm" in found) == (fields.get("prediction_type") != "sample")
 
 
 def test_the_own_scheduler_comes_first(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
-    assert describe_at(path).samplers == ("euler", "ddim", "dpm++", "euler-ancestral")
+    assert describe_at(path).samplers == ("euler", "ddim", "dpm++", "euler-ancestral", "pndm")
 
 
 @pytest.mark.parametrize(

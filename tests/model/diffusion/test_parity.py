@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import Picture, network_steps
 from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.families.flux import packed
@@ -27,6 +28,7 @@ SCHEDULERS = {
     "euler": "EulerDiscreteScheduler",
     "euler-ancestral": "EulerAncestralDiscreteScheduler",
     "flow-euler": "FlowMatchEulerDiscreteScheduler",
+    "pndm": "PNDMScheduler",
 }
 SEED = 2**40 + 5
 
@@ -44,7 +46,7 @@ class Case:
 
     def use(self, sampler: str) -> None:
         # DDIM, made of another scheduler's file, would cut what it expects, for which no model here was trained.
-        config = {"clip_sample": False, **self.config}
+        config = {"clip_sample": False, **self.config, "skip_prk_steps": True}
         self.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
 
     def theirs(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -58,6 +60,7 @@ class Case:
 
     def ours(self, prompt: str | int, **keywords: Any) -> torch.Tensor:
         keywords.setdefault("size", (self.description.width, self.description.height))
+        keywords["steps"] = network_steps(keywords["sampler"], keywords["steps"])
         (found,) = self.driver.latents(self.runner, [self.driver.request("r", prompt, seed=SEED, **keywords)])
         return found
 
@@ -134,7 +137,7 @@ def sd(checkpoint: Callable[[str], Path], driver: ModuleType, runner: Callable[[
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])
-@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++", "pndm"])
 def test_dit_gives_the_latents_of_its_pipeline(dit, sampler, steps, guidance, monkeypatch):
     dit.use(sampler)
     decoded: list[torch.Tensor] = []
@@ -169,7 +172,7 @@ def test_dit_by_euler_begins_with_as_much_noise_as_its_schedule_says(dit):
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])
-@pytest.mark.parametrize("sampler", ["ddim", "dpm++", "euler"])
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++", "euler", "pndm"])
 def test_stable_diffusion_gives_the_latents_of_its_pipeline(sd, sampler, steps, guidance):
     sd.use(sampler)
     theirs = sd.theirs(
@@ -205,12 +208,37 @@ def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
         sd.runner.beginning.solvers = solvers
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+@pytest.mark.parametrize("steps", [2, 3, 4, 7, 13])
+def test_pndm_takes_the_spacing_of_its_file(sd, spacing, steps):
+    from trioserve.model.diffusion.solvers import Solver
+
+    config = {**sd.config, "timestep_spacing": spacing, "skip_prk_steps": True}
+    sd.pipeline.scheduler = diffusers.PNDMScheduler.from_config(config)
+    theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=steps)
+    solvers, sd.runner.beginning.solvers = sd.runner.beginning.solvers, {"pndm": Solver("pndm", config)}
+    try:
+        check(sd.ours("a cat", steps=steps, sampler="pndm"), theirs)
+    finally:
+        sd.runner.beginning.solvers = solvers
+
+
+@pytest.mark.parametrize(
+    ("sampler", "prediction"),
+    [
+        *itertools.product(["ddim", "euler"], ["epsilon", "v_prediction", "sample"]),
+        *itertools.product(["pndm"], ["epsilon", "v_prediction"]),
+    ],
+)
 def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, prediction):
     from trioserve.model.diffusion.solvers import Solver
 
-    config = {**sd.config, "prediction_type": prediction, "clip_sample": prediction == "epsilon"}
+    config = {
+        **sd.config,
+        "prediction_type": prediction,
+        "clip_sample": prediction == "epsilon",
+        "skip_prk_steps": True,
+    }
     sd.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
     theirs = sd.theirs("a cat", guidance_scale=1.0, num_inference_steps=6)
     solvers, sd.runner.beginning.solvers = sd.runner.beginning.solvers, {sampler: Solver(sampler, config)}
@@ -268,7 +296,7 @@ def as_image(given: Picture) -> Any:
     return Image.frombytes("RGB", (given.width, given.height), given.rgb)
 
 
-@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("strength", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("is_masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize(
     ("family", "sampler"),
@@ -276,6 +304,7 @@ def as_image(given: Picture) -> Any:
         ("StableDiffusion", "ddim"),
         ("StableDiffusion", "dpm++"),
         ("StableDiffusion", "euler"),
+        ("StableDiffusion", "pndm"),
         ("StableDiffusionXL", "euler"),
         ("StableDiffusionXL", "dpm++"),
     ],
@@ -313,7 +342,7 @@ def test_a_picture_is_changed_as_pipelines_do(checkpoint, driver, runner, family
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+@pytest.mark.parametrize("sampler", ["ddim", "euler", "pndm"])
 def test_a_network_that_fills_in_is_told_what_is_masked(checkpoint, driver, runner, sampler, strength):
     case = Case(checkpoint("inpainting"), driver, runner("inpainting"), "StableDiffusionInpaintPipeline")
     case.use(sampler)

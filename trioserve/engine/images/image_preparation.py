@@ -17,6 +17,7 @@ from trioserve.contracts.image_generation import (
     ImageParams,
     ImageRequestLimits,
     ImageTask,
+    network_steps,
 )
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -86,15 +87,16 @@ class ImagePreparation:
         self._check_image(params)
         width, height = self._side("width", params), self._side("height", params)
         work = self._work(width, height, is_guided=is_guided)
-        step_count = _step_count(params, steps)
+        sampler = self._sampler(params)
+        step_count = network_steps(sampler, steps) - steps + _step_count(params, steps)
         task = ImageTask(
             prompt=self._prompt(prompt),
             negative_prompt=self._negative(params, guidance),
             width=width,
             height=height,
-            step_count=steps,
+            step_count=network_steps(sampler, steps),
             guidance=guidance,
-            sampler=self._sampler(params),
+            sampler=sampler,
             image=params.image,
             mask=params.mask,
         )

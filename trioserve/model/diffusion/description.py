@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.contracts.image_generation import ImageModelDescription
+from trioserve.contracts.image_generation import PNDM, ImageModelDescription
 from trioserve.model.diffusion.directory import ImageDirectory
 
 __all__ = ["SAMPLER_NAMES", "describe", "samplers_of"]
@@ -18,14 +18,21 @@ SAMPLER_NAMES = {
     "EulerAncestralDiscreteScheduler": "euler-ancestral",
     "EulerDiscreteScheduler": "euler",
     "FlowMatchEulerDiscreteScheduler": "flow-euler",
+    "PNDMScheduler": PNDM,
 }
+PNDM_PREDICTIONS = ("epsilon", "v_prediction")
 
 
 def samplers_of(directory: ImageDirectory) -> tuple[str, ...]:
     """Its own scheduler first. One that nobody has here leaves the others, by which any model of its kind can be
     sampled."""
-    own = SAMPLER_NAMES.get(directory.scheduler["_class_name"])
+    scheduler = directory.scheduler
+    own = SAMPLER_NAMES.get(scheduler["_class_name"])
+    if own == PNDM and not scheduler.get("skip_prk_steps", False):
+        own = None  # it would begin with Runge-Kutta steps
     allowed = directory.pipeline.samplers
+    if scheduler.get("prediction_type", "epsilon") not in PNDM_PREDICTIONS:
+        allowed = tuple(name for name in allowed if name != PNDM)
     return (own, *(name for name in allowed if name != own)) if own in allowed else allowed
 
 

@@ -166,6 +166,8 @@ class ImageDirectory:
             config.setdefault("clip_sample", False)  # of another scheduler's file DDIM would take True
         if self.pipeline.corrects_scheduler:
             config = {**config, "steps_offset": 1, "clip_sample": False}
+            if self._index["_class_name"] == "StableDiffusionInpaintPipeline":
+                config["skip_prk_steps"] = True
         return config
 
     def _field(self, component: str, config: dict[str, Any], name: str, kind: type) -> Any:

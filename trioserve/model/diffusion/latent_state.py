@@ -27,8 +27,8 @@ class Original(msgspec.Struct, frozen=True):
 
 
 class LatentState(msgspec.Struct, frozen=True, kw_only=True):
-    """latent: float32 [1, channels, height, width]. earlier: what the steps before expected, the last one first.
-    rows: the network's inputs of each row that a step computes, with the prompt first."""
+    """latent: float32 [1, channels, height, width]. earlier: what the schedule remembers of the steps
+    before, the last one first. rows: the network's inputs of each row that a step computes, with the prompt first."""
 
     request_id: RequestId
     steps_done: int

@@ -8,10 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.image_generation import PNDM
 
 __all__ = ["PIPELINES", "Pipeline", "find_pipeline"]
 
-NOISE_SAMPLERS = ("ddim", "dpm++", "euler", "euler-ancestral")
+NOISE_SAMPLERS = ("ddim", "dpm++", "euler", "euler-ancestral", PNDM)
 FLOW_SAMPLERS = ("flow-euler",)
 
 

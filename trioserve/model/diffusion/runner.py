@@ -95,10 +95,14 @@ class DiffusionRunner:
         if settings.dtype == "auto" and device == "cpu" and dtype == "float16":
             dtype = "float32"
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        own = directory.scheduler["_class_name"]
-        if own not in SAMPLER_NAMES:
-            logger.info("the model's own scheduler is not computed here scheduler=%s", own)
-        solvers = {name: Solver(name, directory.scheduler) for name in samplers_of(directory)}
+        own, samplers = directory.scheduler["_class_name"], samplers_of(directory)
+        if SAMPLER_NAMES.get(own) != samplers[0]:
+            logger.warning(
+                "pictures come out otherwise, since the model's scheduler is not had here scheduler=%s sampler=%s",
+                own,
+                samplers[0],
+            )
+        solvers = {name: Solver(name, directory.scheduler) for name in samplers}
         parts = load_parts(directory, place, TORCH_DTYPES[dtype], progress)
         runner = cls(
             make_family(directory, parts),
@@ -268,6 +272,7 @@ def _stepped(state: LatentState, predicted: torch.Tensor, work: LatentWork) -> t
             of_original, of_noise = schedule.noised[state.steps_done + 1]
             kept = kept * of_original + original.noise * of_noise
         after = kept * (1 - original.mask) + after * original.mask
-    history = (clean, *state.earlier)[: schedule.history_count]
+    remembered = output if schedule.remembers_outputs else clean
+    history = (remembered, *state.earlier)[: schedule.history_count]
     shown = clean if original is None else original.latent * (1 - original.mask) + clean * original.mask
     return shown, msgspec.structs.replace(state, steps_done=state.steps_done + 1, latent=after, earlier=history)

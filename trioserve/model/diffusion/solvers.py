@@ -14,6 +14,7 @@ import diffusers
 import numpy as np
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.image_generation import PNDM
 from trioserve.model.diffusion.solver_steps import Schedule, SolverStep
 
 __all__ = ["Solver"]
@@ -31,7 +32,7 @@ class Solver:
         class_name, self._steps = _SOLVERS[name]
         self.name = name
         try:
-            self._scheduler: Any = getattr(diffusers, class_name).from_config(config)
+            self._scheduler: Any = getattr(diffusers, class_name).from_config(config, **_SETTINGS.get(name, {}))
         except Exception as error:  # it believes what the file says
             raise ModelLoadError(f"scheduler_config.json: {class_name} cannot be made of it: {error}") from error
         self._schedules: dict[tuple[int, int, int], Schedule] = {}
@@ -204,12 +205,87 @@ def _flow(scheduler: Any, step_count: int, start: int, token_count: int) -> Sche
     return Schedule(steps=steps, initial_scale=1.0, noised=noised)
 
 
+def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
+    """arXiv 2202.09778 without its Runge-Kutta steps: a linear multistep method over what the network made, as
+    diffusers' scheduler computes it with skip_prk_steps. It does the first step twice, the second time with the mean of
+    both ends: so it asks the network once more than it has noise levels (see network_steps).
+
+    Of a picture that is changed the first steps are left out, and the two that it begins with are counted from there,
+    also where they are not at one noise level: that is how diffusers does it.
+    """
+    levels_count = step_count - 1 if step_count > 1 else 1
+    scheduler.set_timesteps(levels_count)
+    config = scheduler.config
+    timesteps = [int(timestep) for timestep in scheduler.timesteps][:step_count]
+    stride = config.num_train_timesteps // levels_count
+    steps: list[SolverStep] = []
+    noised: list[Weights] = []
+    first: Weights = (1.0, 0.0)  # of the first latent, and of what the network made of it, in the second one
+    for index, timestep in enumerate(timesteps[start:]):
+        signal, noise = _signal_and_noise(scheduler, timestep)
+        from_timestep = timestep + stride if index == 1 else timestep
+        of_latent, of_output = _pndm_weights(scheduler, from_timestep, from_timestep - stride)
+        weights: dict[str, Any]
+        if index == 1:  # again from the first latent, which is what the second one is, less what was put to it
+            of_second = of_latent / first[0]
+            of_first_output = of_output / 2 - of_second * first[1]
+            weights = {"of_latent": of_second, "of_output": of_output / 2, "of_earlier": (of_first_output,)}
+        else:
+            of_this, *of_earlier = (of_output * share for share in _PNDM_SHARES[min(index, 5)])
+            weights = {"of_latent": of_latent, "of_output": of_this, "of_earlier": tuple(of_earlier)}
+        if index == 0:
+            first = of_latent, of_output
+        clean = _clean(config.prediction_type, signal, noise)
+        steps.append(
+            SolverStep(
+                timestep=timestep,
+                clean_of_latent=clean[0],
+                clean_of_output=clean[1],
+                **{f"next_{name}": weight for name, weight in weights.items()},
+            )
+        )
+        noised.append((signal, noise))
+    return Schedule(
+        steps=tuple(steps), initial_scale=1.0, noised=tuple(noised), history_count=4, remembers_outputs=True
+    )
+
+
+# What counts of the network's outputs, the last one first, in the first step, in the third and so on. That of the
+# second step is not used again.
+_PNDM_SHARES: dict[int, tuple[float, ...]] = {
+    0: (1.0,),
+    2: (3 / 2, 0.0, -1 / 2),
+    3: (23 / 12, -16 / 12, 0.0, 5 / 12),
+    4: (55 / 24, -59 / 24, 37 / 24, 0.0, -9 / 24),
+    5: (55 / 24, -59 / 24, 37 / 24, -9 / 24),
+}
+
+
+def _pndm_weights(scheduler: Any, timestep: int, next_timestep: int) -> Weights:
+    """Formula 9 there: how a step between two noise levels weighs a latent and what the network made."""
+    signal, noise = _signal_and_noise(scheduler, timestep)
+    next_signal, next_noise = _signal_and_noise(scheduler, next_timestep)
+    of_latent = next_signal / signal
+    of_noise = -(next_signal**2 - signal**2) / (signal**2 * next_noise + signal * noise * next_signal)
+    latent_of_noise, output_of_noise = _noise(scheduler.config.prediction_type, signal, noise)
+    return of_latent + of_noise * latent_of_noise, of_noise * output_of_noise
+
+
+def _signal_and_noise(scheduler: Any, timestep: int) -> Weights:
+    alpha = float(scheduler.alphas_cumprod[timestep] if timestep >= 0 else scheduler.final_alpha_cumprod)
+    return math.sqrt(alpha), math.sqrt(1 - alpha)
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {PNDM: {"skip_prk_steps": True}}
+"""What is so whatever the file says."""
+
 _SOLVERS: dict[str, tuple[str, Callable[[Any, int, int, int], Schedule]]] = {
     "ddim": ("DDIMScheduler", _ddim),
     "dpm++": ("DPMSolverMultistepScheduler", _dpm),
     "euler": ("EulerDiscreteScheduler", _euler),
     "euler-ancestral": ("EulerAncestralDiscreteScheduler", _euler_ancestral),
     "flow-euler": ("FlowMatchEulerDiscreteScheduler", _flow),
+    PNDM: ("PNDMScheduler", _pndm),
 }
 
 
