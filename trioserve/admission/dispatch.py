@@ -330,7 +330,8 @@ class AdmissionScope:
     """One request, from entering the queue to leaving it. can_go_on: asked, once its client has a token, whether
     another endpoint could go on from what the client has. note_thought_ended: told when its endpoint has ended its
     thought by hand. headers: with which its endpoint may be asked about it, in
-    its client's name. attempts: that have begun. taken: why the one at hand is to end, if so; is_telling: not before
+    its client's name. gives_partial: its client wants to have what there is, also where it is ended by another's hand.
+    attempts: that have begun. taken: why the one at hand is to end, if so; is_telling: not before
     what is being sent to the client has been: see `tell`."""
 
     def __init__(
@@ -342,6 +343,7 @@ class AdmissionScope:
         self.can_go_on: Callable[[], bool] = lambda: False
         self.note_thought_ended: Callable[[], None] = lambda: None
         self.headers: Callable[[], list[tuple[str, str]]] = list
+        self.gives_partial = False
         self._dispatch = dispatch
         self._core = core
         self._changed = trio.Event()

@@ -68,4 +68,4 @@ def prefill_body(path: str, raw: bytes, fields: dict[str, object], *, stream: bo
         fields["max_completion_tokens"] = 1
     if (decode_body(raw, _DisaggregatedBody).min_tokens or 0) > 1:
         fields["min_tokens"] = 1
-    return rewritten(raw, fields, without=("stream_options",))
+    return rewritten(raw, fields, without=("stream_options", "return_partial"))

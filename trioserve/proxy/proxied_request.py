@@ -52,6 +52,8 @@ HAS_NO_BLOCKS = frozenset(
 )
 """Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
 
+PARTIAL_SECONDS_MAX = 1.0  # in which an endpoint says what there is of a request whose time is over
+
 logger = logging.getLogger(__name__)
 
 
@@ -82,7 +84,8 @@ async def _forward(context: RouterContext) -> None:
     )
     check_model(context.access, body.model, served)
     model = context.fleet.real_model(body.model)
-    clock = RequestClock(deadlines, trio.current_time())
+    grace = PARTIAL_SECONDS_MAX if body.return_partial else 0.0
+    clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace)
     with clock.running():
         if body.stream and wants_lines(path, context.exchange.headers):
             context.client_events = ClientLines()  # whoever reads lines cannot say where in a stream it is
@@ -138,11 +141,12 @@ async def _pass_through(
         _Cancelled(context.span),
     ):
         context.admission = admission
+        admission.gives_partial = bool(body.return_partial)
+        admission.headers = partial(request_headers, context, None, with_body=False)
         with context.continued(Continuation.of(context, body, request)) as continuation:
             if continuation is not None:
                 admission.can_go_on = continuation.can_go_on
                 admission.note_thought_ended = continuation.note_thought_ended
-                admission.headers = partial(request_headers, context, None, with_body=False)
             if admission.stage is not None:
                 await serve_disaggregated(context, admission, raw, body, clock)
                 return

@@ -15,9 +15,11 @@ __all__ = ["RequestClock"]
 
 
 class RequestClock:
-    """The deadlines of one request, from its arrival at the router on."""
+    """The deadlines of one request, from its arrival at the router on. grace_seconds: for so long its endpoint, which
+    goes by the same deadlines, may say how it ended."""
 
-    def __init__(self, deadlines: Deadlines, now: float) -> None:
+    def __init__(self, deadlines: Deadlines, now: float, *, grace_seconds: float = 0.0) -> None:
+        self._grace_seconds = grace_seconds
         self._deadlines = deadlines
         self._moments: dict[Deadline, float] = {}
         if deadlines is not NO_DEADLINES:
@@ -42,7 +44,7 @@ class RequestClock:
         if not self._moments:  # as most requests have it: a scope would be for nothing
             yield
             return
-        self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL))
+        self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL)) + self._grace_seconds
         with self._scope:
             yield
         if self._scope.cancelled_caught:
@@ -56,7 +58,7 @@ class RequestClock:
         self._has_token = True
         if self._first_token_is_due:
             self._first_token_is_due = False
-            self._scope.deadline = self.at(Deadline.TOTAL)
+            self._scope.deadline = self.at(Deadline.TOTAL) + self._grace_seconds
 
     def note_served(self, seconds: float) -> None:
         """So long of the time in which it should have left the queue it was served, and waits again for the rest."""

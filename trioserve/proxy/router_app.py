@@ -19,17 +19,17 @@ from trioserve.api.ollama.models import model_card, read_api_version, running_ca
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.debug import TASKS_PATH, read_tasks
-from trioserve.api.operations.live_requests import REQUEST_PATH, Abort, serve_abort, serve_aborts
+from trioserve.api.operations.live_requests import REQUEST_PATH
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
-from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.metrics.joined_pages import joined_pages
+from trioserve.proxy.aborts import ABORTS_PATH, abort_one_or_all, abort_request, abort_requests
 from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
@@ -87,7 +87,6 @@ ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """What follows is the endpoint's id, slashes included."""
 DRAIN_SUFFIX = "/drain"
-ABORT_OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
 COUNTED_TOGETHER = ("leases", "in_flight", "moved_from", "moved_to")
 """Of an endpoint, by all processes of this router."""
 MOVE_SECONDS = 30.0
@@ -261,39 +260,6 @@ async def list_requests(context: RouterContext) -> None:
     await context.respond_json({"object": "list", "data": live})
 
 
-async def abort_request(context: RouterContext) -> None:
-    """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    answers = await context.processes.ask(context)
-    told = [msgspec.json.decode(answer.body, type=_Aborted) for answer in answers if answer.status == 200]
-    await serve_abort(context, _aborting(context, told))
-
-
-async def abort_requests(context: RouterContext) -> None:
-    """Answers with a result for each id, in the order in which they came."""
-    answers = await context.processes.ask(context, await context.exchange.body())
-    told = [msgspec.convert(each, _Aborted) for answer in answers for each in _listed(answer)]
-    await serve_aborts(context, _aborting(context, told))
-
-
-class _Aborted(msgspec.Struct):
-    id: str
-    result: AbortOutcome
-
-
-def _aborting(context: RouterContext, told: Iterable[_Aborted]) -> Abort:
-    """Abort here; told: what came of it in the other processes. Where one id has several requests, each process ends
-    its own, and one that was live is what counts."""
-    found: dict[str, set[AbortOutcome]] = {}
-    for each in told:
-        found.setdefault(each.id, set()).add(each.result)
-
-    def abort(request_ids: Iterable[str], /, *, owner: str | None) -> dict[str, AbortOutcome]:
-        outcomes = context.fleet.dispatch.abort(request_ids, owner=owner)
-        return {id: min({outcome, *found.get(id, ())}, key=ABORT_OUTCOMES.index) for id, outcome in outcomes.items()}
-
-    return abort
-
-
 async def control_request(context: RouterContext) -> None:
     """To the endpoint where the request is, whichever process has it."""
     try:
@@ -341,7 +307,8 @@ ROUTES = {
         ),
         Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
         Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}),
-        Route[RouterContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route[RouterContext](path=ABORTS_PATH, operations={"POST": abort_requests}),
+        Route[RouterContext](path="/abort_request", operations={"POST": abort_one_or_all}),
         Route[RouterContext](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
         Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False, is_polled=True),
         Route[RouterContext](path="/peers", operations={"GET": list_peers}),

@@ -6,38 +6,25 @@ unknown to it. Without keys everybody sees everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
-
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import AbortBody, decode_body
 from trioserve.api.request_context import RequestContext
-from trioserve.api.responder import Responder
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.live import LiveRequestView
 
 __all__ = [
     "REQUEST_PATH",
-    "Abort",
     "abort_request",
     "abort_requests",
     "checked_ids",
-    "serve_abort",
-    "serve_aborts",
     "list_requests",
     "unknown_request",
 ]
 
 REQUEST_PATH = "/v1/requests/"
 """What follows is the request's id, slashes included."""
-
-
-class Abort(Protocol):
-    """As Engine and Dispatch have it."""
-
-    def __call__(self, request_ids: Iterable[str], /, *, owner: str | None) -> dict[str, AbortOutcome]: ...
 
 
 ABORTS_MAX = 1000  # ids in one call; each answers with a line
@@ -50,12 +37,8 @@ async def list_requests(context: RequestContext) -> None:
 
 async def abort_request(context: EngineContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await serve_abort(context, context.engine.abort)
-
-
-async def serve_abort(context: Responder, abort: Abort) -> None:
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
-    outcome = abort([request_id], owner=context.owner)[request_id]
+    outcome = context.engine.abort([request_id], owner=context.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
         raise unknown_request(request_id)
     await context.respond_json({"id": request_id, "object": "request.abort", "result": outcome.value})
@@ -76,17 +59,13 @@ def unknown_request(request_id: str) -> Refusal:
 
 async def abort_requests(context: EngineContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await serve_aborts(context, context.engine.abort)
-
-
-async def serve_aborts(context: Responder, abort: Abort) -> None:
     body = decode_body(await context.exchange.body(), AbortBody)
     if body.return_partial:
         raise InvalidRequest(
             "return_partial is set, and only an engine that makes text has what there is of a request: ask that",
             param="return_partial",
         )
-    outcomes = abort(checked_ids(body.ids), owner=context.owner)
+    outcomes = context.engine.abort(checked_ids(body.ids), owner=context.owner)
     await context.respond_json(
         {
             "object": "list",

@@ -1,0 +1,180 @@
+"""Requests that are cut off through a router: their clients, and whoever cuts them off, get what there is of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.testing.memory_stream import memory_connection
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+BODY = {"model": "fake", "prompt": "hello", "max_tokens": 50, "temperature": 1, "seed": 3, "ignore_eos": True}
+
+
+async def asked(setup: Any, path: str, body: Any, answers: list[Any], *, id: str = "r", **headers: str) -> None:
+    async with setup.client().ask(path, body, headers={"x-request-id": id, **headers}) as response:
+        status = await response.head()
+        is_events = response.headers["content-type"].startswith("text/event-stream")
+        answers.append((status, [event async for event in response] if is_events else await response.json()))
+
+
+async def rows_of(setup: Any, path: str, body: Any, **headers: str) -> list[Any]:
+    async with setup.client().ask(path, body, headers=headers) as response:
+        assert await response.head() == 200, await response.read()
+        return (await response.json())["data"]
+
+
+@pytest.mark.parametrize(
+    ("path", "order"),
+    [
+        ("/v1/requests/abort", {"ids": ["r", "nobody"]}),
+        ("/abort_request", {"rid": "r"}),
+        ("/abort_request", {"abort_all": True}),
+    ],
+    ids=["ours", "sglang's", "sglang's for all"],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_whoever_cuts_off_gets_what_there_is(open_setup, path, order, is_streamed):
+    """Its own client is told that it was aborted, as ever."""
+    async with open_setup("ab", engine={"paused": True}) as setup:
+        answers: list[Any] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asked, setup, PATH, {**BODY, "stream": is_streamed}, answers)
+            await wait_all_tasks_blocked()
+            [there] = [id for id, count in setup.leases().items() if count]
+            await setup.servers[there].engine.step(5)
+            row, *others = await rows_of(setup, path, {**order, "return_partial": True})
+        assert (row["id"], row["result"], len(row["partials"])) == ("r", "aborted", 1)
+        assert len(row["partials"][0]["resume"]["token_ids"][0]) == 5
+        assert [(other["id"], other["result"], other["partials"]) for other in others] == [
+            ("nobody", "unknown", []) for _ in others
+        ]
+        [(status, said)] = answers
+        code = said[-1]["error"]["code"] if is_streamed else said["error"]["code"]
+        assert (status, code) == (200 if is_streamed else 503, "request_aborted")
+        await setup.assert_all_free()
+
+
+@pytest.mark.parametrize("how", ["by id", "by ids", "deadline"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_wants_it_gets_what_there_is_and_goes_on(autojump_clock, open_setup, how, is_streamed):
+    async with open_setup("ab", engine={"paused": True}) as setup:
+        limit = {"timeout": 3} if how == "deadline" else {}
+        body = {**BODY, "stream": is_streamed, "return_partial": True, "return_token_ids": True}
+        answers: list[Any] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asked, setup, PATH, {**body, **limit}, answers)
+            await wait_all_tasks_blocked()
+            [there] = [id for id, count in setup.leases().items() if count]
+            await setup.servers[there].engine.step(5)
+            await wait_all_tasks_blocked()
+            if how == "by id":
+                async with setup.client().ask("/v1/requests/r", None, method="DELETE") as response:
+                    assert (await response.json())["result"] == "aborted"
+            elif how == "by ids":
+                [row] = await rows_of(setup, "/v1/requests/abort", {"ids": ["r"]})
+                assert row == {"id": "r", "object": "request.abort", "result": "aborted"}
+        [(status, said)] = answers
+        assert status == 200
+        resume = said[-1]["resume"] if is_streamed else said["resume"]
+        assert len(resume["token_ids"][0]) == 5
+        [choice] = [choice for event in said[-2:] for choice in event["choices"]] if is_streamed else said["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "timeout" if limit else None)
+        await setup.assert_all_free()
+        for server in setup.servers.values():
+            server.engine.resume()
+        await asked(setup, PATH, {**body, "stream": False, "resume": resume}, answers)
+        await asked(setup, PATH, {**body, "stream": False, "seed": 3}, answers)
+        continued, whole = (said["choices"] for _, said in answers[1:])
+        assert continued == whole
+
+
+async def test_an_endpoint_that_does_not_answer_is_left(autojump_clock, open_setup):
+    """The request is over all the same, a second later, and nobody knows what there was."""
+    async with open_setup("a", engine={"paused": True}) as setup:
+        answers: list[Any] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asked, setup, PATH, {**BODY, "return_partial": True}, answers)
+            await setup.servers["a"].engine.step(2)
+            await wait_all_tasks_blocked()
+            setup.servers["a"].connect = SilentConnect()
+            setup.router.fleet.remote("a").close()  # the idle connections
+            began_at = trio.current_time()
+            [row] = await rows_of(setup, "/v1/requests/abort", {"ids": ["r"], "return_partial": True})
+            assert trio.current_time() - began_at == pytest.approx(1)
+        assert (row["result"], row["partials"]) == ("aborted", [])
+        assert [(status, said["error"]["code"]) for status, said in answers] == [(503, "request_aborted")]
+        await setup.assert_all_free()
+
+
+async def test_one_in_the_router_s_queue_is_aborted_there(open_setup):
+    async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
+        answers: list[Any] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asked, setup, PATH, BODY, answers)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(asked_as_waiting, setup, answers)
+            await wait_all_tasks_blocked()
+            rows = await rows_of(setup, "/v1/requests/abort", {"ids": ["waits", "r"], "return_partial": True})
+        assert [(row["id"], row["result"], len(row["partials"])) for row in rows] == [
+            ("waits", "aborted", 0),
+            ("r", "aborted", 1),
+        ]
+        assert {said["error"]["code"] for _, said in answers} == {"request_aborted"}
+        await setup.assert_all_free()
+
+
+async def asked_as_waiting(setup: Any, answers: list[Any]) -> None:
+    await asked(setup, PATH, {**BODY, "return_partial": True}, answers, id="waits")
+
+
+async def test_whoever_leaves_while_it_is_cut_off_has_it_aborted(autojump_clock, open_setup):
+    async with open_setup("a", engine={"paused": True}) as setup:
+        answers: list[Any] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asked, setup, PATH, BODY, answers)
+            await setup.servers["a"].engine.step(2)
+            await wait_all_tasks_blocked()
+            silent = setup.servers["a"].connect = SilentConnect()
+            setup.router.fleet.remote("a").close()
+            client = setup.client()
+            async with client.ask("/v1/requests/abort", {"ids": ["r"], "return_partial": True}):
+                await silent.asked.wait()
+        assert [said["error"]["code"] for _, said in answers] == ["request_aborted"]
+        await setup.assert_all_free()
+
+
+class SilentConnect:
+    """Connections at which nobody answers. asked: there is one."""
+
+    def __init__(self) -> None:
+        self.asked = trio.Event()
+        self._ends: list[Any] = []
+
+    def __call__(self) -> trio.abc.Stream:
+        client, server = memory_connection()
+        self._ends.append(server)
+        self.asked.set()
+        return client
+
+
+async def test_another_key_s_request_is_not_cut_off(open_setup):
+    async with open_setup("a", engine={"paused": True}, api_keys=("one", "two")) as setup:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        answers: list[Any] = []
+        order = {"ids": ["r"], "return_partial": True}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: asked(setup, PATH, BODY, answers, **mine))
+            await setup.servers["a"].engine.step(2)
+            await wait_all_tasks_blocked()
+            [row] = await rows_of(setup, "/v1/requests/abort", order, **other)
+            assert (row["result"], row["partials"]) == ("unknown", [])
+            assert await rows_of(setup, "/abort_request", {"abort_all": True}, **other) == []
+            assert setup.servers["a"].engine.stats().blocks_used > 0
+            [row] = await rows_of(setup, "/v1/requests/abort", order, **mine)
+            assert (row["result"], len(row["partials"])) == ("aborted", 1)
+        await setup.assert_all_free()
