@@ -197,11 +197,12 @@ def test_whoever_leaves_while_masks_are_waited_for_ends_the_step_for_all(
     for _ in range(2):
         assert group.each(lambda runner, rank: work(runner, rank, False)) == [(4,)] * 2
         meetings.append(group.arrivals.counts()[0])
-    last = 2 * meetings[1] - meetings[0]  # of a step: the vote behind the masks
+    vote = 2 * meetings[1] - meetings[0] - 1  # behind the masks; only the exchange of what was sampled comes after it
     runs = group.begin(lambda runner, rank: work(runner, rank, True))
     give_up_at = time.monotonic() + SECONDS_MAX
-    while group.arrivals.counts() != (last, last - 1) and time.monotonic() < give_up_at:
+    while group.arrivals.counts() != (vote, vote - 1) and time.monotonic() < give_up_at:
         os.sched_yield()
+    assert group.arrivals.counts() == (vote, vote - 1)
     assert group.arrivals.missing() == (1,)
     leaves.waited_for[0] = 0
     assert [run.result(SECONDS_MAX) for run in runs] == [None, None]
