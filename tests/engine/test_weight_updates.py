@@ -14,8 +14,9 @@ from trioserve.contracts.errors import Draining, EngineReopening, InvalidRequest
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.weights import SharedWeights
+from trioserve.contracts.weights import SharedWeights, WeightSource
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_weights import FakeWeightPlace
 
 MORE_KINDS = [*KINDS, {"draft_model_tokens": 4}, {"state_slots": 4, "snapshot_slots": 4}]
 PROMPT = "a prompt of several blocks"
@@ -420,6 +421,34 @@ async def test_an_engine_that_breaks_meanwhile_has_the_weights_that_it_began_wit
         before = versions(one.deltas).index("a")
         assert versions(one.deltas) == ["default"] * before + ["a"] * count + ["default"] * (40 - before - count)
         assert one.token_ids[:before] == expected[:before]
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_an_engine_that_is_opened_anew_while_weights_are_looked_at_takes_them(
+    autojump_clock, monkeypatch, is_lost: bool
+):
+    """Looking takes as long as a file system does, and no step waits for it. is_lost: it says nothing, since what it
+    looked with is gone by then."""
+    look = FakeWeightPlace.check
+
+    async def slowly(place: FakeWeightPlace, source: WeightSource) -> Any:
+        await trio.sleep(3)
+        assert place is fake.weights or not is_lost
+        return await look(place, source)
+
+    monkeypatch.setattr(FakeWeightPlace, "check", slowly)
+    one = Reader()
+    async with open_fake_engine(step_seconds=0.01, opening_seconds=1.0, engine_restarts=3) as fake:
+        async with trio.open_nursery() as nursery:
+            fake.break_next_step()
+            nursery.start_soon(one.read, fake, "one")
+            assert await fake.update_weights("b", version="b") == "b"
+            assert fake.weight_version == "b"
+        assert one.end[0] is FinishReason.LENGTH
+        assert versions(one.deltas)[-1] == "default", "it had ended by then"
+        assert await hits(fake) == 0
+        assert await hits(fake) > 0
         fake.assert_all_free()
 
 

@@ -163,13 +163,7 @@ class WeightUpdates:
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, f"one of {', '.join(IN_FLIGHT)}")
         async with self.turn:
-            self._check_may_replace()
-            place = self._known_place()
-            try:
-                replacement = await place.check(checked)
-            except RankLost as error:  # the engine's affair, which ends with it
-                raise WeightsLost(ENDED_MEANWHILE) from error
-            self._check_may_replace()
+            place, replacement = await self._looked_at(checked)
             try:
                 self._pausing.set_replacing(True)
                 if in_flight == "abort":
@@ -181,6 +175,23 @@ class WeightUpdates:
                 if place is self._place:
                     self._note_end(replacement.state, new, recomputes=in_flight == "recompute")
         return new
+
+    async def _looked_at(self, source: WeightSource) -> tuple[WeightPlace, Replacement]:
+        """By what computes when it returns: looking takes its time, and the engine may be opened anew meanwhile."""
+        while True:
+            self._check_may_replace()
+            place = self._known_place()
+            try:
+                replacement = await place.check(source)
+            except RankLost as error:  # the engine's affair, which ends with it
+                raise WeightsLost(ENDED_MEANWHILE) from error
+            except Exception:
+                if self._is_there(place):
+                    raise
+                continue  # what it looked with may be gone, and that is nothing of the weights'
+            self._check_may_replace()
+            if self._is_there(place):
+                return place, replacement
 
     async def _write(self, replacement: Replacement, place: WeightPlace) -> None:
         try:
@@ -210,9 +221,12 @@ class WeightUpdates:
         self._pausing.set_replacing(self.is_half)
         self._note_ended()
 
+    def _is_there(self, place: WeightPlace) -> bool:
+        return place is self._place and self._computes()
+
     def _check_is_there(self, place: WeightPlace) -> None:
         """Raises WeightsLost."""
-        if place is not self._place or not self._computes():
+        if not self._is_there(place):
             raise WeightsLost(ENDED_MEANWHILE)
 
     def _checked_version(self, version: str | None) -> str:
