@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.weights import SharedWeights
 from trioserve.engine.engine import Engine
+from trioserve.model import weight_replacement
 from trioserve.model.weight_replacement import StoredWeights
+from trioserve.model.weights import fill_slots
 from trioserve.rollouts import publish_weights
 
 PROMPTS = ([3, 5, 8, 13, 21, 34, 55, 89, 144, 233], [7] * 40, [9])
@@ -187,16 +190,15 @@ async def test_files_that_end_while_they_are_read_leave_an_engine_that_computes_
 ) -> None:
     old = tiny_checkpoint("llama")
     new, bad = changed(old, tmp_path / "new"), changed(old, tmp_path / "bad")
-    look = StoredWeights.__init__
 
-    def cut(self: StoredWeights, runner: Any, source: Any) -> None:
-        look(self, runner, source)
-        if source == bad:
-            with (bad / "model.safetensors").open("r+b") as file:
-                file.truncate(file.seek(0, 2) // 2)
+    def cut(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        with (bad / "model.safetensors").open("r+b") as file:
+            file.truncate(file.seek(0, 2) // 2)
+        fill_slots(*args, **options)
 
-    monkeypatch.setattr(StoredWeights, "__init__", cut)
     async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
+        monkeypatch.setattr(weight_replacement, "fill_slots", cut)
         with pytest.raises(WeightsLost, match="shorter"):
             await engine.update_weights(bad, version="bad")
         assert engine.has_half_weights
@@ -207,6 +209,84 @@ async def test_files_that_end_while_they_are_read_leave_an_engine_that_computes_
         await engine.update_weights(new, version="new")
         assert engine.ready
         assert await said(engine) == await said_when_opened(new, dtype="float32")
+
+
+def rewrite(path: Path) -> None:
+    """The same tensors in another type, so that all of them lie elsewhere."""
+    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
+
+
+ELSEWISE: dict[str, Callable[[Path], object]] = {
+    "saved in another type": rewrite,
+    "touched": lambda path: os.utime(path, ns=(0, 0)),
+    "replaced": lambda path: shutil.copy(path, path.with_suffix(".new")).rename(path),
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("how", ELSEWISE)
+async def test_files_that_become_others_before_they_are_written_change_nothing(
+    how: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each tensor lies was said by the header that is not there any more."""
+    old = tiny_checkpoint("llama")
+    new = changed(old, tmp_path / "new")
+    replace = StoredWeights.replace
+
+    def replace_others(self: StoredWeights) -> None:
+        ELSEWISE[how](new / "model.safetensors")
+        replace(self)
+
+    monkeypatch.setattr(StoredWeights, "replace", replace_others)
+    async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
+        before = await said(engine)
+        with pytest.raises(InvalidRequest, match="since the update began") as refusal:
+            await engine.update_weights(new)
+        assert refusal.value.param == "model_path"
+        assert engine.weight_version == "default"
+        assert engine.ready
+        assert await said(engine) == before
+
+
+async def test_shared_memory_that_its_trainer_lets_go_too_soon_changes_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tiny_checkpoint("llama")
+    new = changed(old, tmp_path / "new")
+    replace = StoredWeights.replace
+
+    def replace_nothing(self: StoredWeights) -> None:
+        published.close()
+        replace(self)
+
+    monkeypatch.setattr(StoredWeights, "replace", replace_nothing)
+    async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
+        published = publish_weights(load_file(new / "model.safetensors"))
+        with published, pytest.raises(InvalidRequest, match="removed") as refusal:
+            await engine.update_weights(SharedWeights(published.name))
+        assert refusal.value.param == "name"
+        assert engine.ready
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+async def test_files_that_become_others_while_they_are_written_are_weights_in_part(
+    kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tiny_checkpoint("llama")
+    new = changed(old, tmp_path / "new")
+
+    def fill_and_rewrite(*args: Any, **options: Any) -> None:
+        fill_slots(*args, **options)
+        monkeypatch.undo()
+        rewrite(new / "model.safetensors")
+
+    async with open_engine(str(old), **OPTIONS, dtype="float32", cpu_kernels=kernels) as engine:
+        monkeypatch.setattr(weight_replacement, "fill_slots", fill_and_rewrite)
+        with pytest.raises(WeightsLost, match="written anew"):
+            await engine.update_weights(new)
+        assert engine.has_half_weights
+        await engine.update_weights(new, version="new")
+        assert await said(engine) == await said_when_opened(new, dtype="float32", cpu_kernels=kernels)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

@@ -260,7 +260,7 @@ async def test_who_cannot_write_is_named_with_the_file(
     old = tiny_model("llama")
     new = changed(old, tmp_path / "new")
     when_told(monkeypatch, WriteWeights, lambda _group: cut_short(new))
-    with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) failed at work: WeightsLost: .*become shorter"):
+    with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) failed at work: WeightsLost: .*written anew"):
         async with opened(old, engine_restarts=0) as engine:
             with pytest.raises(WeightsLost, match="the engine ended meanwhile"):
                 await engine.update_weights(new)

@@ -15,7 +15,9 @@ from trioserve.contracts.weights import ReplacementState, SharedWeights
 from trioserve.model.loading.arriving_tensor import ArrivingTensor
 from trioserve.model.loading.checkpoint import Checkpoint, one_line, open_checkpoint
 from trioserve.model.loading.described_tensors import check_same_model, described_tensors
-from trioserve.model.loading.shared_weights import shared_tensors
+from trioserve.model.loading.file_identity import identities_of
+from trioserve.model.loading.read_ahead import weight_files
+from trioserve.model.loading.shared_weights import shared_file, shared_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Values
@@ -37,7 +39,10 @@ class DividedModel(NamedTuple):
 
 class StoredWeights:
     """Weights that lie in files, or in memory that is shared as one. state: how far they are in the model's places.
-    checkpoint: the whole model, if they lie in files."""
+    checkpoint: the whole model, if they lie in files.
+
+    What lies where is known from the headers, so a file that is written anew meanwhile would be read as another one.
+    """
 
     def __init__(
         self, runner: ModelRunner, source: Path | SharedWeights, *, divided: DividedModel | None = None
@@ -49,22 +54,29 @@ class StoredWeights:
         self.checkpoint: Checkpoint | None = None
         _check_can_be_replaced(runner)
         whole = _whole(runner, divided)
-        param = "name" if isinstance(source, SharedWeights) else "model_path"
+        self._param = "name" if isinstance(source, SharedWeights) else "model_path"
         try:
+            files = [shared_file(source.name)] if isinstance(source, SharedWeights) else weight_files(source)
+            identities = identities_of(files)  # before anything of them is believed
             if isinstance(source, SharedWeights):
                 given = _by_name(described_tensors(whole.config, shared_tensors(source.name)))
             else:
                 self.checkpoint = _like(whole.config, source)
-                given = [*self.checkpoint.tensors()]
+                files, given = [*self.checkpoint.files], [*self.checkpoint.tensors()]
             tensors = [*whole.part_of(given)]
             paired(runner.slots(), tensors)
         except ModelLoadError as error:
-            raise InvalidRequest(one_line(str(error)), param=param) from error
+            raise InvalidRequest(one_line(str(error)), param=self._param) from error
         self._tensors = tensors
+        self._files = {path: identities.get(path) for path in files}
 
     def replace(self) -> None:
-        """To be called once, where the model computes. Raises ModelLoadError if what was there cannot be read any
-        more."""
+        """To be called once, where the model computes. Raises InvalidRequest, and has changed nothing, if the files are
+        others by now; ModelLoadError if they have become others meanwhile, or cannot be read any more."""
+        try:
+            self._check_are_the_same()
+        except ModelLoadError as error:
+            raise InvalidRequest(one_line(str(error)), param=self._param) from error
         self.state = ReplacementState.BEGUN
         fill_slots(
             self._runner.slots(),
@@ -73,7 +85,18 @@ class StoredWeights:
             progress=None,
             thread_count=self._runner.loading_threads,
         )
+        self._check_are_the_same()
         self.state = ReplacementState.WHOLE
+
+    def _check_are_the_same(self) -> None:
+        """Raises ModelLoadError."""
+        found = identities_of(self._files)
+        for path, identity in self._files.items():
+            if path not in found or found[path] != identity:
+                raise ModelLoadError(
+                    f"cannot load {path}: it was {'written anew' if path in found else 'removed'} since the update "
+                    "began. Leave weights alone until the update has ended, and put the next ones elsewhere"
+                )
 
 
 class ArrivingWeights:

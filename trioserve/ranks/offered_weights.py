@@ -58,14 +58,14 @@ class OfferedWeights:
         threading.Thread(target=self._look, args=(order, on_found, on_broken), name="weights", daemon=True).start()
 
     def write(self, order: WriteWeights) -> None:
-        """Raises WeightsLost if what was there cannot be read any more."""
+        """Raises WeightsLost if what was there cannot be read any more, or is something else by now."""
         found, self._found = self._found, None
         assert order.offer == self._offer, "what is written was looked at last"
         assert isinstance(found, StoredWeights), "what is written was found"
         try:
             found.replace()
-        except ModelLoadError as error:
-            raise WeightsLost(f"the new weights came only in part: {error}") from error
+        except (InvalidRequest, ModelLoadError) as error:
+            raise WeightsLost(f"the new weights came only in part: {error}") from error  # other ranks write theirs
 
     def put(self, order: PutWeights) -> None:
         found = self._found

@@ -9,7 +9,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.file_tensor import PLAIN_DTYPES, FileTensor
 from trioserve.model.loading.safetensors import tensors_in_file
 
-__all__ = ["SEGMENTS", "shared_tensors"]
+__all__ = ["SEGMENTS", "shared_file", "shared_tensors"]
 
 SEGMENTS = Path("/dev/shm")
 """Where Linux shows the segments of POSIX shared memory as files."""
@@ -17,12 +17,17 @@ SEGMENTS = Path("/dev/shm")
 NAME_CHARACTERS_MAX = 200
 
 
+def shared_file(name: str) -> Path:
+    """That of a segment, whether or not it is there. Raises ModelLoadError for what is no name of one."""
+    if not name or len(name) > NAME_CHARACTERS_MAX or name != Path(name).name or not name.isprintable():
+        raise ModelLoadError("a segment of shared memory is called by a plain name, without slashes")
+    return SEGMENTS / name
+
+
 def shared_tensors(name: str) -> dict[str, FileTensor]:
     """Every tensor of a segment, by its name out there. Raises ModelLoadError if there is none, or it holds something
     else."""
-    if not name or len(name) > NAME_CHARACTERS_MAX or name != Path(name).name or not name.isprintable():
-        raise ModelLoadError("a segment of shared memory is called by a plain name, without slashes")
-    path = SEGMENTS / name
+    path = shared_file(name)
     try:
         return tensors_in_file(path, tuple(PLAIN_DTYPES))
     except FileNotFoundError:
