@@ -181,6 +181,9 @@ class ScriptedStream:
     def forget_known(self) -> None:
         self.known = ()
 
+    def weight_versions(self, index: int = 0) -> tuple[()]:
+        return ()
+
     async def wait_until_begun(self) -> None:
         await trio.lowlevel.checkpoint()
 

@@ -25,7 +25,8 @@ async def events(server: MemoryServer, path: str, body: dict[str, Any]) -> list[
     async with server.client().ask(path, {**body, "stream": True}) as response:
         assert await response.head() == 200
         lines = (await response.read()).decode().split("\n\n")
-    return [msgspec.json.decode(line[6:].encode()) for line in lines if line.startswith("data: {")]
+    data = [line.rpartition("data: ")[2] for line in lines]
+    return [msgspec.json.decode(each.encode()) for each in data if each.startswith("{")]
 
 
 async def test_what_sglangs_clients_send_and_get(autojump_clock):
@@ -119,6 +120,52 @@ async def test_a_response_says_which_weights_sampled_its_tokens(
         assert list(by_version) == ["default", "b"]
         assert sum(by_version.values()) == 20
         assert is_stream or len(told) == 2
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20}
+RESPONSE = {"model": "fake", "input": "a", "max_output_tokens": 20, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**LONG, "return_token_ids": False}),
+        ("/v1/chat/completions", {**CHAT, "return_token_ids": False}),
+        ("/v1/messages", MESSAGE),
+        ("/v1/responses", RESPONSE),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_the_end_of_every_response_says_which_weights_sampled_it(
+    autojump_clock, path: str, body: dict[str, Any], is_stream: bool
+):
+    """Also where nobody asked for token ids, and once in a stream."""
+    told: list[Any] = []
+
+    async def read() -> None:
+        said = await events(server, path, body) if is_stream else [(await ask(server, path, body))[1]]
+        told.extend(found for event in said for found in versions_in(event))
+
+    async with open_memory_server(step_seconds=0.01) as server:
+        await read()
+        assert told == []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.sleep(0.105)
+            assert (await ask(server, DISK, {"model_path": "b", "weight_version": "b"}))[0] == 200
+        [[first, (last_version, last_count)]] = told
+        assert (first[0], last_version) == ("default", "b")
+        assert (first[1] + last_count, last_count > 0) == (20, True)
+
+
+def versions_in(value: Any) -> list[Any]:
+    """All fields of this name, however deep."""
+    if isinstance(value, list):
+        return [found for entry in value for found in versions_in(entry)]
+    if not isinstance(value, dict):
+        return []
+    own = [value["weight_versions"]] if "weight_versions" in value else []
+    return own + [found for entry in value.values() for found in versions_in(entry)]
 
 
 async def test_abort_all_requests_ends_them(autojump_clock):

@@ -6,6 +6,7 @@ import msgspec
 
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.contracts.output import Delta
+from trioserve.contracts.weights import WeightVersions
 
 __all__ = [
     "DONE",
@@ -17,6 +18,7 @@ __all__ = [
     "resume_field",
     "token_ids_field",
     "transfer_field",
+    "versions_field",
 ]
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -65,6 +67,11 @@ def token_ids_field(delta: Delta) -> bytes:
         return b',"token_ids":' + encode(delta.token_ids)
     versions = _one_line(encode(delta.weight_versions))
     return b',"token_ids":' + encode(delta.token_ids) + b',"weight_versions":' + versions
+
+
+def versions_field(versions: WeightVersions) -> bytes:
+    """Of a choice in the event with which it ends: which weights sampled all of it, if these were replaced."""
+    return b',"weight_versions":' + one_line_json(versions) if versions else b""
 
 
 def resume_field(resume: object) -> bytes:

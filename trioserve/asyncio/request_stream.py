@@ -7,6 +7,7 @@ from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import Resume
+from trioserve.contracts.weights import WeightVersions
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.text.output import merge
 
@@ -38,6 +39,11 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
         for delta in unread:
             state = state.without_last(delta.index, len(delta.token_ids), has_end=delta.finish_reason in WHOLE)
         return state
+
+    def weight_versions(self, index: int = 0) -> WeightVersions:
+        """Which weights sampled what came of this choice, read or not, in runs of a version and how many tokens it
+        sampled. Empty: all are of those that the engine was opened with."""
+        return self._stream.weight_versions(index)
 
     def keep_hold(self) -> None:
         """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is

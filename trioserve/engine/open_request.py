@@ -27,7 +27,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.contracts.weights import weights_salt
+from trioserve.contracts.weights import WeightVersions, weights_salt
 from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.engine.given_output import GivenOutput
@@ -235,6 +235,11 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     def resume_state(self) -> Resume:
         """See RequestStream."""
         return self._resume_behind([self._given_to(index).with_next(None) for index in range(self.choice_count)])
+
+    def weight_versions_of(self, index: int) -> WeightVersions:
+        """See RequestStream."""
+        given = self._given.get(index)
+        return () if given is None else given.weight_versions
 
     def partial(self) -> Partial:
         """What the reader has, and what is still to be read."""

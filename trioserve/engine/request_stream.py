@@ -5,6 +5,7 @@ from __future__ import annotations
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import Resume
+from trioserve.contracts.weights import WeightVersions
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.shell.scope_stream import ScopeStream
 
@@ -55,6 +56,11 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
         another: `engine.generate(..., resume=stream.resume_state())`. May be asked for at any time, also when the
         stream has failed or its scope is over. What was not read is computed again."""
         return self._request.resume_state()
+
+    def weight_versions(self, index: int = 0) -> WeightVersions:
+        """Which weights sampled what was read of this choice, in runs of a version and how many tokens it sampled.
+        Empty: all are of those that the engine was opened with."""
+        return self._request.weight_versions_of(index)
 
     @property
     def completion_token_count(self) -> int:

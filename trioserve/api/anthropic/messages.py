@@ -122,11 +122,11 @@ class _Response:
 
     def end(self, turn: ChatTurn) -> bytes:
         delta = {**self._stop_fields(turn), "container": None}
-        value = {"type": "message_delta", "delta": delta, "usage": _usage(turn), **self._resume_field(turn)}
+        value = {"type": "message_delta", "delta": delta, "usage": _usage(turn), **self._end_fields(turn)}
         return event("message_delta", value) + event("message_stop", {"type": "message_stop"})
 
     def whole(self, turn: ChatTurn, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._message(turn, content, self._stop_fields(turn)), **self._resume_field(turn)}
+        return {**self._message(turn, content, self._stop_fields(turn)), **self._end_fields(turn)}
 
     def _message(self, turn: ChatTurn, content: list[dict[str, Any]], stop_fields: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -147,10 +147,14 @@ class _Response:
             details = {"type": CUT_OFF, "reason": None if self._last is None else self._last.stop_reason}
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": details}
 
-    def _resume_field(self, turn: ChatTurn) -> dict[str, Any]:
-        """How a message that was cut off goes on."""
-        is_cut_off = turn.choices[0].finish_reason == CUT_OFF
-        return {"resume": self._resumption.behind([turn.stream])} if is_cut_off else {}
+    def _end_fields(self, turn: ChatTurn) -> dict[str, Any]:
+        """Which weights it was sampled by, if these were replaced; of one that was cut off, how it goes on."""
+        fields: dict[str, Any] = {}
+        if versions := turn.stream.weight_versions():
+            fields["weight_versions"] = versions
+        if turn.choices[0].finish_reason == CUT_OFF:
+            fields["resume"] = self._resumption.behind([turn.stream])
+        return fields
 
     def _stop(self, turn: ChatTurn) -> tuple[str, str | None]:
         """Why it ended, and which stop sequence ended it."""

@@ -128,6 +128,7 @@ class MessageResponse(Tagged, tag="message", kw_only=True):
     stop_details: AbortDetails | None
     container: None
     usage: MessageUsage
+    weight_versions: list[tuple[str, int]] | UnsetType = UNSET
     resume: ResumeBody | UnsetType = UNSET
 
 
@@ -184,6 +185,7 @@ class MessageDelta(Tagged, tag="message_delta", kw_only=True):
 
     delta: StopDelta
     usage: MessageUsage
+    weight_versions: list[tuple[str, int]] | UnsetType = UNSET
     resume: ResumeBody | UnsetType = UNSET
 
 

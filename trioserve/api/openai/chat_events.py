@@ -17,6 +17,7 @@ from trioserve.api.sse import (
     resume_field,
     token_ids_field,
     transfer_field,
+    versions_field,
 )
 from trioserve.contracts.output import Delta
 from trioserve.text.response_parts import (
@@ -168,9 +169,12 @@ class ChatEvents:
         if finish is None:
             return b"".join(events)
         self._is_cut_off = self._is_cut_off or finish == CUT_OFF
+        versions = b""
+        if not self._body.return_token_ids:  # with them each event has told its own
+            versions = versions_field(self._turn.stream.weight_versions(delta.index))
         end = self._chunk(
-            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-            % (delta.index, encode(finish), encode(delta.stop_reason)),
+            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'
+            % (delta.index, encode(finish), encode(delta.stop_reason), versions),
             transfer_field(delta),
         )
         if self._holds_end and delta.kv_transfer is None:

@@ -40,6 +40,7 @@ from trioserve.api.sse import (
     resume_field,
     token_ids_field,
     transfer_field,
+    versions_field,
 )
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
@@ -357,6 +358,8 @@ class _CompletionEvents:
             finish = b"null"
             if delta.finish_reason is not None:
                 finish = encode(_finish_shown(delta.finish_reason)) + b',"stop_reason":' + encode(delta.stop_reason)
+                if not self._body.return_token_ids:  # with them each event has told its own
+                    finish += versions_field(self._response.streams[stream_index].weight_versions(delta.index))
                 self._is_cut_off = self._is_cut_off or is_cut_off(delta.finish_reason)
             fields = transfer_field(delta)
             events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))

@@ -23,6 +23,7 @@ from trioserve.api.resume_body import ResumeBody
 from trioserve.api.sse import one_line_json
 from trioserve.api.turn.turn_choice import TurnFinish
 from trioserve.contracts.output import Delta
+from trioserve.contracts.weights import WeightVersions
 from trioserve.text.response_parts import (
     ContentText,
     ReasoningText,
@@ -48,11 +49,13 @@ class ResponseEvents:
     """logprobs_of: of the tokens of a delta, in the shape of the API; None where nobody asked for them.
 
     output: the items so far, those that are complete or still open. status: of the response at this moment.
+    weight_versions: which weights sampled it, to be told at its end; empty: nobody has replaced them.
     """
 
     def __init__(self, head: ResponseHead, *, logprobs_of: Logprobs | None = None) -> None:
         self.head = head
         self.status = "queued"
+        self.weight_versions: WeightVersions = ()
         self._logprobs_of = logprobs_of
         self._number = 0
         self._items: list[Item | None] = []  # by output_index; None: a call that was cut off
@@ -133,6 +136,7 @@ class ResponseEvents:
             completed_at=None if is_cut else now,
             incomplete_reason="max_output_tokens" if is_cut else None,
         )
+        response |= self._versions_field()
         events.append(self._event(f"response.{self.status}", response=response))
         return events, response
 
@@ -305,9 +309,13 @@ class ResponseEvents:
         self._number = number
         self._drop_calls()
         self.status = status
-        return self.head.object(
+        response = self.head.object(
             status, output=self.output, usage=None if usage is None else usage_object(usage), error=error
         )
+        return response | self._versions_field()
+
+    def _versions_field(self) -> dict[str, Any]:
+        return {"weight_versions": self.weight_versions} if self.weight_versions else {}
 
     def _new_item(self, kind: str, **fields: Any) -> Item:
         item: Item = {"id": item_id(kind, self.head.id, len(self._items)), "type": kind, "status": "in_progress"}

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from trioserve.api.error_responses import ErrorResponse, error_response
-from trioserve.api.generation import CUT_OFF, KeepAlive
+from trioserve.api.generation import CUT_OFF, KeepAlive, Usage
 from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.responses.events import Event, ResponseEvents
 from trioserve.api.responses.plan import PlannedResponse
@@ -76,10 +76,16 @@ class ResponseRun:
             self._stop_reason = delta.stop_reason
 
     def complete(self) -> Ended:
+        usage = self._end()
         finish = self.turn.choices[0].finish_reason
         if finish == CUT_OFF:
-            return self.events.cut_off(self._stop_reason, self._behind(), usage=self.turn.usage())
-        return self.events.complete(finish, self.turn.usage(), self._clock.unix_seconds())
+            return self.events.cut_off(self._stop_reason, self._behind(), usage=usage)
+        return self.events.complete(finish, usage, self._clock.unix_seconds())
+
+    def _end(self) -> Usage:
+        """What it has come to."""
+        self.events.weight_versions = self.turn.stream.weight_versions()
+        return self.turn.usage()
 
     def _behind(self) -> ResumeBody | None:
         """How it goes on, where its client wants to know."""
@@ -89,10 +95,10 @@ class ResponseRun:
     def fail(self, error: Exception | ErrorResponse) -> Ended:
         """For what broke it off."""
         told = error if isinstance(error, ErrorResponse) else error_response(error)
-        return self.events.fail(told.message, _code(told), usage=self.turn.usage())
+        return self.events.fail(told.message, _code(told), usage=self._end())
 
     def cancel(self) -> Ended:
-        return self.events.cancel(self._behind(), usage=self.turn.usage())
+        return self.events.cancel(self._behind(), usage=self._end())
 
     def snapshot(self) -> dict[str, Any]:
         """The response of this moment."""

@@ -209,6 +209,7 @@ class ResponseObject(Described):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+    weight_versions: list[tuple[str, int]] | UnsetType = UNSET
     resume: ResumeBody | UnsetType = UNSET
 
 
