@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -151,6 +151,22 @@ async def open_configured_image_engine(
             nursery.cancel_scope.cancel()
 
 
+class _Nap:
+    """Latents go, and with them the memory of steps; the weights stay."""
+
+    def __init__(self, runner: DiffusionRunner, compute: WorkerThread, new_parts: Callable[[], ImageParts]) -> None:
+        self._runner = runner
+        self._compute = compute
+        self._new_parts = new_parts
+
+    async def let_go(self) -> None:
+        await self._compute.run(self._runner.release_latents)
+
+    async def make_anew(self) -> ImageParts:
+        await trio.lowlevel.checkpoint()
+        return self._new_parts()  # slots are made as latents come
+
+
 class _Opening:
     """How such an engine is opened, and opened anew: then the weights are read again."""
 
@@ -195,11 +211,17 @@ class _Opening:
                     runner.computed_by,
                     time.perf_counter() - started_at,
                 )
-                core = IterativeCore(self._core_settings())
-                yield ImageParts(core, ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu))
+                yield self._new_parts(runner, compute)
             finally:
                 for made in runners:
                     await compute.run(made.close)  # ends also when cancelled
+
+    def _new_parts(self, runner: DiffusionRunner, compute: WorkerThread) -> ImageParts:
+        return ImageParts(
+            IterativeCore(self._core_settings()),
+            ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu),
+            nap=_Nap(runner, compute, lambda: self._new_parts(runner, compute)),
+        )
 
     def make_engine(self, parts: ImageParts) -> ImageEngine:
         """To be called when they have been opened first."""

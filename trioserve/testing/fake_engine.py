@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import blake2b
@@ -34,6 +34,7 @@ from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAG
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
+from trioserve.testing.fake_nap import FakeNap
 from trioserve.testing.fake_weights import FakeWeightPlace
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
@@ -185,19 +186,6 @@ def _fake_adapter_reader(seconds: float) -> ReadAdapter:
         return _FakeAdapter(fake_adapter_digest(path))
 
     return read
-
-
-class _FakeNap:
-    """Gives back what there is, which is nothing."""
-
-    def __init__(self, make_anew: Callable[[], Awaitable[EngineParts]]) -> None:
-        self._make_anew = make_anew
-
-    async def let_go(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def make_anew(self) -> EngineParts:
-        return await self._make_anew()
 
 
 class _FakeAdapterPlace:
@@ -374,7 +362,7 @@ async def open_fake_engine(
             adapter_place[:] = [_FakeAdapterPlace(executor)]
             steps = ControlledSteps(executor, seconds=seconds)
             weights.attach(executor)
-            return EngineParts(core, steps, connects, image_encoder=images, nap=_FakeNap(made_anew), weights=weights)
+            return EngineParts(core, steps, connects, image_encoder=images, nap=FakeNap(made_anew), weights=weights)
 
         async def made_anew() -> EngineParts:
             await trio.sleep(opening_seconds)

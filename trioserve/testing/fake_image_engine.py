@@ -22,6 +22,7 @@ from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.controlled_steps import ControlledSteps
+from trioserve.testing.fake_nap import FakeNap
 from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
 from trioserve.testing.gated_core import GatedImageCore
 from trioserve.testing.iterative_invariants import check_iterative_idle
@@ -160,8 +161,7 @@ async def open_fake_image_engine(
     )
     opened: list[FakeImageEngine] = []
 
-    @asynccontextmanager
-    async def open_parts() -> AsyncIterator[ImageParts]:
+    async def make_parts() -> ImageParts:
         if opened:
             await trio.sleep(opening_seconds)
             if opened[0].broken_openings:
@@ -169,7 +169,12 @@ async def open_fake_image_engine(
                 raise InjectedFault("a test broke the opening")
         executor = new_executor(slot_count + kept_slot_count)
         core = GatedImageCore(core_settings, is_paused=opened[0].core.is_paused if opened else paused)
-        yield ImageParts(core, ControlledSteps(executor, seconds=opened[0].step_seconds if opened else step_seconds))
+        steps = ControlledSteps(executor, seconds=opened[0].step_seconds if opened else step_seconds)
+        return ImageParts(core, steps, nap=FakeNap(make_parts))
+
+    @asynccontextmanager
+    async def open_parts() -> AsyncIterator[ImageParts]:
+        yield await make_parts()
 
     def make_engine(parts: ImageParts) -> FakeImageEngine:
         opened.append(FakeImageEngine(parts, settings, model, limits or ImageRequestLimits()))

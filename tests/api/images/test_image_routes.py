@@ -58,6 +58,7 @@ def check_references(document: dict[str, Any], value: Any) -> None:
         ("/load", operators.Load),
         ("/version", operators.Version),
         ("/is_paused", operators.IsPaused),
+        ("/is_sleeping", operators.IsSleeping),
     ],
 )
 async def test_what_can_be_read_is_as_it_is_described(path: str, kind: type) -> None:
@@ -130,7 +131,8 @@ async def test_a_key_sees_and_ends_its_own_requests_alone() -> None:
             assert seen == {"a": ["mine"], "b": [], "root": ["mine"]}
             async with clients["b"].ask("/v1/requests/mine", method="DELETE") as response:
                 assert await response.head() == 404
-            assert (await server.client(headers={"x-api-key": "a"}).post("/pause", {})).status == 403
+            for path in ("/pause", "/sleep", "/wake_up"):
+                assert (await server.client(headers={"x-api-key": "a"}).post(path, {})).status == 403
             aborted = await clients["a"].post("/v1/requests/abort", {"ids": ["mine"]})
             assert (await aborted.json())["data"][0]["result"] == "aborted"
         await server.assert_all_free()
@@ -152,6 +154,23 @@ async def test_a_pause_holds_pictures_up_and_they_go_on() -> None:
             await wait_all_tasks_blocked()
             assert response.status is None
             assert (await client.post("/resume", {})).status == 200
+            assert await response.head() == 200
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_it_sleeps_as_a_server_of_texts_does_and_what_is_kept_is_made_anew(level: int) -> None:
+    async with open_memory_image_server(paused=True) as server:
+        client = server.client()
+        async with server.client().ask(PATH, {**CAT, "seed": 1, "steps": 3}) as response:
+            await server.engine.step(2)
+            slept = await client.post(f"/sleep?level={level}&mode=keep", {})
+            assert await slept.json() == {"is_sleeping": True}
+            ready = await client.get("/ready")
+            assert (ready.status, (await ready.json())["reason"]) == (503, "sleeping")
+            assert await (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+            assert await (await client.post("/wake_up", {})).json() == {"is_sleeping": False}
+            await server.engine.step(5)  # encoded, denoised and decoded: nothing is left of what it had
             assert await response.head() == 200
         await server.assert_all_free()
 

@@ -12,7 +12,6 @@ from trioserve.contracts.errors import (
     Draining,
     EngineFault,
     EngineReopening,
-    InvalidRequest,
     RequestAborted,
     RequestFailed,
     StepOverdue,
@@ -285,13 +284,12 @@ async def test_a_drain_ends_what_a_pause_holds(autojump_clock):
             await stream.pictures()
 
 
-async def test_it_sleeps_and_makes_anew_what_was_begun(autojump_clock):
+@pytest.mark.parametrize("level", [1, 2])
+async def test_it_sleeps_and_makes_anew_what_was_begun(level, autojump_clock):
     async with open_fake_image_engine(step_seconds=1, opening_seconds=3) as fake:
-        with pytest.raises(InvalidRequest, match="it can sleep at level 2"):
-            await fake.sleep(1)
         async with fake.generate_image("a cat", ASKED) as stream:
             await trio.sleep(2.5)
-            await fake.sleep(2, "keep")
+            await fake.sleep(level, "keep")
             assert fake.is_sleeping
             await trio.sleep(50)
             await fake.wake_up()

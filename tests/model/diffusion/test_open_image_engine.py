@@ -74,6 +74,20 @@ async def test_leaving_gives_the_slot_back(checkpoint):
         assert engine.stats().slots_used == 0
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_slept_makes_the_same_picture_of_what_it_had_begun(checkpoint, level):
+    params = ImageParams(steps=20, seed=1)
+    async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=2, dtype="float32") as engine:
+        (expected,) = await engine.generate_image("a cat", params)
+        async with engine.generate_image("a cat", params) as stream:
+            await stream.wait_until_begun()
+            await engine.sleep(level, "keep")
+            assert (engine.sleep_level, engine.stats().slots_used) == (level, 0)
+            await engine.wake_up()
+            assert await stream.pictures() == (expected,)
+        assert engine.stats().slots_used == 0
+
+
 async def test_a_picture_outlives_what_broke(checkpoint, monkeypatch):
     async with open_image_engine(checkpoint("dit"), engine_restarts=1, dtype="float32") as engine:
         params = ImageParams(steps=6, seed=3)

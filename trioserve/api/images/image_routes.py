@@ -28,6 +28,7 @@ from trioserve.api.operations.kv_events import stream_load
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.routers_heard import RoutersHeard
+from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_image_page
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.responder import TENANT_HEADER
@@ -80,6 +81,9 @@ IMAGE_ROUTES = {
         Route[ImageContext](path="/is_paused", operations={"GET": read_is_paused}),
         Route[ImageContext](path="/pause_generation", operations={"POST": pause_generation}),
         Route[ImageContext](path="/continue_generation", operations={"POST": continue_generation}),
+        Route[ImageContext](path="/sleep", operations={"POST": sleep}),
+        Route[ImageContext](path="/wake_up", operations={"POST": wake_up}),
+        Route[ImageContext](path="/is_sleeping", operations={"GET": read_is_sleeping}),
         Route[ImageContext](path=TASKS_PATH, operations={"GET": read_tasks}),
         Route[ImageContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
         Route[ImageContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),

@@ -170,7 +170,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(400, 403, 503),
         query={
             "level": (
-                "1: the KV cache; 2: the weights, too",
+                "1: the KV cache, or latents; 2: the weights, too",
                 {"type": "integer", "minimum": 1, "maximum": 2, "default": 1},
             ),
             "mode": (

@@ -13,12 +13,12 @@ from trioserve.api.query import Query
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from trioserve.api.request_context import RequestContext
+    from trioserve.api.engine_context import EngineContext
 
 __all__ = ["read_is_sleeping", "sleep", "wake_up"]
 
 
-async def sleep(context: RequestContext) -> None:
+async def sleep(context: EngineContext) -> None:
     """Responds when the memory is given back."""
     _check_may(context)
     query = Query(context.exchange.query)
@@ -27,7 +27,7 @@ async def sleep(context: RequestContext) -> None:
     await _respond(context)
 
 
-async def wake_up(context: RequestContext) -> None:
+async def wake_up(context: EngineContext) -> None:
     """Responds when all of it is there again."""
     _check_may(context)
     if Query(context.exchange.query).text("tags") is not None:
@@ -36,14 +36,14 @@ async def wake_up(context: RequestContext) -> None:
     await _respond(context)
 
 
-async def read_is_sleeping(context: RequestContext) -> None:
+async def read_is_sleeping(context: EngineContext) -> None:
     _check_may(context)
     await _respond(context)
 
 
-async def _respond(context: RequestContext) -> None:
+async def _respond(context: EngineContext) -> None:
     await context.respond_json({"is_sleeping": context.engine.is_sleeping})
 
 
-def _check_may(context: RequestContext) -> None:
+def _check_may(context: EngineContext) -> None:
     check_is_admin(context.caller, "the engine sleeps with the admin's API key: see --admin-api-key")

@@ -25,7 +25,7 @@ class ImageParts(NamedTuple):
     core: IterativeCore
     steps: ImageSteps
     guard: Guard | None = None
-    nap: Nap[ImageParts] | str = "an engine of pictures has no memory that it could give back alone"
+    nap: Nap[ImageParts] | str = "this engine cannot give its latents back alone"
 
 
 class _NoSteps:

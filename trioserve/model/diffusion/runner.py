@@ -124,8 +124,13 @@ class DiffusionRunner:
         return f"diffusers ({default_thread_count()} threads)" if self.device == "cpu" else "diffusers"
 
     def close(self) -> None:
-        """Let the latents go."""
+        self.release_latents()
+
+    def release_latents(self) -> None:
+        """Keep the weights alone: no latent, and on a GPU none of the memory that steps were computed in."""
         self.slots = [None] * len(self.slots)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
