@@ -79,9 +79,10 @@ class LatentMove(msgspec.Struct, frozen=True):
 
 class IterativePlan(msgspec.Struct, frozen=True):
     """One forward pass of one phase. step_index counts from 0. moves: done before anything is computed, in this order,
-    also where nobody waits for the rest. work_count: of all works together. admitted and preempted name requests that
-    got a slot, or had to leave theirs, when this plan was made. Slots are those of running requests first, and behind
-    them those of kept latents."""
+    also where nobody waits for the rest. freed: slots that nobody has any more since the plan before; what lies there
+    is let go first. work_count: of all works together. admitted and preempted name requests that got a slot, or had to
+    leave theirs, when this plan was made. Slots are those of running requests first, and behind them those of kept
+    latents."""
 
     step_index: int
     phase: IterativePhase
@@ -90,6 +91,7 @@ class IterativePlan(msgspec.Struct, frozen=True):
     moves: tuple[LatentMove, ...] = ()
     admitted: tuple[RequestId, ...] = ()
     preempted: tuple[RequestId, ...] = ()
+    freed: tuple[int, ...] = ()
 
 
 class IterativeResult(msgspec.Struct, frozen=True):
@@ -106,9 +108,10 @@ class IterativeExecutor(Protocol):
     a request that is not in the next plan may be gone."""
 
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
-        """Do the moves, and compute the works. A result does not depend on what else is in the plan: in float32 it has
-        the same bytes. Raises only for a fault of the engine itself. Once is_abandoned says so, nobody waits for the
-        result, and None may be returned when the moves are done. What the works have written is not looked at again.
+        """Let go what is freed, do the moves, and compute the works. A result does not depend on what else is in the
+        plan: in float32 it has the same bytes. Raises only for a fault of the engine itself. Once is_abandoned says so,
+        nobody waits for the result, and None may be returned when the moves are done. What the works have written is
+        not looked at again.
         """
         ...
 

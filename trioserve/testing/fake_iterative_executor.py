@@ -52,7 +52,14 @@ class FakeIterativeExecutor:
         self._slots: list[_Held | None] = [None] * slot_count
         self.errors: dict[RequestId, str] = {}
 
+    @property
+    def held_ids(self) -> set[RequestId]:
+        """Of whom something lies in a slot."""
+        return {held.request_id for held in self._slots if held is not None}
+
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
+        for slot in plan.freed:
+            self._slots[slot] = None
         for move in plan.moves:
             assert self._slots[move.source] is not None, f"nothing lies in slot {move.source}, and it is moved"
             self._slots[move.target] = self._slots[move.source]

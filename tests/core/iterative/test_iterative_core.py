@@ -32,6 +32,7 @@ class Driven:
         self.executor = FakeIterativeExecutor(slots + kept)
         self.said: list[IterativeEvent] = []
         self.steps: list[str] = []
+        self.living: set[RequestId] = set()  # when the last step was planned
 
     def add(self, words: str, **fields) -> None:
         for word in words.split():
@@ -39,8 +40,10 @@ class Driven:
             check_iterative_core(self.core)
 
     def begin(self) -> IterativePlan | None:
+        living = {live.request.id for live in self.core.live_requests()}
         plan = self.core.schedule(0.0)
         check_iterative_core(self.core)
+        self.living = living
         if plan is not None:
             letter = LETTERS[plan.phase]
             works = [f"{work.request.id}{letter or work.step}" for work in plan.works]
@@ -49,6 +52,7 @@ class Driven:
 
     def end(self, plan: IterativePlan) -> list[IterativeEvent]:
         result = self.executor.execute(plan, self.core.abandonment(plan))
+        assert self.executor.held_ids <= self.living, "something lies there of one that had ended before this step"
         if result is None:
             events = self.core.drop_plan(plan, 0.0)
         else:

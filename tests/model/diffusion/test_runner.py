@@ -148,6 +148,17 @@ def test_moves_are_done_before_a_step_is_abandoned(driver, dit):
     assert dit.slots[0] is None
 
 
+def test_of_what_has_ended_nothing_is_kept(driver, dit):
+    one, other, gone = pictures(driver, 3)
+    running = driver.Driver(dit, [one, other, gone])
+    running.run(ENCODE, [one, other, gone])
+    state = dit.slots[0]
+    assert dit.execute(IterativePlan(1, DENOISE, (), 0, (LatentMove(0, 5),), freed=(2, 5))) is not None
+    assert [dit.slots[slot] for slot in (0, 2, 5)] == [None, None, state]
+    assert running.run(DENOISE, [other], is_abandoned=LeftAt(1)) is None
+    assert dit.slots[1] is None
+
+
 def test_a_request_becomes_a_picture_and_gives_its_slot_back(driver, dit):
     (one,) = pictures(driver, 1, partial_every=2, steps=4)
     running = driver.Driver(dit, [one])

@@ -98,6 +98,7 @@ class IterativeCore:
             tuple(step.moves),
             tuple(step.admitted),
             tuple(step.preempted),
+            self.scheduler.slots.freed(),
         )
         self.flights.begin(plan, step.lives)
         self._steps_total += 1

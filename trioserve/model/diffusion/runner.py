@@ -134,6 +134,8 @@ class DiffusionRunner:
 
     @torch.inference_mode()
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
+        for slot in plan.freed:
+            self.slots[slot] = None
         for move in plan.moves:
             assert self.slots[move.source] is not None, f"nothing lies in slot {move.source}, and it is moved"
             self.slots[move.target] = self.slots[move.source]
@@ -148,6 +150,8 @@ class DiffusionRunner:
             else:
                 self._decode(plan.works, result)
         except Abandoned:
+            for work in plan.works:  # there may be no other plan for long
+                self.slots[work.slot] = None
             return None
         finally:
             self._abandoning.begin(never_abandoned)
