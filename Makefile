@@ -94,7 +94,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy trioserve kernels
 
+# Tests start the program as hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile it again.
 pytest: setup
+	$(BIN)/python -m compileall -q trioserve kernels
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:
