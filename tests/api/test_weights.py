@@ -8,6 +8,8 @@ import msgspec
 import pytest
 import trio
 
+from trioserve.api.operations.other_paths import OTHER_PATHS
+from trioserve.api.routes import ROUTES
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 DISK = "/update_weights_from_disk"
@@ -209,3 +211,20 @@ async def test_a_trainer_sends_them_in_a_group(autojump_clock):
         assert (await ask(server, "/update_weights_from_distributed", {**sent, "load_format": "flat"}))[0] == 400
         for status in (200, 400):
             assert (await ask(server, "/destroy_weights_update_group", {"group_name": "g"}))[0] == status
+
+
+async def test_which_weights_are_there_is_told_with_vllms_names(autojump_clock):
+    async with open_memory_server() as server:
+        await ask(server, DISK, {"model_path": "b", "weight_version": "step 1"})
+        assert await ask(server, "/weight_info", method="GET") == (200, {"weight_version": "step 1"})
+        assert await ask(server, "/get_world_size", method="GET") == (200, {"world_size": 1})
+
+
+@pytest.mark.parametrize("path", OTHER_PATHS)
+async def test_a_path_that_others_have_says_what_to_ask_here(autojump_clock, path: str):
+    async with open_memory_server() as server:
+        status, answer = await ask(server, path, {})
+        assert (status, answer["error"]["code"]) == (404, "other_path")
+        named = [word.strip(":,;") for word in answer["error"]["message"].split(path, 1)[1].split() if word[0] == "/"]
+        assert set(named) <= ROUTES.keys(), "what it names is there"
+        assert path not in ROUTES

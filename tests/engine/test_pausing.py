@@ -318,6 +318,24 @@ async def test_the_paths_of_vllm_and_of_sglang(autojump_clock):
         assert not await is_paused()
 
 
+async def test_vllms_older_name_of_waiting_ends_nothing(autojump_clock):
+    body = {"prompt": "a prompt", "max_tokens": 20, "ignore_eos": True}
+    answers: list[Any] = []
+    async with open_memory_server(step_seconds=0.01) as server:
+
+        async def one() -> None:
+            async with server.client().ask("/v1/completions", body) as response:
+                answers.append((await response.json())["usage"]["completion_tokens"])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            await trio.sleep(0.055)
+            async with server.client().ask("/pause?wait_for_inflight_requests=true", method="POST") as response:
+                assert await response.head() == 200
+            assert answers == [20]
+            assert server.engine.is_paused
+
+
 async def test_they_are_the_admins(autojump_clock):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for path, method in (

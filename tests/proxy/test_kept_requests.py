@@ -251,8 +251,9 @@ OF_ONE_ENGINE = (
     "/openapi.json",
     "/v1/kept_streams/{stream}",
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
-    *("/reset_prefix_cache", "/flush_cache", "/abort_request"),
+    *("/reset_prefix_cache", "/flush_cache"),
     *("/update_weights_from_disk", "/update_weights_from_shared_memory", "/get_weight_version"),
+    *("/weight_info", "/get_world_size"),
     *("/update_weights_from_distributed", "/init_weights_update_group", "/destroy_weights_update_group"),
     *("/sleep", "/wake_up", "/is_sleeping"),
 )

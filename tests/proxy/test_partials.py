@@ -178,3 +178,18 @@ async def test_another_key_s_request_is_not_cut_off(open_setup):
             [row] = await rows_of(setup, "/v1/requests/abort", order, **mine)
             assert (row["result"], len(row["partials"])) == ("aborted", 1)
         await setup.assert_all_free()
+
+
+@pytest.mark.parametrize("order", [{"request_ids": ["r", "nobody"]}, {}, {"request_ids": []}])
+async def test_vllms_name_counts_what_was_aborted(open_setup, order):
+    """At the router, and at the endpoint itself."""
+    async with open_setup("a", engine={"paused": True}) as setup:
+        for place in (setup, setup.servers["a"]):
+            answers: list[Any] = []
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(asked, place, PATH, BODY, answers)
+                await wait_all_tasks_blocked()
+                response = await place.client().post("/abort_requests", order)
+                assert (response.status, await response.json()) == (200, {"status": "aborted", "aborted": 1})
+            assert [said["error"]["code"] for _, said in answers] == ["request_aborted"]
+        await setup.assert_all_free()

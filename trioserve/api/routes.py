@@ -41,12 +41,13 @@ from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.adapters import load_adapter, unload_adapter
-from trioserve.api.operations.cut_off import cut_off_request, cut_off_requests
+from trioserve.api.operations.cut_off import abort_for_vllm, cut_off_request, cut_off_requests
 from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
 from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away, hand_over_event
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, list_requests
+from trioserve.api.operations.other_paths import other_path
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.prefix_cache import flush_cache, reset_prefix_cache
 from trioserve.api.operations.routers_heard import RoutersHeard
@@ -56,6 +57,7 @@ from trioserve.api.operations.weights import (
     destroy_weights_update_group,
     init_weights_update_group,
     read_weight_version,
+    read_world_size,
     update_weights_from_disk,
     update_weights_from_distributed,
     update_weights_from_shared_memory,
@@ -126,6 +128,7 @@ ROUTES = {
         Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}),
         Route(path="/v1/requests/abort", operations={"POST": cut_off_requests}),
         Route(path="/abort_request", operations={"POST": cut_off_request}),
+        Route(path="/abort_requests", operations={"POST": abort_for_vllm}),
         Route[RequestContext](path="/pause", operations={"POST": pause}),
         Route[RequestContext](path="/resume", operations={"POST": resume}),
         Route[RequestContext](path="/is_paused", operations={"GET": read_is_paused}),
@@ -137,6 +140,8 @@ ROUTES = {
         Route(path="/init_weights_update_group", operations={"POST": init_weights_update_group}),
         Route(path="/destroy_weights_update_group", operations={"POST": destroy_weights_update_group}),
         Route(path="/get_weight_version", operations={"GET": read_weight_version}),
+        Route(path="/weight_info", operations={"GET": read_weight_version}),
+        Route(path="/get_world_size", operations={"GET": read_world_size}),
         Route[RequestContext](path="/sleep", operations={"POST": sleep}),
         Route[RequestContext](path="/wake_up", operations={"POST": wake_up}),
         Route[RequestContext](path="/is_sleeping", operations={"GET": read_is_sleeping}),
@@ -320,7 +325,7 @@ class App(BaseApp[RequestContext]):
 
     def not_found(self, path: str) -> Refusal:
         if not path.startswith(IMAGES_PATH):
-            return super().not_found(path)
+            return other_path(path) or super().not_found(path)
         return Refusal(
             ErrorResponse(
                 status=404,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, decode_body
+from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody, decode_body
 from trioserve.api.operations.live_requests import REQUEST_PATH, checked_ids, unknown_request
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.peers.processes import Answer
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["ABORTS_PATH", "abort_one_or_all", "abort_request", "abort_requests"]
+__all__ = ["ABORTS_PATH", "abort_for_vllm", "abort_one_or_all", "abort_request", "abort_requests"]
 
 ABORTS_PATH = "/v1/requests/abort"
 OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
@@ -57,11 +57,30 @@ async def abort_one_or_all(context: RouterContext) -> None:
     body = decode_body(raw, AbortRequestBody)
     if bool(body.rid) is body.abort_all:
         raise InvalidRequest("send either the id of a request as rid, or abort_all", param="rid")
-    ids = [body.rid]
-    if body.abort_all:
-        live = context.fleet.dispatch.live_admissions(owner=context.owner)
-        ids = [admission.id for admission in live if admission.id is not None]
+    ids = _live_ids(context) if body.abort_all else [body.rid]
     await _respond(context, ids, await context.processes.ask(context, raw), with_partials=body.return_partial)
+
+
+async def abort_for_vllm(context: RouterContext) -> None:
+    """The same with vLLM's name; without ids, all requests of the caller."""
+    raw = await context.exchange.body()
+    ids = decode_body(raw, AbortRequestsBody).request_ids
+    ids = checked_ids(ids) if ids else _live_ids(context)
+    answers = await context.processes.ask(context, raw)
+    ended = await _everywhere(context, ids, [], with_partials=False)
+    count = sum(one.result is AbortOutcome.ABORTED for one in ended.values())
+    count += sum(msgspec.json.decode(one.body, type=_Count).aborted for one in answers if one.status == 200)
+    await context.respond_json({"status": "aborted", "aborted": count})
+
+
+def _live_ids(context: RouterContext) -> list[str]:
+    """Of this caller."""
+    live = context.fleet.dispatch.live_admissions(owner=context.owner)
+    return [admission.id for admission in live if admission.id is not None]
+
+
+class _Count(msgspec.Struct):
+    aborted: int
 
 
 class _Aborted(msgspec.Struct):

@@ -29,7 +29,13 @@ from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.metrics.joined_pages import joined_pages
-from trioserve.proxy.aborts import ABORTS_PATH, abort_one_or_all, abort_request, abort_requests
+from trioserve.proxy.aborts import (
+    ABORTS_PATH,
+    abort_for_vllm,
+    abort_one_or_all,
+    abort_request,
+    abort_requests,
+)
 from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
@@ -309,6 +315,7 @@ ROUTES = {
         Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}),
         Route[RouterContext](path=ABORTS_PATH, operations={"POST": abort_requests}),
         Route[RouterContext](path="/abort_request", operations={"POST": abort_one_or_all}),
+        Route[RouterContext](path="/abort_requests", operations={"POST": abort_for_vllm}),
         Route[RouterContext](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
         Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False, is_polled=True),
         Route[RouterContext](path="/peers", operations={"GET": list_peers}),

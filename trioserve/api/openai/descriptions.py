@@ -7,6 +7,7 @@ from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import (
     AbortBody,
     AbortRequestBody,
+    AbortRequestsBody,
     BroadcastWeightsBody,
     ChatBody,
     CompletionBody,
@@ -89,6 +90,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
                 "what becomes of requests that have begun: they end with what they have, or are waited for, or pause",
                 {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
             ),
+            "wait_for_inflight_requests": ("the older name of mode=wait", {"type": "boolean", "default": False}),
             "clear_cache": (
                 "what was computed is no hit afterwards, and requests that are kept are computed again",
                 {"type": "boolean", "default": True},
@@ -161,6 +163,12 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("GET", "/get_weight_version"): DescribedOperation(
         summary="Which weights steps are computed with", response=response_types.WeightVersion
+    ),
+    ("GET", "/weight_info"): DescribedOperation(
+        summary="The same, with vLLM's name", response=response_types.WeightVersion
+    ),
+    ("GET", "/get_world_size"): DescribedOperation(
+        summary="How many members a group with a trainer has of this engine", response=response_types.WorldSize
     ),
     ("POST", "/sleep"): DescribedOperation(
         summary="Give memory back until /wake_up",
@@ -237,6 +245,12 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         summary="The same, with SGLang's name: one request, or all of the caller's",
         body=AbortRequestBody,
         response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    ("POST", "/abort_requests"): DescribedOperation(
+        summary="The same, with vLLM's name",
+        body=AbortRequestsBody,
+        response=response_types.AbortedRequests,
         errors=READS_BODY,
     ),
     ("POST", "/tokenize"): DescribedOperation(

@@ -219,6 +219,12 @@ class AbortRequestBody(msgspec.Struct, frozen=True, kw_only=True):
     return_partial: bool = False
 
 
+class AbortRequestsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """As in vLLM. request_ids: without any, all requests of the caller that live."""
+
+    request_ids: list[str] | None = None
+
+
 class ControlBody(msgspec.Struct, frozen=True, kw_only=True):
     """end_thinking: what can be asked of a request that runs."""
 

@@ -18,6 +18,7 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 
 __all__ = [
+    "AbortedRequests",
     "Alive",
     "Hangs",
     "ChatCompletion",
@@ -44,6 +45,7 @@ __all__ = [
     "Version",
     "WeightUpdate",
     "WeightVersion",
+    "WorldSize",
 ]
 
 
@@ -436,6 +438,19 @@ class WeightUpdateError(Error):
 
 class WeightVersion(Response):
     weight_version: str
+
+
+class WorldSize(Response):
+    """world_size: how many members a group with a trainer has of this engine."""
+
+    world_size: int
+
+
+class AbortedRequests(Response):
+    """aborted: how many requests were live, and are no more."""
+
+    status: Literal["aborted"]
+    aborted: int
 
 
 class Load(Response):

@@ -1,5 +1,5 @@
-"""POST /v1/requests/abort of an engine that makes text, which may answer with what there is of each request; and
-SGLang's /abort_request.
+"""POST /v1/requests/abort of an engine that makes text, which may answer with what there is of each request; SGLang's
+/abort_request, and vLLM's /abort_requests.
 """
 
 from __future__ import annotations
@@ -7,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trioserve.api.openai.request_types import AbortBody, AbortRequestBody
+from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody
 from trioserve.api.operations.live_requests import checked_ids
 from trioserve.api.resume_body import resume_body, shown_logprobs
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import AbortOutcome
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.contracts.partial import CutOff, Partial
 
-__all__ = ["cut_off_request", "cut_off_requests"]
+__all__ = ["abort_for_vllm", "cut_off_request", "cut_off_requests"]
 
 
 async def cut_off_requests(context: RequestContext) -> None:
@@ -36,6 +37,18 @@ async def cut_off_request(context: RequestContext) -> None:
         ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
     cut = context.engine.cut_off(ids, owner=context.owner)
     await _respond(context, cut, with_partials=body.return_partial)
+
+
+async def abort_for_vllm(context: RequestContext) -> None:
+    """The same with vLLM's name; without ids, all requests of the caller."""
+    ids = (await context.body(AbortRequestsBody)).request_ids
+    if ids:
+        checked_ids(ids)
+    else:
+        ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
+    outcomes = context.engine.abort(ids, owner=context.owner)
+    aborted = sum(outcome is AbortOutcome.ABORTED for outcome in outcomes.values())
+    await context.respond_json({"status": "aborted", "aborted": aborted})
 
 
 async def _respond(context: RequestContext, cut: Mapping[str, CutOff], *, with_partials: bool) -> None:

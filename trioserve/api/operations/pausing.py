@@ -25,7 +25,8 @@ async def pause(context: EngineContext) -> None:
     computed is forgotten then, unless the caller wants it kept."""
     _check_may(context)
     query = Query(context.exchange.query)
-    mode = query.choice("mode", tuple(MODES), "abort")
+    waits = query.flag("wait_for_inflight_requests", False)  # vLLM's older name of a mode
+    mode = "wait" if waits else query.choice("mode", tuple(MODES), "abort")
     await context.pause(MODES[mode], clear_cache=query.flag("clear_cache", True))
     await context.respond_json({"status": "paused"})
 

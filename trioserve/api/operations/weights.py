@@ -29,6 +29,7 @@ __all__ = [
     "destroy_weights_update_group",
     "init_weights_update_group",
     "read_weight_version",
+    "read_world_size",
     "update_weights_from_disk",
     "update_weights_from_distributed",
     "update_weights_from_shared_memory",
@@ -107,6 +108,11 @@ async def _change_group(context: RequestContext, change: Awaitable[None], done: 
 
 async def read_weight_version(context: RequestContext) -> None:
     await context.respond_json({"weight_version": context.engine.weight_version})
+
+
+async def read_world_size(context: RequestContext) -> None:
+    """How many members a group with a trainer has of this engine, whatever its ranks are."""
+    await context.respond_json({"world_size": 1})
 
 
 async def _update(context: RequestContext, source: WeightSource, body: WeightsBody) -> None:
