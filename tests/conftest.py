@@ -12,8 +12,13 @@ import pytest
 # otherwise take several times as long. The server sets the same.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("untimed", hypothesis.settings.default, deadline=None)
+# How long an example takes, or is drawn, says how busy the machine is.
+hypothesis.settings.register_profile(
+    "untimed",
+    hypothesis.settings.default,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("untimed")
 
 # What is shared out among processes file by file begins with what takes longest, or one of them is busy with a single

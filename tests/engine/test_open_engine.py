@@ -15,6 +15,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from trioserve import assemble
 from trioserve.config import Config, drafts_of, engine_settings, make_config
@@ -119,9 +120,9 @@ def runner_class(monkeypatch):
     monkeypatch.setattr(assemble, "open_checkpoint", lambda _path, **_options: Checkpoint)
     monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
     monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
-    threads_before = threading.active_count()
+    threads_before = set(threading.enumerate())
     yield FakeRunner
-    assert threading.active_count() == threads_before
+    assert not set(threading.enumerate()) - threads_before
 
 
 def check_closed(runner_class: type[FakeRunner]) -> None:
@@ -294,14 +295,18 @@ async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(run
         wait_or_fail(may_end)
 
     runner_class.at["claim"] = claim
-    async with assemble.open_engine("m"):
-        with trio.fail_after(10):
-            await begun.wait()
-        timer = threading.Timer(0.01, may_end.set)
-        timer.start()
-    check_closed(runner_class)
+
+    async def let_end() -> None:
+        await trio.testing.wait_all_tasks_blocked()  # who leaves waits for the thread, too
+        may_end.set()
+
+    async with trio.open_nursery() as nursery:
+        async with assemble.open_engine("m"):
+            with trio.fail_after(10):
+                await begun.wait()
+            nursery.start_soon(let_end)
+        check_closed(runner_class)
     assert runner_class.made[0].claims_left == 2
-    timer.join()
 
 
 async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):

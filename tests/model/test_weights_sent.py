@@ -19,6 +19,7 @@ from trioserve import open_engine
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
 from trioserve.contracts.weights import BroadcastWeights, WeightGroup
 from trioserve.engine.engine import Engine
+from trioserve.model.parallel.trainer_group import TrainerGroup
 from trioserve.model.weight_replacement import ArrivingWeights
 from trioserve.ranks.host import free_port
 from trioserve.rollouts import described_weights
@@ -69,6 +70,29 @@ def of(path: Path, **changes: Any) -> BroadcastWeights:
     )
 
 
+def told_of(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, after: bool) -> trio.Event:
+    """Set when a thread has called this, or is about to."""
+    token, told, function = trio.lowlevel.current_trio_token(), trio.Event(), getattr(owner, name)
+
+    def call_and_tell(*arguments: Any, **options: Any) -> Any:
+        try:
+            if not after:
+                token.run_sync_soon(told.set, idempotent=True)
+            return function(*arguments, **options)
+        finally:
+            if after:
+                token.run_sync_soon(told.set, idempotent=True)
+
+    monkeypatch.setattr(owner, name, call_and_tell)
+    return told
+
+
+@pytest.fixture
+async def has_begun(monkeypatch: pytest.MonkeyPatch) -> trio.Event:
+    """The first tensor that was sent is there."""
+    return told_of(monkeypatch, ArrivingWeights, "put", after=True)
+
+
 @pytest.mark.parametrize(("kind", "kernels"), [("llama", "native"), ("phi3-part", "native"), ("llama-tied", "torch")])
 async def test_what_is_sent_is_computed_with(
     kind: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
@@ -115,17 +139,10 @@ async def test_what_cannot_be_the_models_is_refused_before_it_comes(
 @pytest.mark.parametrize("count", [0, 5])
 @pytest.mark.parametrize("way", ["dies", "hangs"])
 async def test_a_trainer_that_stops_does_not_hold_the_engine_up(
-    way: str, count: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, count: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path, has_begun: trio.Event
 ) -> None:
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
-    token, has_begun, put = trio.lowlevel.current_trio_token(), trio.Event(), ArrivingWeights.put
-
-    def put_and_tell(self: ArrivingWeights, name: str, values: Any) -> None:
-        put(self, name, values)
-        token.run_sync_soon(has_begun.set, idempotent=True)
-
-    monkeypatch.setattr(ArrivingWeights, "put", put_and_tell)
     async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
         before = await said(engine)
         async with sender(new, engine, count=count, seconds_max=3.0) as trainer, trio.open_nursery() as nursery:
@@ -155,13 +172,13 @@ async def test_a_trainer_that_stops_does_not_hold_the_engine_up(
 
 
 async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, has_begun: trio.Event
 ) -> None:
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
     async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
         before = await said(engine)
-        async with sender(new, engine, count=5, seconds_max=3.0) as trainer, trio.open_nursery() as nursery:
+        async with sender(new, engine, count=5), trio.open_nursery() as nursery:
             scope = trio.CancelScope()
 
             async def update() -> None:
@@ -169,8 +186,7 @@ async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
                     await engine.update_weights(of(new))
 
             nursery.start_soon(update)
-            await trainer.stdout.receive_some()
-            await trio.sleep(0.2)
+            await has_begun.wait()
             scope.cancel()
         assert engine.has_half_weights
         await engine.update_weights(old)
@@ -178,11 +194,12 @@ async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
 
 
 async def test_a_group_whose_trainer_does_not_come_can_be_left(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And joined again at once, by its name, when the trainer has begun anew."""
     new = changed(tiny_checkpoint("llama"), tmp_path / "new")
     is_refused = trio.Event()
+    is_joining = told_of(monkeypatch, TrainerGroup, "__init__", after=False)
     async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS, dtype="float32") as engine:
 
         async def join() -> None:
@@ -195,7 +212,7 @@ async def test_a_group_whose_trainer_does_not_come_can_be_left(
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(join)
-            await trio.sleep(0.5)
+            await is_joining.wait()
             with pytest.raises(InvalidRequest, match="no group"):
                 await engine.update_weights(of(new))
             await engine.destroy_weights_update_group()

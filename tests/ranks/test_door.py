@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import trio
+import trio.testing
 
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks import handshake
-from trioserve.ranks.door import connect_rank, wait_for_ranks
+from trioserve.ranks.door import HANDSHAKE_SECONDS_MAX, connect_rank, wait_for_ranks
 from trioserve.ranks.host import free_port
 
 KEY = "a key that nobody guesses"
@@ -146,7 +147,7 @@ def test_what_an_earlier_connection_proved_proves_nothing() -> None:
     assert handshake.verdict(handshake.challenge(), earlier, KEY).refused is not None
 
 
-async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(autojump_clock: object) -> None:
+async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(mock_clock: trio.testing.MockClock) -> None:
     port = free_port()
     theirs: dict[int, socket.socket] = {}
 
@@ -163,7 +164,9 @@ async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(autojump
             while await babbling.receive_some():
                 pass
             raise EOFError
-        while await silent.receive_some():  # its challenge, and then nothing
+        assert await silent.receive_some()  # its challenge: from now on it has so much time
+        mock_clock.jump(HANDSHAKE_SECONDS_MAX)
+        while await silent.receive_some():
             pass
         await babbling.aclose()
         await silent.aclose()

@@ -208,9 +208,9 @@ def test_it_is_refused_with_a_sentence(compiler: FormCompiler, name: str) -> Non
         assert caught.value.param.startswith("structured")
         assert 10 < len(str(caught.value)) < 600
 
-    began_at = time.perf_counter()
+    began_at = time.process_time()
     with_room(refuse)
-    assert time.perf_counter() - began_at < COMPILE_SECONDS_MAX
+    assert time.process_time() - began_at < COMPILE_SECONDS_MAX
 
 
 @pytest.mark.slow
@@ -219,25 +219,25 @@ def test_it_is_bounded(compiler: FormCompiler, name: str) -> None:
     """A walk at random through what may come, as long as the form goes on: it may fail, and takes no time."""
 
     def walk() -> None:
-        began_at = time.perf_counter()
+        began_at = time.process_time()
         matcher = compiler.compile(form_of(*BOUNDED[name])).new_matcher()
-        assert time.perf_counter() - began_at < COMPILE_SECONDS_MAX
+        assert time.process_time() - began_at < COMPILE_SECONDS_MAX
         words = array("I", bytes(4 * 1536))
         rng = random.Random(name)
         for _ in range(TOKENS):
-            began_at = time.perf_counter()
+            began_at = time.process_time()
             matcher.unsafe_compute_mask_ptr(words.buffer_info()[0], 4 * 1536)
             allowed = [
                 32 * place + bit for place, word in enumerate(words) if word for bit in range(32) if word >> bit & 1
             ]
-            assert time.perf_counter() - began_at < MASK_SECONDS_MAX
+            assert time.process_time() - began_at < MASK_SECONDS_MAX
             if matcher.is_error() or not allowed:
                 return
-            began_at = time.perf_counter()
+            began_at = time.process_time()
             matcher.consume_token(rng.choice(allowed))
             for token_id in matcher.compute_ff_tokens()[:256]:
                 matcher.consume_token(token_id)
-            assert time.perf_counter() - began_at < MASK_SECONDS_MAX
+            assert time.process_time() - began_at < MASK_SECONDS_MAX
             if matcher.is_stopped():
                 return
 
