@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.testing.fake_engine import open_fake_engine
@@ -33,7 +34,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("times, thread", [(1, "MainThread"), (2000, "trioserve-text")])
 async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thread, calls):
-    async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
+    async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)
         assert await fake.encode("x" * times) == [ord("x")] * times
         chat = ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * times}]}])
@@ -55,7 +56,7 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
 )
 async def test_a_chat_is_rendered_in_a_text_thread_if_anything_in_it_may_take_long(options, thread, calls):
     """A template of the request's own may compute, whatever its length."""
-    async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
+    async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)
         await fake.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))
         assert [where for where, _options in seen] == [thread]
@@ -125,7 +126,7 @@ async def test_token_ids_come_back_as_text_if_the_model_has_them():
 
 @pytest.mark.parametrize("count", [1, 2000])
 async def test_numbers_that_are_no_integers_are_no_token_ids(count):
-    async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
+    async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         assert await fake.encode([1] * count) == [1] * count
         with pytest.raises(InvalidRequest, match=r"prompt holds 1\.0 \(float\), allowed is a list of token ids"):
             await fake.encode([1.0] * count)

@@ -66,7 +66,13 @@ def hold_up_long_texts(engine: FakeEngine, gate: Gate, longer_than: int) -> None
     engine.tokenizer.encode = slow  # type: ignore[method-assign]
 
 
-ENGINE: dict[str, Any] = {"context_tokens_max": 150_000, "block_size": 64, "block_count": 2400, "step_tokens_max": 8192}
+ENGINE: dict[str, Any] = {
+    "context_tokens_max": 150_000,
+    "block_size": 64,
+    "block_count": 2400,
+    "step_tokens_max": 8192,
+    "new_text_threads": TextThreads,
+}
 
 
 @pytest.mark.slow

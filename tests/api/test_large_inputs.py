@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.api.openai.request_types import ChatBody, decode_body
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
@@ -74,7 +75,7 @@ async def test_the_engine_tokenizes_aside_from_requests_and_a_cancelled_caller_l
         with fake.tokenizing() as texts:
             return await texts.run(lambda: job(name), size=5000)
 
-    async with open_fake_engine() as fake:
+    async with open_fake_engine(new_text_threads=TextThreads) as fake:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(tokenize, fake, "left behind")

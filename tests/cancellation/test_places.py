@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.config import engine_settings, make_config
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
@@ -92,7 +93,11 @@ async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_clie
     """S13, S14, S42: places are counted before the prompts are tokenized, and whoever finds none is told when to come
     again and why. The tokenizer is held in its real thread, so the clock is real; nothing waits for time to pass."""
     async with open_memory_server(
-        max_num_seqs=2, waiting_requests_max=3, context_tokens_max=4096, block_count=8192
+        max_num_seqs=2,
+        waiting_requests_max=3,
+        context_tokens_max=4096,
+        block_count=8192,
+        new_text_threads=TextThreads,
     ) as server:
         tokenizer = server.engine.tokenizer
         encode, go_on = tokenizer.encode, threading.Event()

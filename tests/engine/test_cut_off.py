@@ -19,7 +19,6 @@ from trioserve.contracts.partial import Partial
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.inline_texts import InlineTexts
 from trioserve.text.output import merge
 
 SAMPLING = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=2, logprobs=1, ignore_eos=True)
@@ -368,7 +367,7 @@ async def roll_out(
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_every_token_is_given_exactly_once_however_often_it_is_cut_off(autojump_clock: object, seed: int) -> None:
     rng = Random(seed)
-    options = {**KINDS[seed % len(KINDS)], "new_text_threads": InlineTexts}
+    options = KINDS[seed % len(KINDS)]
     prompts = ("a", "two blocks of it", "two blocks of it, and more", "another")
     cases = [(f"r{index}", rng.choice(prompts), rng.choice(SAMPLINGS)) for index in range(6)]
     expected = [await undisturbed(prompt, sampling, **options) for _, prompt, sampling in cases]

@@ -7,6 +7,7 @@ import threading
 import pytest
 import trio
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import Draining, EngineFault
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.sampling import SamplingParams
@@ -16,15 +17,15 @@ from trioserve.testing.invariants import check_idle
 
 async def test_leaving_the_engine_ends_what_runs_and_leaves_no_task_and_no_thread(autojump_clock):
     tasks_before = trio.lowlevel.current_statistics().tasks_living
-    threads_before = threading.active_count()
-    async with open_fake_engine(step_seconds=0.01) as fake:
+    threads_before = set(threading.enumerate())
+    async with open_fake_engine(step_seconds=0.01, new_text_threads=TextThreads) as fake:
         async with fake.generate("prompt"):
             await trio.sleep(0.025)
         fake.generate("never entered")
     check_idle(fake.core)
     assert not fake.ready
     assert trio.lowlevel.current_statistics().tasks_living == tasks_before
-    assert threading.active_count() == threads_before
+    assert not set(threading.enumerate()) - threads_before
 
 
 async def test_readers_of_a_closed_engine_get_a_last_delta(autojump_clock):

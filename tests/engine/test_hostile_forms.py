@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from trioserve import FinishReason, InvalidRequest, SamplingParams, StructuredOutput
+from trioserve.admission.text_threads import TextThreads
 from trioserve.testing import open_fake_engine
 
 ENDLESS = {
@@ -65,7 +66,7 @@ async def test_hostile_forms_harm_nobody_and_leave_nothing() -> None:
         except InvalidRequest:
             ended[name] = None
 
-    async with open_fake_engine(waiting_requests_max=64) as engine:
+    async with open_fake_engine(waiting_requests_max=64, new_text_threads=TextThreads) as engine:
         async with trio.open_nursery() as nursery:
             for name, form in HOSTILE.items():
                 nursery.start_soon(ask, name, form)
@@ -85,7 +86,7 @@ async def test_a_client_that_leaves_while_a_hostile_form_is_compiled_leaves_noth
     grammar = StructuredOutput.grammar(
         "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40)) + '\nT40: "a"'
     )
-    async with open_fake_engine() as engine:
+    async with open_fake_engine(new_text_threads=TextThreads) as engine:
         with trio.move_on_after(0.02) as scope:
             async with engine.generate("say", SamplingParams(structured=grammar)):
                 raise AssertionError("it cannot be compiled")

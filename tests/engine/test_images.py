@@ -15,7 +15,6 @@ import trio.lowlevel
 from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import ContextTooLong, EngineFault, InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.images import ImageLimits
@@ -25,6 +24,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.image_encoding import DECODE_CHARACTERS
 from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
+from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_core
 
 IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # of a square one
@@ -177,15 +177,15 @@ async def test_who_has_no_room_waits_in_line_for_it() -> None:
 async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: str, monkeypatch: Any) -> None:
     decoding, decoded = trio.Event(), trio.Event()
     if phase == "decoding":
-        run = TextThreads.run
+        run = InlineTexts.run
 
-        async def held(threads: TextThreads, function: Any, *, size: int) -> object:
+        async def held(threads: InlineTexts, function: Any, *, size: int) -> object:
             if size == DECODE_CHARACTERS:
                 decoding.set()
                 await decoded.wait()
             return await run(threads, function, size=size)
 
-        monkeypatch.setattr(TextThreads, "run", held)
+        monkeypatch.setattr(InlineTexts, "run", held)
 
     limits = ImageLimits(outputs_bytes_max=IMAGE_BYTES if phase == "waiting for room" else 4 * IMAGE_BYTES)
     async with seeing(image_limits=limits, paused=phase != "decode") as fake, trio.open_nursery() as nursery:

@@ -12,7 +12,6 @@ import trio
 from tests.engine.test_pausing import Reader, undisturbed
 from trioserve.contracts.events import FinishReason
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.inline_texts import InlineTexts
 
 SEEDS = range(40)
 PROMPTS = ("a", "two blocks of it", "two blocks of it, and more", "another")
@@ -73,8 +72,7 @@ async def read(fake: FakeEngine, reader: Reader, prompt: str, begins: float, sta
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_every_token_is_the_right_one_and_every_block_comes_back(autojump_clock: object, seed: int) -> None:
     rng = Random(seed)
-    # The clock must not jump while a thread works on a text.
-    options = {**KINDS[seed % len(KINDS)], "new_text_threads": InlineTexts}
+    options = KINDS[seed % len(KINDS)]
     readers: list[tuple[str, bool, Reader]] = []
     expected = {prompt: await undisturbed(prompt, **options) for prompt in PROMPTS}
     async with open_fake_engine(step_seconds=0.01, opening_seconds=0.05, **options) as fake:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import AlreadyEnded, Draining, EngineFault, Overloaded
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.sampling import SamplingParams
@@ -18,6 +20,7 @@ from trioserve.testing.invariants import check_idle
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 LONG_PROMPT = "long " * 500
+LONG: dict[str, Any] = {"context_tokens_max": 4096, "block_count": 2048, "new_text_threads": TextThreads}
 
 
 class HeldTokenizing:
@@ -115,7 +118,7 @@ async def test_a_response_that_was_complete_before_the_fault_is_read_to_its_end(
 async def test_a_fault_reaches_a_reader_whose_prompt_is_being_prepared_at_once():
     told = trio.Event()
     with pytest.raises(EngineFault, match="broken"):
-        async with open_fake_engine(context_tokens_max=4096, block_count=2048) as fake, trio.open_nursery() as nursery:
+        async with open_fake_engine(**LONG) as fake, trio.open_nursery() as nursery:
             held = HeldTokenizing(fake)
 
             async def pass_on_fault() -> None:
@@ -139,7 +142,7 @@ async def test_a_fault_reaches_a_reader_whose_prompt_is_being_prepared_at_once()
 
 
 async def test_a_prompt_that_was_being_prepared_when_draining_began_is_refused():
-    async with open_fake_engine(context_tokens_max=4096, block_count=2048) as fake, trio.open_nursery() as nursery:
+    async with open_fake_engine(**LONG) as fake, trio.open_nursery() as nursery:
         held = HeldTokenizing(fake)
         nursery.start_soon(refused_draining, fake)
         await held.begun.wait()
@@ -152,7 +155,7 @@ async def test_a_prompt_that_was_being_prepared_when_draining_began_is_refused()
 
 async def test_who_is_being_prepared_when_the_engine_is_closed_gets_a_last_delta():
     deltas = []
-    async with trio.open_nursery() as readers, open_fake_engine(context_tokens_max=4096, block_count=2048) as fake:
+    async with trio.open_nursery() as readers, open_fake_engine(**LONG) as fake:
         held = HeldTokenizing(fake)
 
         async def ask() -> None:
@@ -167,7 +170,7 @@ async def test_who_is_being_prepared_when_the_engine_is_closed_gets_a_last_delta
 
 
 async def test_a_closed_engine_refuses_and_lets_nobody_wait():
-    async with open_fake_engine() as fake:
+    async with open_fake_engine(new_text_threads=TextThreads) as fake:
         pass
     await refused_draining(fake)
     with pytest.raises(AlreadyEnded, match="trioserve-text has ended"):
@@ -273,24 +276,30 @@ def test_ctrl_c_in_the_body_ends_everything():
 
     async def main() -> None:
         async with (
-            open_fake_engine(block_count=512, context_tokens_max=2048) as fake,
+            open_fake_engine(block_count=512, context_tokens_max=2048, new_text_threads=TextThreads) as fake,
             fake.generate("prompt", SamplingParams(max_tokens=2000)) as stream,
         ):
             opened.append(fake)
             await anext(stream)
             raise KeyboardInterrupt
 
-    threads_before = threading.active_count()
+    threads_before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         trio.run(main)
-    assert threading.active_count() == threads_before
+    assert not set(threading.enumerate()) - threads_before
     check_idle(opened[0].core)
 
 
 async def test_prompts_that_are_being_prepared_have_their_places():
     """S14."""
     async with (
-        open_fake_engine(max_num_seqs=1, waiting_requests_max=2, context_tokens_max=512, block_count=128) as fake,
+        open_fake_engine(
+            max_num_seqs=1,
+            waiting_requests_max=2,
+            context_tokens_max=512,
+            block_count=128,
+            new_text_threads=TextThreads,
+        ) as fake,
         trio.open_nursery() as nursery,
     ):
         held = HeldTokenizing(fake)

@@ -6,6 +6,7 @@ import pytest
 import trio
 import trio.lowlevel
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import AlreadyEnded, ContextTooLong, InvalidRequest, Overloaded
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.output import Delta
@@ -374,7 +375,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
     # A real thread and so the real clock; nothing here waits for time to pass.
     import threading
 
-    async with open_fake_engine(block_count=2048, context_tokens_max=4096) as fake:
+    async with open_fake_engine(block_count=2048, context_tokens_max=4096, new_text_threads=TextThreads) as fake:
         tokenizer = fake.tokenizer
         begun, go_on = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()
@@ -405,7 +406,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
 async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
     import threading
 
-    async with open_fake_engine(block_count=2048, context_tokens_max=4096) as fake:
+    async with open_fake_engine(block_count=2048, context_tokens_max=4096, new_text_threads=TextThreads) as fake:
         tokenizer = fake.tokenizer
         begun, go_on = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, EngineFault, EngineReopening
 from trioserve.contracts.events import FinishReason
@@ -303,18 +304,20 @@ async def test_draining_refuses_who_has_not_begun_and_the_others_finish(autojump
 
 
 async def test_closing_it_meanwhile_ends_every_reader_and_leaves_nothing(autojump_clock):
-    threads, tasks = threading.active_count(), trio.lowlevel.current_statistics().tasks_living
+    threads, tasks = set(threading.enumerate()), trio.lowlevel.current_statistics().tasks_living
     reader = Reader()
     async with (
         trio.open_nursery() as nursery,
-        open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=5.0) as fake,
+        open_fake_engine(
+            step_seconds=0.01, engine_restarts=1, opening_seconds=5.0, new_text_threads=TextThreads
+        ) as fake,
     ):
         nursery.start_soon(reader.read, fake, "first")
         await trio.sleep(0.05)
         fake.break_next_step()
         await trio.sleep(1.0)
     assert reader.end.finish_reason is FinishReason.ABORT
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - threads
     assert trio.lowlevel.current_statistics().tasks_living == tasks
 
 

@@ -11,8 +11,10 @@ import trio
 import trio.testing
 
 from trioserve import AbortOutcome, Deadlines, FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.testing import open_fake_engine
+from trioserve.testing.inline_texts import InlineTexts
 from trioserve.text.form_compiler import FormCompiler
 
 PERSON = {
@@ -198,10 +200,20 @@ async def until(event):
         await trio.to_thread.run_sync(event.wait, 10)
 
 
+class CompilesNothing(InlineTexts):
+    """Whoever wants a form waits for it until leaving."""
+
+    async def run_compile(self, function, *arguments):
+        await trio.sleep_forever()
+
+
 async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_at_once_and_nothing_behind(held_compiles):
     begun, let = held_compiles
     sampling = SamplingParams(structured=StructuredOutput.regex("left[0-9]"))
-    async with open_fake_engine(max_num_seqs=1) as engine, trio.open_nursery() as nursery:
+    async with (
+        open_fake_engine(max_num_seqs=1, new_text_threads=TextThreads) as engine,
+        trio.open_nursery() as nursery,
+    ):
 
         async def ask():
             async with engine.generate("say", sampling):
@@ -221,10 +233,9 @@ async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_at_once_an
     assert engine.core.stats().blocks_used == 0
 
 
-async def test_an_abort_by_id_and_a_deadline_end_the_wait_for_a_compile(held_compiles, autojump_clock):
-    begun, let = held_compiles
+async def test_an_abort_by_id_and_a_deadline_end_the_wait_for_a_compile(autojump_clock):
     sampling = SamplingParams(structured=StructuredOutput.regex("aborted[0-9]"))
-    async with open_fake_engine() as engine:
+    async with open_fake_engine(new_text_threads=CompilesNothing) as engine:
         reasons = []
 
         async def ask(request_id, deadlines):
@@ -234,16 +245,16 @@ async def test_an_abort_by_id_and_a_deadline_end_the_wait_for_a_compile(held_com
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, "mine", None)
             nursery.start_soon(ask, "late", Deadlines(queue_timeout=0.05))
-            await until(begun)
+            await trio.testing.wait_all_tasks_blocked()
+            assert reasons == []
             assert engine.abort("mine")["mine"] is AbortOutcome.ABORTED
         assert sorted(reason.value for reason in reasons) == ["abort", "deadline"]
         engine.assert_all_free()
-        let.set()
 
 
 async def test_requests_without_a_form_do_not_wait_for_compiles(held_compiles):
     begun, let = held_compiles
-    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+    async with open_fake_engine(new_text_threads=TextThreads) as engine, trio.open_nursery() as nursery:
         nursery.start_soon(said, engine, StructuredOutput.regex("slow[0-9]"))
         await until(begun)
         params = SamplingParams(max_tokens=4, temperature=0.0)

@@ -14,7 +14,6 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.images import ImageLimits
 from trioserve.http.limits import FrontendLimits
 from trioserve.testing.byte_tokenizer import IMAGE_CHAT_TEMPLATE, byte_tokenizer
-from trioserve.testing.inline_texts import InlineTexts
 
 pytest.importorskip("PIL")
 PATH = "/v1/chat/completions"
@@ -22,7 +21,6 @@ SEES: dict[str, Any] = {
     "image_limits": ImageLimits(),
     "context_tokens_max": 800,
     "block_count": 400,
-    "new_text_threads": InlineTexts,
 }
 
 

@@ -99,6 +99,9 @@ class TextThreads:
         """A form's compile, after those that were asked before. A cancelled caller leaves at once."""
         return await self._forms.run_cancellable(function, *arguments)
 
+    async def _run_aside(self, function: Callable[[], T]) -> T:
+        return await self._aside.run_cancellable(function)
+
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:
         """For what somebody wants done for its own sake. It takes its place with the first `run`, which raises
@@ -121,7 +124,7 @@ class _AsideJob:
     async def run(self, function: Callable[[], T], *, size: int) -> T:
         if not self._is_counted:
             self._enter(size)
-        return await self._threads._aside.run_cancellable(function)
+        return await self._threads._run_aside(function)
 
     def _enter(self, size: int) -> None:
         threads, owner = self._threads, self._owner

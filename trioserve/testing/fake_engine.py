@@ -37,6 +37,7 @@ from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
 from trioserve.testing.fake_nap import FakeNap
 from trioserve.testing.fake_weights import FakeWeightPlace
 from trioserve.testing.gated_core import GatedCore
+from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
@@ -254,7 +255,7 @@ async def open_fake_engine(
     adapters_max: int = 8,
     adapter_seconds: float = 0.0,
     tile_seconds: float = 0.0,
-    new_text_threads: type[TextThreads] = TextThreads,
+    new_text_threads: type[TextThreads] = InlineTexts,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -289,7 +290,8 @@ async def open_fake_engine(
     image_limits: its model sees images, as many and as large ones; None: it reads text alone. media: fetches those that
     are elsewhere. tile_seconds: what encoding a tile takes, in the clock's time.
 
-    new_text_threads: TextThreads, or InlineTexts, with which the clock sees all there is.
+    new_text_threads: InlineTexts works on texts, images and forms in the event loop, so that a clock that jumps does
+    not run on meanwhile; TextThreads in real threads, as open_engine does.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.

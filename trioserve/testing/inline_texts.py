@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
 
 import trio
 
 from trioserve.admission.text_threads import TextThreads
+from trioserve.contracts.errors import AlreadyEnded
+from trioserve.text.form_bounds import COMPILE_STACK_BYTES
 
 __all__ = ["InlineTexts"]
 
@@ -15,7 +20,45 @@ T = TypeVar("T")
 
 
 class InlineTexts(TextThreads):
+    """As TextThreads, but everything is done where it is asked for, when others have had a turn. It has no threads that
+    run beside the event loop, so that a clock that jumps never runs on while something is worked on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_left = False
+
+    async def __aenter__(self) -> InlineTexts:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_left = True
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
     async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """As TextThreads does, after every other task has had its turn. size: counts for nothing."""
+        """size: counts for nothing."""
+        return await self.run_cancellable(function)
+
+    async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
+        if self._is_left:
+            raise AlreadyEnded("nothing is worked on any more: the scope of its engine was left")
         await trio.lowlevel.checkpoint()
-        return function()
+        return function(*arguments)
+
+    async def run_compile(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await self.run_cancellable(_in_deep_stack, function, *arguments)
+
+    async def _run_aside(self, function: Callable[[], T]) -> T:
+        return await self.run_cancellable(function)
+
+
+def _in_deep_stack(function: Callable[..., T], *arguments: Any) -> T:
+    """In a thread that has one, while the event loop stands still."""
+    usual_bytes = threading.stack_size(COMPILE_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1, "form") as thread:
+            return thread.submit(function, *arguments).result()
+    finally:
+        threading.stack_size(usual_bytes)

@@ -12,7 +12,6 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.router_metrics import show_router
-from trioserve.admission.text_threads import TextThreads
 from trioserve.api.caller import AccessRules
 from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
@@ -33,6 +32,7 @@ from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
+from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.text.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ async def open_memory_router(
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
         naming = None
         if tokenizer is not None:
-            naming = PromptBlocks(tokenizer, await stack.enter_async_context(TextThreads()))
+            naming = PromptBlocks(tokenizer, await stack.enter_async_context(InlineTexts()))
         farewells = Farewells()
         await nursery.start(farewells.run)
         if peer_watch is not None and peers is not None:

@@ -109,7 +109,6 @@ class RanksSimulation(TracedRun):
 
     async def _main(self) -> None:
         compile_forms(part.form for part in self.plan.parts if isinstance(part, Client))
-        # Threads begin and end in real time, so that virtual time may do what it likes meanwhile.
         async with InlineTexts() as texts, trio.open_nursery() as world:
             self._is_live = True
             await self._be_server(texts, world)

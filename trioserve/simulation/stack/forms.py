@@ -24,7 +24,7 @@ def drawn_form(rng: Random, vocab_size: int, *, share: float = SHARE) -> tuple[s
 
 
 def compile_forms(forms: Iterable[Sequence[str]]) -> None:
-    """So that nobody has to wait for these: what a real thread does takes no virtual time. Empty ones are none."""
+    """So that nobody waits for these, whichever plan of this process asked for them first. Empty ones are none."""
     for form in filter(None, forms):
         byte_form_compiler().compile(StructuredOutput.choice(form))
 

@@ -20,7 +20,6 @@ from trioserve.simulation.stack.pictures import bytes_of, picture_tokenizer
 from trioserve.simulation.stack.plan import Client, Load, Stage, Unload
 from trioserve.testing.fake_engine import FakeEngine, fake_adapter_digest
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
-from trioserve.testing.inline_texts import InlineTexts
 
 __all__ = ["Lending"]
 
@@ -56,7 +55,6 @@ class Lending:
             options |= {
                 "tile_seconds": stage.tile_seconds,
                 "tokenizer": picture_tokenizer(),
-                "new_text_threads": InlineTexts,
             }
         return options
 

@@ -1,0 +1,53 @@
+"""What is worked on in the event loop takes no time of a clock that jumps."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from trioserve import SamplingParams, StructuredOutput
+from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
+from trioserve.testing import open_fake_engine
+from trioserve.testing.inline_texts import InlineTexts
+
+TEXT = "long " * 5_000
+DEEP = '{"type": "array", "items": ' * 40 + "{}" + "}" * 40
+
+
+async def test_a_clock_that_jumps_does_not_run_on_while_texts_and_forms_are_worked_on(autojump_clock):
+    async with open_fake_engine(context_tokens_max=30_000, block_count=8_000) as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep, 1)  # to where it would jump
+        token_ids = await engine.encode(TEXT)
+        with engine.tokenizing() as texts:
+            assert await texts.decode(token_ids) == TEXT
+        sampling = SamplingParams(structured=StructuredOutput.json(DEEP), max_tokens=3)
+        async with engine.generate("say", sampling) as stream:
+            assert [delta async for delta in stream]
+        assert trio.current_time() == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_error_is_its_callers_and_who_is_cancelled_leaves():
+    ran: list[int] = []
+
+    def refuse() -> None:
+        raise InvalidRequest("no")
+
+    async with InlineTexts() as texts:
+        for run in (lambda: texts.run(refuse, size=1), lambda: texts.run_compile(refuse)):
+            with pytest.raises(InvalidRequest, match="no"):
+                await run()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await texts.run(lambda: ran.append(1), size=1)
+        assert scope.cancelled_caught
+    assert ran == []
+
+
+async def test_nobody_is_served_after_its_end():
+    async with InlineTexts() as texts:
+        pass
+    with pytest.raises(AlreadyEnded):
+        await texts.run(lambda: None, size=1)
+    with pytest.raises(AlreadyEnded), texts.aside(None) as runner:
+        await runner.run(lambda: None, size=1)
