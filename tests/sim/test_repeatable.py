@@ -9,6 +9,7 @@ import sys
 import pytest
 import trio
 
+from trioserve.commands.simulate import STEPS
 from trioserve.contracts.errors import StartupError
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack import http_server as stack_http_server
@@ -40,6 +41,20 @@ def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
     first = trace_of(seed, 1, *mode)
     assert first.count(b"\n") > 30
     assert trace_of(seed, 4242, *mode) == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", STEPS)
+def test_seeds_are_the_same_traces_whatever_the_process_did_before(mode):
+    def traces() -> list[list[str]]:
+        told: list[list[str]] = []
+        for seed in range(2, 9):
+            lines: list[str] = []
+            assert runs_of(mode).run_seed(seed, STEPS[mode], trace=lines.append).failure is None
+            told.append(lines)
+        return told
+
+    assert traces() == traces()
 
 
 @pytest.mark.slow

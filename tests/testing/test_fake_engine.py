@@ -57,6 +57,27 @@ async def test_only_one_kind_of_script_is_taken():
             pass
 
 
+def test_what_it_says_without_a_seed_is_the_same_in_every_run_and_no_two_engines_draw_alike():
+    async def main() -> list[str]:
+        said = []
+        for _ in range(2):
+            async with open_fake_engine() as engine:
+                said += [await text_of(engine, max_tokens=20) for _ in range(2)]
+        return said
+
+    said = trio.run(main)
+    assert trio.run(main) == said
+    assert len(set(said)) == 4
+
+
+async def test_a_seed_of_its_own_is_that_of_every_engine_which_has_it():
+    said = []
+    for seed in (7, 7, 8):
+        async with open_fake_engine(seed=seed) as engine:
+            said.append(await text_of(engine, max_tokens=20))
+    assert said[0] == said[1] != said[2]
+
+
 # --- when it steps ---
 
 

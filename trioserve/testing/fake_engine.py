@@ -39,6 +39,7 @@ from trioserve.testing.fake_weights import FakeWeightPlace
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_idle
+from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
 from trioserve.text.form_compiler import FormCompiler
@@ -256,6 +257,7 @@ async def open_fake_engine(
     adapter_seconds: float = 0.0,
     tile_seconds: float = 0.0,
     new_text_threads: type[TextThreads] = InlineTexts,
+    seed: int | None = None,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -292,6 +294,9 @@ async def open_fake_engine(
 
     new_text_threads: InlineTexts works on texts, images and forms in the event loop, so that a clock that jumps does
     not run on meanwhile; TextThreads in real threads, as open_engine does.
+
+    seed: of the seeds of requests that name none; None: one that is the same in every run, and another one for each
+    engine that a Trio program opens.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -332,6 +337,7 @@ async def open_fake_engine(
         deadlines_max=deadlines_max or Deadlines(),
         step_seconds_max=step_seconds_max,
         restarts_max=engine_restarts,
+        seed=next_own_seed() if seed is None else seed,
     )
 
     @asynccontextmanager

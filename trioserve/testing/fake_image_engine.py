@@ -26,6 +26,7 @@ from trioserve.testing.fake_nap import FakeNap
 from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
 from trioserve.testing.gated_core import GatedImageCore
 from trioserve.testing.iterative_invariants import check_iterative_idle
+from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -142,7 +143,8 @@ async def open_fake_image_engine(
     cost, requests that wait and for how long. paused: no step begins until step(), held_step() or resume(). model: what
     it says of itself, and so what it takes; FAKE_IMAGE_MODEL takes texts. limits, deadlines, deadlines_max,
     step_seconds_max: as in ImageEngine and EngineSettings. engine_restarts: how often it is opened anew after a fault,
-    which takes opening_seconds; so does waking up. seed: of the seeds of requests that name none.
+    which takes opening_seconds; so does waking up. seed: of the seeds of requests that name none; None: one that
+    is the same in every run, and another one for each engine that a Trio program opens.
 
     Inside, the slots are watched: a step that reads what another request wrote is an AssertionError. Leaving does what
     leaving open_image_engine does.
@@ -157,7 +159,7 @@ async def open_fake_image_engine(
         deadlines_max=deadlines_max or Deadlines(),
         step_seconds_max=step_seconds_max,
         restarts_max=engine_restarts,
-        seed=seed,
+        seed=next_own_seed() if seed is None else seed,
     )
     opened: list[FakeImageEngine] = []
 

@@ -6,7 +6,7 @@ one whose answers nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -67,7 +67,7 @@ class MemoryResponse:
         """The whole body, decoded."""
         return msgspec.json.decode(await self.read())
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncGenerator[bytes]:
         """The body as it comes."""
         while True:
             await self._until(lambda: self.is_complete or len(self.body) > self._told_bytes)

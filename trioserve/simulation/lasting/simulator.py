@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import aclosing
 from hashlib import sha256
 from typing import Any
 
@@ -178,23 +179,24 @@ class LastingSimulation(TracedRun):
         book.read_until = math.inf
         expected_number, told = after + 1, 0
         try:
-            async for _piece in response.pieces():
-                *blocks, _rest = response.body.split(b"\n\n")
-                for block in blocks[told:]:
-                    told += 1
-                    if block.startswith(b":"):
-                        continue
-                    line, _, event = block.partition(b"\n")
-                    if not line.startswith(b"id: "):  # the reader's own end
-                        assert b"stream_taken_over" in line, f"{name}: {block!r} has no number"
-                        return
-                    number = int(line.removeprefix(b"id: "))
-                    assert number == expected_number, f"{name}: event {number} comes in place of {expected_number}"
-                    expected_number += 1
-                    known = book.events.setdefault(number, event)
-                    assert known == event, f"{name}: event {number} is {event!r}, and was {known!r}"
-                    self.tell(f"{name}: {number}")
-                    self._judge_events(book)
+            async with aclosing(response.pieces()) as pieces:
+                async for _piece in pieces:
+                    *blocks, _rest = response.body.split(b"\n\n")
+                    for block in blocks[told:]:
+                        told += 1
+                        if block.startswith(b":"):
+                            continue
+                        line, _, event = block.partition(b"\n")
+                        if not line.startswith(b"id: "):  # the reader's own end
+                            assert b"stream_taken_over" in line, f"{name}: {block!r} has no number"
+                            return
+                        number = int(line.removeprefix(b"id: "))
+                        assert number == expected_number, f"{name}: event {number} comes in place of {expected_number}"
+                        expected_number += 1
+                        known = book.events.setdefault(number, event)
+                        assert known == event, f"{name}: event {number} is {event!r}, and was {known!r}"
+                        self.tell(f"{name}: {number}")
+                        self._judge_events(book)
             is_gapless = len(book.events) == book.last
             assert book.end is not None or not is_gapless, f"{name} is over, and no event says how it ended"
         finally:
