@@ -5,7 +5,7 @@ file, the old text and the new one. A text that is no longer there is an error: 
 Beside a bug that hardly any seed finds lies a history that does, with the same name and .history at its end.
 
 found_by.txt has a seed that found each bug, which is tried before all others. Where the simulator draws other histories
-now, all seeds are looked through, which takes minutes:
+now, all seeds are looked through, which takes up to a minute for a bug, and a warning says so:
 
     python tests/sim/test_planted_bugs.py        looks for all bugs, and writes the seeds down anew
 """
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -162,11 +163,16 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default:.* is found by seed")
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_a_planted_bug_is_found(file, planted_runs):
     ran = planted_runs[file].result()
     assert ran.returncode == 1, f"not found:\n{ran.stdout}{ran.stderr}"
-    assert re.search(r"^(seed \d+ )?failed: ", ran.stdout, flags=re.MULTILINE), ran.stdout + ran.stderr
+    found = re.search(r"^(seed (\d+) )?failed: ", ran.stdout, flags=re.MULTILINE)
+    assert found is not None, ran.stdout + ran.stderr
+    noted = noted_seeds().get(name_of(file))
+    if found[2] is not None and int(found[2]) != noted:
+        warnings.warn(f"{name_of(file)} is found by seed {found[2]}, not by {noted}: note_seeds() is due", stacklevel=1)
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.stem)
