@@ -17,7 +17,7 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.simulation.orders import Moments, Order
 from trioserve.simulation.script import line_of, parts_of
-from trioserve.simulation.stack.pause_plan import Halt, drawn_halts
+from trioserve.simulation.stack.pause_plan import Halt, Sleep, drawn_halts
 
 __all__ = [
     "Client",
@@ -120,9 +120,14 @@ def drawn_images_plan(rng: Random, client_count: int) -> ImagesPlan:
     parts += [draws.order() for _ in range(rng.randint(0, client_count // 2))]
     parts += [draws.fail() for _ in range(rng.choice((0, 0, 1, 3)))]
     if not stage.restarts:  # who asks it to pause or to sleep while it is opened anew is another matter
-        parts += drawn_halts(rng, draws.moment, draws.span, levels=(2,))
+        parts += map(_of_any_level, drawn_halts(rng, draws.moment, draws.span, levels=(2,)))
     parts += draws.drains(0.2)
     return ImagesPlan(stage, tuple(parts))
+
+
+def _of_any_level(halt: Halt) -> Halt:
+    """The same; some sleeps are of level 1."""
+    return msgspec.structs.replace(halt, level=Random(f"{halt.at}").randint(1, 2)) if isinstance(halt, Sleep) else halt
 
 
 class _Draws(Moments):
