@@ -39,7 +39,7 @@ class Ranks:
     async def ask(self, make: Callable[[int], Any], **options: bool) -> dict[int, Answer]:
         assert options.pop("is_timed") is False, "what is read takes as long as files do"
         order = make(7)
-        assert options == ({"may_leave": True} if isinstance(order, CheckWeights) else {})
+        assert options == ({"may_leave": True, "is_beside": True} if isinstance(order, CheckWeights) else {})
         self.orders.append(order)
         self.while_asked()
         if len(self.orders) - 1 == self._lost_at:

@@ -74,15 +74,19 @@ async def _wait_in_thread(masks: TokenMasks) -> None:
 
 class _Order:
     """An order that is out. waiting: the ranks that have not answered. Whoever waits is told when all have, or, of a
-    step, when the one has whose answer is the response. is_timed: it has a time that it may take; loading has none."""
+    step, when the one has whose answer is the response. is_timed: it has a time that it may take; reading has none.
+    is_beside: it holds up none of the others, which are obeyed one after the other."""
 
-    def __init__(self, ranks: Sequence[int], begun_at: float, responder: int | None, *, is_timed: bool) -> None:
+    def __init__(
+        self, ranks: Sequence[int], begun_at: float, responder: int | None, *, is_timed: bool, is_beside: bool
+    ) -> None:
         """responder: of a step; None: of any other order."""
         self.waiting = set(ranks)
         self.answers: dict[int, Answer] = {}
         self.begun_at = begun_at
         self.responder = responder
         self.is_timed = is_timed
+        self.is_beside = is_beside
         self.result: outcome.Outcome[Any] | None = None
         self.task: trio.lowlevel.Task | None = None
 
@@ -282,10 +286,12 @@ class RankGroup:
 
     # --- orders and answers ---
 
-    def _begin(self, make: Callable[[int], Any], *, is_step: bool = False, is_timed: bool = True) -> tuple[_Order, int]:
+    def _begin(
+        self, make: Callable[[int], Any], *, is_step: bool = False, is_timed: bool = True, is_beside: bool = False
+    ) -> tuple[_Order, int]:
         self._serial += 1
         responder = len(self._links) - self._stage_size if is_step else None
-        order = _Order(range(len(self._links)), trio.current_time(), responder, is_timed=is_timed)
+        order = _Order(range(len(self._links)), trio.current_time(), responder, is_timed=is_timed, is_beside=is_beside)
         if self.failure is not None:
             self._tell_failure(order, self.failure)
             return order, self._serial
@@ -294,11 +300,12 @@ class RankGroup:
         return order, self._serial
 
     async def ask(
-        self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True
+        self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True, is_beside: bool = False
     ) -> dict[int, Answer]:
         """Give all ranks an order, made for its serial, and wait for their answers: also when cancelled, unless it may
-        be left. is_timed: it has the time of a step. Raises RankLost."""
-        order, _ = self._begin(make, is_timed=is_timed)
+        be left. is_timed: it has the time of a step. is_beside: ranks obey it while they obey others. Raises
+        RankLost."""
+        order, _ = self._begin(make, is_timed=is_timed, is_beside=is_beside)
         answers: dict[int, Answer] = await order.wait(may_leave=may_leave)
         return answers
 
@@ -346,7 +353,7 @@ class RankGroup:
             now = trio.current_time()
             if order.is_step:
                 self._longest_seconds = max(self._longest_seconds, now - self._owed_since(order))
-            if order.is_timed:  # others may be answered while a step is owed
+            if not order.is_beside:
                 self._answered_at = now
 
     def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
@@ -454,7 +461,9 @@ class RankGroup:
 
     @property
     def _oldest_timed(self) -> _Order | None:
-        return next((order for order in self._orders.values() if order.is_timed), None)
+        """None: nothing that has a time is obeyed now, though it may wait for what has none."""
+        oldest = next((order for order in self._orders.values() if not order.is_beside), None)
+        return oldest if oldest is not None and oldest.is_timed else None
 
     def _owed_since(self, order: _Order) -> float:
         """A step that was handed over behind another one begins when that is over."""

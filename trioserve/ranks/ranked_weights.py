@@ -32,7 +32,7 @@ class Ranks(Protocol):
     def are_apart(self) -> bool: ...
 
     async def ask(
-        self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True
+        self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True, is_beside: bool = False
     ) -> dict[int, Answer]: ...
 
 
@@ -80,7 +80,7 @@ class RankedWeights:
 
     async def _look(self, make: Callable[[int], CheckWeights]) -> Mapping[int, object]:
         """What each of them has found. Raises InvalidRequest."""
-        answers = await self._ranks.ask(make, may_leave=True, is_timed=False)
+        answers = await self._ranks.ask(make, may_leave=True, is_timed=False, is_beside=True)
         found = {rank: answers[rank].value for rank in sorted(answers)}
         refusals = {rank: value for rank, value in found.items() if isinstance(value, Refusal)}
         if refusals:
