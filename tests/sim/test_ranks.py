@@ -16,6 +16,7 @@ from trioserve.simulation.ranks.plan import (
     Load,
     RanksPlan,
     RanksStage,
+    Swap,
     Unload,
     ranks_plan_of,
     script_of,
@@ -24,7 +25,7 @@ from trioserve.simulation.runs import runs_of
 
 SEED_COUNT, CLIENT_COUNT = 150, 6
 KINDS = ("break", "end", "garble", "hang", "kill", "stop", "stray")
-PHASES = ("adapter", "answered", "claim", "masks", "met", "step", "while loading")
+PHASES = ("adapter", "answered", "claim", "look", "masks", "met", "step", "while loading", "write")
 MOMENTS = [
     "harm: slow",
     *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
@@ -37,6 +38,7 @@ MOMENTS = [
     "loads: no_memory",
     "loads: ready",
     "steps planned ahead",
+    *(f"swaps: {outcome}" for outcome in ("abort", "keep", "left", "lost", "recompute", "refused", "reopening")),
     "unloads",
 ]
 PLAN = RanksPlan(
@@ -47,6 +49,8 @@ PLAN = RanksPlan(
         Abort(number=1, at=0.1),
         Load(name="a", at=0.0),
         Unload(name="a", at=0.2),
+        Swap(number=1, at=0.05, in_flight="recompute"),
+        Swap(number=2, at=0.05, refused_by=(1,), patience=0.1),
         Harm(kind="kill", rank=2, moment="met", count=2, after=0.003),
     ),
 )

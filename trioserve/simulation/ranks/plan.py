@@ -24,6 +24,7 @@ __all__ = [
     "Part",
     "RanksPlan",
     "RanksStage",
+    "Swap",
     "Unload",
     "drawn_ranks_plan",
     "ranks_plan_of",
@@ -34,9 +35,13 @@ GRID_SECONDS = 0.005
 BLOCK_SIZE = 4
 
 HarmKind = Literal["kill", "end", "break", "garble", "stop", "hang", "slow", "stray", "refuse"]
-Moment = Literal["setup", "allocate", "warm_up", "claim", "adapter", "step", "masks", "met", "answered"]
+Moment = Literal[
+    "setup", "allocate", "warm_up", "claim", "adapter", "step", "masks", "met", "answered", "look", "write"
+]
 LOADING: tuple[Moment, ...] = ("setup", "allocate", "warm_up")
 WORKING: tuple[Moment, ...] = ("step", "step", "masks", "met", "met", "answered", "answered", "claim", "adapter")
+REPLACING: tuple[Moment, ...] = ("look", "write", "write")
+SWAPS_IN_ONE_OF = 6  # stages: those whose seed leaves a rest of 1, so that what is drawn for others stays as it is
 SUDDEN: tuple[HarmKind, ...] = ("kill", "kill", "end", "garble", "stop")
 
 
@@ -46,8 +51,9 @@ class RanksStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     there is memory to be claimed while nothing is computed. adapters_max: for how many a rank has room. pipe_bytes:
     that are on their way to a rank at a time. piece_bytes: that are read of what it says at a time. notice_seconds:
     after which the other ranks notice by themselves that one has gone, and break; None: never. ending_seconds: from a
-    rank's end until its connection is seen to end, and once more until its process is. leaves_at: then everything is
-    cancelled. overlaps, draft_tokens, vocab_size, schedule_seed: see the stack's stage."""
+    rank's end until its connection is seen to end, and once more until its process is. write_seconds: that new weights
+    take. leaves_at: then everything is cancelled. overlaps, draft_tokens, vocab_size, schedule_seed: see the stack's
+    stage."""
 
     schedule_seed: int
     rank_count: int = 2
@@ -68,6 +74,7 @@ class RanksStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     piece_bytes: int = 1 << 16
     notice_seconds: float | None = None
     ending_seconds: float = 0.0
+    write_seconds: float = 0.0
     leaves_at: float | None = None
 
 
@@ -117,6 +124,17 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     at: float
 
 
+class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="swap"):
+    """The operator replaces the weights, by those of this number, which no others have, and which say the same: what is
+    right does not depend on when they come. refused_by: ranks that they do not fit. patience: see Client."""
+
+    number: int
+    at: float
+    in_flight: Literal["keep", "recompute", "abort"] = "keep"
+    refused_by: tuple[int, ...] = ()
+    patience: float | None = None
+
+
 class Harm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="harm"):
     """What happens to a rank. opening: of the engine, which one. moment: what the rank has come to, count: for the
     how-manieth time, and after: seconds later.
@@ -135,7 +153,7 @@ class Harm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="h
     seconds: float = 0.0
 
 
-Part = Client | Abort | Load | Unload | Harm
+Part = Client | Abort | Load | Unload | Swap | Harm
 
 
 class RanksPlan(msgspec.Struct, frozen=True):
@@ -175,6 +193,15 @@ def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
         count = rng.choice((1, 1, 1, 1, 2))
         harms = [draws.harm(opening, slow_share=0.8 / count) for _ in range(count)]
         parts += _slow_twice(harms[0], stage) if count == 1 and harms[0].kind == "slow" else harms
+    if stage.schedule_seed % SWAPS_IN_ONE_OF == 1:
+        swaps = Random(stage.schedule_seed)
+        stage = msgspec.structs.replace(
+            stage,
+            write_seconds=swaps.choice((0.0, 0.01, 0.05)),
+            # What a rank says of another one would come before that one's own word, behind all that it has found.
+            notice_seconds=stage.notice_seconds or None,
+        )
+        parts += _Draws(swaps, stage).swaps()
     return RanksPlan(stage, tuple(parts))
 
 
@@ -253,6 +280,34 @@ class _Draws:
             patience=round(self.moment(0.3) + GRID_SECONDS, 3) if rng.random() < 0.15 else None,
             timeout=round(self.moment(0.5) + GRID_SECONDS, 3) if rng.random() < 0.15 else None,
         )
+
+    def swaps(self) -> list[Part]:
+        """Some, and what may happen to ranks meanwhile."""
+        rng, stage = self._rng, self._stage
+        parts: list[Part] = [
+            Swap(
+                number=number,
+                at=self.moment(self.span),
+                in_flight=rng.choice(("keep", "keep", "recompute", "abort")),
+                refused_by=tuple(rank for rank in range(stage.rank_count) if rng.random() < 0.15),
+                patience=round(self.moment(0.1) + GRID_SECONDS, 3) if rng.random() < 0.15 else None,
+            )
+            for number in range(1, rng.choice((2, 3, 5)))
+        ]
+        if rng.random() < 0.6:
+            kind: HarmKind = rng.choice((*SUDDEN, "break", "slow", "slow"))
+            harm = Harm(
+                kind=kind,
+                rank=rng.randrange(stage.rank_count),
+                moment=rng.choice(REPLACING),
+                opening=rng.choice((0, 0, 1)),
+                count=rng.choice((1, 1, 2)),
+                after=rng.choice((0.0, 0.0, 0.003)) if kind != "slow" else 0.0,
+                # More than a step may take: there is no time for what is read.
+                seconds=round(1.5 * stage.answer_seconds_max, 3) if kind == "slow" else 0.0,
+            )
+            parts.append(harm)
+        return parts
 
     def harm(self, opening: int, *, slow_share: float) -> Harm:
         """slow_share: of the step timeout, which several may not use up together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import trio
@@ -14,7 +14,7 @@ from trioserve.contracts.errors import ModelLoadError, RankLost
 from trioserve.contracts.step import StepPlan
 from trioserve.ranks.link import RankLink
 from trioserve.ranks.messages import Report
-from trioserve.simulation.ranks.plan import LOADING, Harm, Moment, RanksStage
+from trioserve.simulation.ranks.plan import LOADING, REPLACING, Harm, Moment, RanksStage
 from trioserve.simulation.ranks.played_rank import CAUSE, END_CODE, CameApart, PlayedRank, Refused
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -55,14 +55,15 @@ class _Harmed:
 
 class PlayedOpening:
     """A PlayedGroup. index: of the opening. nursery: of the ranks, which live as long as nobody ends them. tell, count,
-    check, noting: the simulation's. is_open: an engine computes with it. failed_at, failure: what the group has told.
-    closed_at: when its engine had let it go."""
+    check, noting: the simulation's. is_open: an engine computes with it. refused_by: by where weights are, the ranks
+    that they do not fit. failed_at, failure: what the group has told. closed_at: when its engine had let it go."""
 
     def __init__(
         self,
         index: int,
         stage: RanksStage,
         harms: Sequence[Harm],
+        refused_by: Mapping[str, Sequence[int]],
         nursery: trio.Nursery,
         *,
         tell: Callable[[str], None],
@@ -86,6 +87,8 @@ class PlayedOpening:
         self._arrivals: Counter[int] = Counter()
         self._views: dict[int, dict[int, bool]] = {}  # by the serial of the step, what each rank has brought
         self._abandoned: dict[int, tuple[float, set[int]]] = {}  # by the serial: since when, and who has heard of it
+        self._step_weights: dict[int, str | None] = {}  # by the serial of the step
+        self._refused_by = refused_by
         self._digests: dict[int, dict[int, int]] = {}  # by the serial, what each rank has chosen
         self._strayed: dict[int, Harm] = {}
         self._has_come_apart = False
@@ -122,7 +125,8 @@ class PlayedOpening:
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
         self._come[rank.number, moment] += 1
-        due = self._pending.pop(rank.number, [])
+        # Who reads takes as long as it takes: whatever has to be noticed soon waits for another moment.
+        due = [] if moment in REPLACING else self._pending.pop(rank.number, [])
         for harm in self._harms:
             if (harm.rank, harm.moment, harm.count) != (rank.number, moment, self._come[rank.number, moment]):
                 continue
@@ -139,6 +143,8 @@ class PlayedOpening:
         views = self._views.setdefault(serial, {})
         assert rank.number not in views, f"rank {rank.number} comes twice to the sum of step {serial}"
         views[rank.number] = view
+        weights = self._step_weights.setdefault(serial, rank.weights)
+        assert weights == rank.weights, f"step {serial} is computed with {weights} and, in {rank.name}, {rank.weights}"
         self._arrivals[rank.number] += 1
         self._note()
         while len(views) < len(self.ranks):
@@ -171,6 +177,13 @@ class PlayedOpening:
         if strayed is not None and len(set(said.values())) > 1:  # which are both on their way by now
             del self._strayed[serial]
             self._note_harmed(strayed, self.ranks[strayed.rank])
+
+    def refusal(self, rank: PlayedRank, path: str) -> str | None:
+        return f"{path} does not fit rank {rank.number}" if rank.number in self._refused_by[path] else None
+
+    def take_weights(self, rank: PlayedRank, path: str) -> None:
+        assert not self._refused_by[path], f"{rank.name} writes {path}, and another one cannot"
+        self._tell(f"{rank.name} writes {path}")
 
     def note_end(self) -> None:
         """A rank has gone, which others may notice."""
@@ -256,7 +269,7 @@ class PlayedOpening:
         if harm.kind == "stray":
             return "have chosen different tokens" in said and str(harm.rank) in said.partition(" have ")[0]
         # Several may be named: on several machines it is not to be seen who holds up whom.
-        if harm.kind == "hang" and (self.stage.far_count or len(self.harmed) > 1):
+        if harm.kind in ("hang", "stop") and (self.stage.far_count or len(self.harmed) > 1):
             return name in said and "has not answered for" in said
         is_gone = harmed.rank.process is None
         how = {

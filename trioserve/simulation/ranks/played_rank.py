@@ -7,7 +7,8 @@ import ctypes
 import zlib
 from array import array
 from collections import deque
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 import msgspec
 import trio
@@ -20,6 +21,7 @@ from trioserve.ranks.messages import (
     AddAdapter,
     Allocate,
     Answer,
+    CheckWeights,
     Claim,
     Fault,
     Loaded,
@@ -29,10 +31,12 @@ from trioserve.ranks.messages import (
     Pong,
     Progress,
     RankSetup,
+    Refusal,
     RemoveAdapter,
     Report,
     Run,
     WarmUp,
+    WriteWeights,
     decode_order,
     encode,
 )
@@ -80,6 +84,12 @@ class PlayedGroup(Protocol):
     def note_end(self) -> None:
         """It has gone, which others may notice."""
 
+    def refusal(self, rank: PlayedRank, path: str) -> str | None:
+        """Why it cannot have the weights that lie there; None: it can."""
+
+    def take_weights(self, rank: PlayedRank, path: str) -> None:
+        """It is about to write these."""
+
     def check(self) -> None:
         """Whatever has to hold at any moment."""
 
@@ -113,7 +123,8 @@ class _Step:
 
 class PlayedRank:
     """process: None: it is on another machine. stray: what it says next is something else than the others have.
-    is_over: it does nothing any more."""
+    is_over: it does nothing any more. weights: where those were that it has; None: those that it was loaded with, or
+    some that are being written."""
 
     def __init__(self, group: PlayedGroup, number: int, pid: int | None) -> None:
         stage = group.stage
@@ -125,6 +136,8 @@ class PlayedRank:
         self.executor: WireExecutor | None = None
         self.stray: Harm | None = None
         self.is_over = False
+        self.weights: str | None = None
+        self._looked: tuple[int, str] | None = None  # at what, and where that was
         self.doing = "while it loaded"
         self._scope = trio.CancelScope()
         self._claims_left = stage.claim_count
@@ -138,7 +151,7 @@ class PlayedRank:
         with self._scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read)
-                await self._work()
+                await self._faulting(self._work(nursery))
 
     def stop(self) -> None:
         """It does nothing any more."""
@@ -201,13 +214,20 @@ class PlayedRank:
 
     # --- what it does ---
 
-    async def _work(self) -> None:
+    async def _work(self, nursery: trio.Nursery) -> None:
+        while True:
+            while not self._orders:
+                self._has_orders = trio.Event()
+                await self._has_orders.wait()
+            order = self._orders.popleft()
+            if isinstance(order, CheckWeights):
+                nursery.start_soon(self._faulting, self._look(order))  # beside the steps
+            else:
+                await self._obey(order)
+
+    async def _faulting(self, doing: Coroutine[Any, Any, None]) -> None:
         try:
-            while True:
-                while not self._orders:
-                    self._has_orders = trio.Event()
-                    await self._has_orders.wait()
-                await self._obey(self._orders.popleft())
+            await doing
         except (RuntimeError, Refused, CameApart) as error:
             kind = {Refused: "ModelLoadError", CameApart: "RuntimeError"}.get(type(error), "KeyError")
             self._say(Fault(self.doing, kind, str(error)))
@@ -238,6 +258,8 @@ class PlayedRank:
         elif isinstance(order, AddAdapter):
             await come_to(self, "adapter")
             self._say(Answer(order.serial, self._added(order)))
+        elif isinstance(order, WriteWeights):
+            await self._write(order)
         else:
             assert isinstance(order, RemoveAdapter), f"no order: {order}"
             await come_to(self, "adapter")
@@ -271,6 +293,26 @@ class PlayedRank:
                 attended_token_flops=1,
             )
         )
+
+    async def _look(self, order: CheckWeights) -> None:
+        path = order.path
+        assert path is not None, f"rank {self.number} is to find weights nowhere"
+        await self._group.come_to(self, "look")
+        why = self._group.refusal(self, path)
+        if why is None:
+            self._looked = order.offer, path
+        self._say(Answer(order.serial, None if why is None else Refusal(why, "model_path")))
+
+    async def _write(self, order: WriteWeights) -> None:
+        assert self._looked is not None, f"rank {self.number} is to write what it has not looked at"
+        offer, path = self._looked
+        assert offer == order.offer, f"rank {self.number} is to write {order.offer}, and has looked at {offer}"
+        self._group.take_weights(self, path)
+        self.weights = None
+        await self._group.come_to(self, "write")
+        await trio.sleep(self._group.stage.write_seconds)
+        self.weights = path
+        self._say(Answer(order.serial))
 
     def _added(self, order: AddAdapter) -> str | None:
         executor = self.executor

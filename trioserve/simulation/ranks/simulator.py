@@ -23,11 +23,13 @@ from trioserve.contracts.errors import (
     AdapterRefused,
     EngineFault,
     EngineReopening,
+    InvalidRequest,
     ModelLoadError,
     Overloaded,
     RankLost,
     StepOverdue,
     UnknownModel,
+    WeightsLost,
 )
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.guide import GuidedRows
@@ -50,16 +52,20 @@ from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_loop import StepRunner
 from trioserve.engine.shell.supervisor import supervise
+from trioserve.engine.weight_updates import WEIGHTS_REPLACED
 from trioserve.metrics.registry import Metrics
 from trioserve.model.settings import ModelSettings
+from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.ranks.group import RankGroup, open_ranks
 from trioserve.ranks.messages import RankSetup
+from trioserve.ranks.ranked_weights import RankedWeights
 from trioserve.simulation.ranks.bounded_clock import bounded_clock
-from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Unload
+from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Swap, Unload
 from trioserve.simulation.ranks.played_opening import PlayedOpening
 from trioserve.simulation.ranks.wire_executor import LookingModel
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.simulation.stack.forms import compile_forms, guide_of
+from trioserve.simulation.stack.swaps import source_of, version_of
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
@@ -192,6 +198,7 @@ class RanksSimulation(TracedRun):
                 guides=GuideFactory(byte_form_compiler()),
                 adapters=adapters,
                 guard=parts.guard,
+                weights=parts.weights,
             )
             self._engine = engine
             engine.on_fault = engine.wait_until_idle  # clients have their time
@@ -236,7 +243,11 @@ class RanksSimulation(TracedRun):
                     self.tell(f"opening {opening.index} is open")
                     opening.is_open = True
                     yield EngineParts(
-                        self._core, _JudgedSteps(group, self._violate), when_idle=group.claim_memory, guard=group.guard
+                        self._core,
+                        _JudgedSteps(group, self._violate),
+                        when_idle=group.claim_memory,
+                        guard=group.guard,
+                        weights=RankedWeights(group, TrainerGroups()),
                     )
                 finally:
                     opening.is_open = False
@@ -252,6 +263,7 @@ class RanksSimulation(TracedRun):
             index,
             self.plan.stage,
             harms,
+            {source_of(part.number): part.refused_by for part in self.plan.parts if isinstance(part, Swap)},
             nursery,
             tell=self.tell,
             count=self.count,
@@ -301,6 +313,8 @@ class RanksSimulation(TracedRun):
                     nursery.start_soon(self._load, engine, part)
                 elif isinstance(part, Unload):
                     nursery.start_soon(self._unload, engine, part)
+                elif isinstance(part, Swap):
+                    nursery.start_soon(self._swap, engine, part)
         await engine.wait_until_idle()
         # Whatever has happened meanwhile is known after that, and the engine is open again, or is not to be.
         await trio.sleep(self.plan.stage.answer_seconds_max + 2.0)
@@ -407,6 +421,9 @@ class RanksSimulation(TracedRun):
         if reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert reason is expected.reason, f"{name} ended with {reason}, the reference with {expected.reason}"
             assert count == len(expected.token_ids), f"{name} is said to be complete with {count} tokens"
+        elif reason is FinishReason.ABORT and delta.stop_reason == WEIGHTS_REPLACED:
+            swaps = [part for part in self.plan.parts if isinstance(part, Swap) and part.in_flight == "abort"]
+            assert swaps, f"{name} was ended for new weights, and nobody asked for that"
         elif reason is FinishReason.ABORT:
             assert client.number in self._aborted, f"{name} was aborted by nobody"
         elif reason is FinishReason.DEADLINE:
@@ -472,6 +489,56 @@ class RanksSimulation(TracedRun):
         if id is not None and opening.failure is None and not opening.harmed:
             for rank in opening.ranks:
                 assert rank.executor is None or id not in rank.executor.adapters, f"{part.name} is gone, and takes room"
+
+    async def _swap(self, engine: Engine, part: Swap) -> None:
+        await trio.sleep(part.at)
+        version, outcome, since = version_of(part.number), "left", self._openings[-1]
+        try:
+            with trio.move_on_after(math.inf if part.patience is None else part.patience):
+                await engine.update_weights(source_of(part.number), version=version, in_flight=part.in_flight)
+                outcome = part.in_flight
+        except (InvalidRequest, WeightsLost, EngineReopening, EngineFault) as error:
+            last = self._openings[-1]
+            await trio.lowlevel.checkpoint()  # whoever notes what has broken was told at the same time
+            with self._noting():
+                outcome = self._why_kept(part, error, is_over=last is not since or self._is_over(last))
+        self.tell(f"weights {part.number}: {outcome}")
+        self.count(f"swaps: {outcome}")
+        with self._noting():
+            self._check_weights(engine, part, outcome)
+
+    def _is_over(self, opening: PlayedOpening) -> bool:
+        return opening.failure is not None or not opening.is_open
+
+    def _why_kept(self, part: Swap, error: Exception, *, is_over: bool) -> str:
+        """Why the weights are not there, which has to be true. is_over: whether an opening of the engine is, that was
+        there meanwhile."""
+        if isinstance(error, InvalidRequest):
+            assert part.refused_by, f"weights {part.number} fit every rank: {error}"
+            assert all(f"does not fit rank {rank}" in str(error) for rank in part.refused_by), str(error)
+            return "refused"
+        if isinstance(error, WeightsLost):
+            assert is_over, f"weights {part.number} are lost, and no rank is: {error}"
+            assert "the engine ended meanwhile" in str(error), f"weights {part.number} came in part: {error}"
+            return "lost"
+        if isinstance(error, EngineReopening):
+            assert is_over, "it is said to be opened anew, and is open"
+            return "reopening"
+        assert self._last_failure is not None, f"who replaces weights is told of a fault: {error}"
+        return "told of a fault"
+
+    def _check_weights(self, engine: Engine, part: Swap, outcome: str) -> None:
+        """All ranks have the same ones, and the engine says which."""
+        assert not engine.has_half_weights, f"weights {part.number} are there in part, which ranks never have"
+        path, opening = source_of(part.number), self._openings[-1]
+        has_version = engine.weight_version == version_of(part.number)
+        if outcome == part.in_flight:
+            assert has_version, f"weights {part.number} are there, and those of {engine.weight_version} are said to be"
+        else:
+            assert not has_version or outcome == "left", f"weights {part.number}: {outcome}, and said to be there"
+        if opening.failure is None and not opening.harmed and (has_version or outcome == "refused"):
+            for rank in opening.ranks:
+                assert (rank.weights == path) == has_version, f"{rank.name} has {rank.weights}, and {path}: {outcome}"
 
     # --- what has to hold ---
 
