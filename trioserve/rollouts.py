@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +19,9 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """What safetensors calls them."""
 
 ALIGNED_BYTES = 64
+
+SEGMENTS = Path("/dev/shm")
+"""Where Linux shows the segments of POSIX shared memory as files."""
 
 
 class PublishedWeights:
@@ -32,8 +37,9 @@ class PublishedWeights:
         header, self._offsets, byte_count = _header(self._forms)
         self._memory: SharedMemory | None = SharedMemory(name, create=True, size=byte_count)
         self.name = self._memory.name
-        _buffer(self._memory)[: len(header)] = header
         try:
+            _claim(self.name, byte_count)
+            _buffer(self._memory)[: len(header)] = header
             self.write(tensors)
         except BaseException:
             self.close()
@@ -123,7 +129,7 @@ def publish_weights(tensors: Mapping[str, Any], name: str | None = None) -> Publ
     /update_weights_from_shared_memory on the same machine. On Linux.
 
     tensors: of torch, or arrays of numpy, by the names of the model's checkpoint; bfloat16, float16 or float32. name:
-    default is a new one. Raises ValueError for others.
+    default is a new one. Raises ValueError for others, and OSError if shared memory has no room for them.
     """
     return PublishedWeights(tensors, name)
 
@@ -131,6 +137,20 @@ def publish_weights(tensors: Mapping[str, Any], name: str | None = None) -> Publ
 def _buffer(memory: SharedMemory) -> memoryview:
     assert memory.buf is not None, "it was closed"
     return memory.buf
+
+
+def _claim(name: str, byte_count: int) -> None:
+    """Have all of a segment there before it is written to: where memory lacks by then, that ends the process. Raises
+    OSError."""
+    with SEGMENTS.joinpath(name).open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, byte_count)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"shared memory ({SEGMENTS}) has no room for weights of {byte_count} bytes: give it more (docker run "
+                "--shm-size), or save them in a directory",
+            ) from error
 
 
 def _header(forms: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:

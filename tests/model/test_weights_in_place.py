@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -24,6 +25,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.weights import SharedWeights
 from trioserve.engine.engine import Engine
 from trioserve.model import weight_replacement
+from trioserve.model.loading.shared_weights import SEGMENTS
 from trioserve.model.weight_replacement import StoredWeights
 from trioserve.model.weights import fill_slots
 from trioserve.rollouts import publish_weights
@@ -344,6 +346,25 @@ async def test_weights_in_shared_memory(kernels: str, tiny_checkpoint: Callable[
             with pytest.raises(InvalidRequest):
                 await engine.update_weights(SharedWeights(name))
         assert await said(engine) == after
+
+
+def test_shared_memory_without_room_is_an_error_and_not_the_end_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment has its size before it has memory: who writes where none is left gets a SIGBUS."""
+
+    def no_room(descriptor: int, offset: int, byte_count: int) -> None:
+        assert os.fstat(descriptor).st_size == byte_count > offset == 0
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    name = f"trioserve-test-{os.getpid()}"
+    with pytest.raises(OSError, match="has no room for weights of") as refusal:
+        publish_weights({"w": torch.zeros(64)}, name)
+    assert refusal.value.errno == errno.ENOSPC
+    assert not (SEGMENTS / name).exists()
+    monkeypatch.undo()
+    with publish_weights({"w": torch.zeros(1000)}, name):
+        status = (SEGMENTS / name).stat()
+        assert status.st_blocks * 512 >= status.st_size > 4000
 
 
 async def test_another_process_fills_the_shared_memory(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
