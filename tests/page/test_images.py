@@ -22,7 +22,8 @@ Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 pytestmark = pytest.mark.slow
 
 STEP_SECONDS = 0.03
-LONG = 200  # steps: nobody waits for their end
+LONG = 250  # steps
+SLOW = {"step_seconds": 60 / LONG}  # so many of them take as long as anything is waited for: nothing sees their end
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_pictures_are_seen_as_they_become(browser: Browser, serve: Callable[...,
 
 
 def test_cancel_gives_the_slots_back(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
-    server = serve()
+    server = serve(**SLOW)
     open_page(browser, server)
     fill(browser, steps=LONG, n=2, prompt="a cat")
     browser.click("#ask-send")
@@ -100,7 +101,7 @@ def test_cancel_gives_the_slots_back(browser: Browser, serve: Callable[..., Real
 def test_everybodys_requests_are_listed_and_can_be_cancelled(
     browser: Browser, serve: Callable[..., RealImageServer]
 ) -> None:
-    server = serve()
+    server = serve(**SLOW)
     open_page(browser, server)
     with streaming(server, id="a/b c"):
         browser.wait_text("#requests", "a/b c")
@@ -171,7 +172,7 @@ def test_a_key_is_asked_for_and_the_page_goes_on(browser: Browser, serve: Callab
 
 
 def test_all_that_can_be_used_has_a_name(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
-    server = serve()
+    server = serve(**SLOW)
     open_page(browser, server)
     fill(browser, prompt="a cat", steps=LONG)
     browser.click("#ask-send")
@@ -179,6 +180,8 @@ def test_all_that_can_be_used_has_a_name(browser: Browser, serve: Callable[..., 
     assert browser.run(NAMES) == []
     ids = browser.run("return [...document.querySelectorAll('[id]')].map((element) => element.id)")
     assert len(ids) == len(set(ids))
+    browser.click(".set header button")
+    browser.wait_text(".set .aside", "cancelled after")
     browser.open(server.url, width=380, height=800)
     browser.wait_text("#status", "Live")
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off on a phone"

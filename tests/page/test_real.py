@@ -17,7 +17,7 @@ from .real_server import RealServer
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 pytestmark = pytest.mark.slow
 
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.07  # a response of 900 tokens takes as long as anything is waited for: nothing sees its end
 OPTIONS: dict[str, Any] = {
     "response": "and so on, " * 300,  # what is made up may end at any token
     "block_count": 600,
@@ -98,7 +98,7 @@ def test_a_cancel_on_the_live_view_ends_a_request(browser: Browser, serve: Calla
 def test_several_answers_share_their_prompt_and_one_goes_on(browser: Browser, serve: Callable[..., RealServer]) -> None:
     server = serve()
     open_page(browser, server, "#playground")
-    ask(browser, "A prompt that fills several blocks. " * 4, tokens=200, count="3")
+    ask(browser, "A prompt that fills several blocks. " * 4, tokens=600, count="3")
     browser.wait(lambda: len(browser.find_all(".answer")) == 3)
     browser.wait(lambda: int(browser.text("#legend div:last-child dd").replace(",", "")) > 0, "a shared prefix")
     browser.click("#ask-stop-all")
