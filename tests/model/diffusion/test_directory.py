@@ -201,6 +201,8 @@ def test_a_download_that_broke_off_says_so(changed, component):
         ("scheduler/scheduler_config.json", {"beta_schedule": "steep"}, "scheduler_config.json: DDIMScheduler"),
         ("text_encoder/config.json", {"vocab_size": "many"}, "text_encoder cannot be loaded"),
         ("vae/config.json", {"act_fn": 5}, "vae cannot be loaded"),
+        ("vae/config.json", {"scaling_factor": []}, r"scaling_factor is \[\]"),
+        ("vae/config.json", {"shift_factor": "none"}, "shift_factor is 'none'"),
         ("vae/config.json", {"latent_channels": "4"}, "latent_channels is '4'"),
     ],
 )

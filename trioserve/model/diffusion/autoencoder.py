@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from trioserve.contracts.errors import ModelLoadError
+
 __all__ = ["Autoencoder"]
 
 
 class Autoencoder:
-    """network: an AutoencoderKL. Latents are float32 [1, channels, height, width]."""
+    """network: an AutoencoderKL. Latents are float32 [1, channels, height, width]. Raises ModelLoadError where its file
+    does not say how latents are scaled."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -18,8 +21,8 @@ class Autoencoder:
         self.scale: int = 2 ** (len(config.block_out_channels) - 1)  # pixels in the side of a latent pixel
         self._dtype = next(network.parameters()).dtype
         means, deviations = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
-        factor = torch.tensor(float(config.scaling_factor))
-        shift = torch.tensor(float(getattr(config, "shift_factor", None) or 0.0))
+        factor = torch.tensor(_number(config, "scaling_factor"))
+        shift = torch.tensor(_number(config, "shift_factor") if getattr(config, "shift_factor", None) else 0.0)
         if means is not None and deviations is not None:  # of each channel
             shift = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)
             factor = factor / torch.tensor(deviations, dtype=torch.float32).view(1, -1, 1, 1)
@@ -38,3 +41,10 @@ class Autoencoder:
             (latent / self._factor + self._shift).to(self._dtype), return_dict=False
         )[0]
         return picture[0]
+
+
+def _number(config: Any, name: str) -> float:
+    value = getattr(config, name)
+    if not isinstance(value, int | float):
+        raise ModelLoadError(f"vae/config.json: {name} is {value!r}, and no number")
+    return float(value)
