@@ -603,7 +603,7 @@ class _Opening:
                 _steps(runner, compute, overlap_steps=self._config.overlap_steps),
                 _AdapterPlace(runner, compute),
                 lambda: compute.run(runner.claim_memory),
-                _weight_place(runner, compute, self.trainer_groups),
+                _weight_place(runner, compute, self.trainer_groups, self._config.max_model_len),
                 _image_encoder(runner, compute),
             )
         finally:
@@ -998,7 +998,7 @@ def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EnginePa
 
 
 def _weight_place(
-    runner: ModelRunner | EncoderRunner, compute: WorkerThread, groups: TrainerGroups
+    runner: ModelRunner | EncoderRunner, compute: WorkerThread, groups: TrainerGroups, context_tokens: int | None
 ) -> WeightPlace | str:
     from trioserve.model.runner import ModelRunner
 
@@ -1009,7 +1009,8 @@ def _weight_place(
         from trioserve.model.weight_replacement import StoredWeights
 
         assert not isinstance(source, BroadcastWeights), "those are sent"
-        return StoredWeights(runner, source if isinstance(source, SharedWeights) else Path(source))
+        where = source if isinstance(source, SharedWeights) else Path(source)
+        return StoredWeights(runner, where, context_tokens=context_tokens)
 
     def look_at_sent(source: BroadcastWeights) -> SentWeights:
         from trioserve.model.weight_replacement import ArrivingWeights

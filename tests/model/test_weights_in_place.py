@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -117,6 +118,26 @@ async def test_any_plain_format_becomes_the_one_that_is_computed(
     async with open_engine(str(old), **OPTIONS, **options) as engine:
         await engine.update_weights(new)
         assert await said(engine) == await said_when_opened(new, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_model_that_is_served_with_a_shorter_context_takes_weights_for_that(
+    ranks: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Which of longrope's factors it computes with depends on it."""
+    old = tmp_path / "old"
+    shutil.copytree(tiny_checkpoint("phi3-longrope"), old)
+    config = json.loads((old / "config.json").read_text(encoding="utf-8"))
+    config["original_max_position_embeddings"] = 64
+    config["rope_parameters"]["original_max_position_embeddings"] = 64
+    (old / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    new = changed(old, tmp_path / "new")
+    options = {**OPTIONS, "max_model_len": 64, "dtype": "float32", "tensor_parallel_size": ranks, "threads": ranks}
+    async with open_engine(str(new), **options) as engine:
+        expected = await said(engine)
+    async with open_engine(str(old), **options) as engine:
+        await engine.update_weights(new)
+        assert await said(engine) == expected
 
 
 async def test_a_model_from_a_gguf_file_takes_plain_weights(

@@ -45,10 +45,15 @@ class StoredWeights:
     """
 
     def __init__(
-        self, runner: ModelRunner, source: Path | SharedWeights, *, divided: DividedModel | None = None
+        self,
+        runner: ModelRunner,
+        source: Path | SharedWeights,
+        *,
+        context_tokens: int | None = None,
+        divided: DividedModel | None = None,
     ) -> None:
-        """divided: None: all of the model is here. Reads headers only. Raises InvalidRequest if they cannot take the
-        place of those that are there."""
+        """context_tokens: see open_checkpoint; as the model was opened. divided: None: all of it is here. Reads headers
+        only. Raises InvalidRequest if they cannot take the place of those that are there."""
         self._runner = runner
         self.state = ReplacementState.CHECKED
         self.checkpoint: Checkpoint | None = None
@@ -61,7 +66,7 @@ class StoredWeights:
             if isinstance(source, SharedWeights):
                 given = _by_name(described_tensors(whole.config, shared_tensors(source.name)))
             else:
-                self.checkpoint = _like(whole.config, source)
+                self.checkpoint = _like(whole.config, source, context_tokens)
                 files, given = [*self.checkpoint.files], [*self.checkpoint.tensors()]
             tensors = [*whole.part_of(given)]
             paired(runner.slots(), tensors)
@@ -144,8 +149,8 @@ def _whole(runner: ModelRunner, divided: DividedModel | None) -> DividedModel:
     return DividedModel(runner.config, lambda tensors: tensors) if divided is None else divided
 
 
-def _like(config: ModelConfig, path: Path) -> Checkpoint:
-    checkpoint = open_checkpoint(path, uses_further_layers=True)
+def _like(config: ModelConfig, path: Path, context_tokens: int | None) -> Checkpoint:
+    checkpoint = open_checkpoint(path, context_tokens=context_tokens, uses_further_layers=True)
     try:
         check_same_model(config, checkpoint.config)
     except ModelLoadError as error:

@@ -37,10 +37,11 @@ class _Sent(NamedTuple):
 
 
 class OfferedWeights:
-    """divided: see StoredWeights."""
+    """divided, context_tokens: see StoredWeights."""
 
-    def __init__(self, runner: ModelRunner, divided: DividedModel) -> None:
+    def __init__(self, runner: ModelRunner, divided: DividedModel, context_tokens: int | None) -> None:
         self._runner = runner
+        self._context_tokens = context_tokens
         self._divided = divided
         self._lock = threading.Lock()
         self._offer = 0  # the last one: of others nothing is kept
@@ -102,7 +103,7 @@ class OfferedWeights:
             return _Sent(ArrivingWeights(self._runner, tensors, divided=self._divided), tensors)
         source = order.shared if order.path is None else Path(order.path)
         assert source is not None, "one of them says where they are"
-        return StoredWeights(self._runner, source, divided=self._divided)
+        return StoredWeights(self._runner, source, context_tokens=self._context_tokens, divided=self._divided)
 
 
 def _name(found: StoredWeights | _Sent) -> str | None:

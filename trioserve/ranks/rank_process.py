@@ -205,7 +205,7 @@ class _Rank:
             collectives=self._collectives,
             handover=self._handover,
         )
-        self._offered = OfferedWeights(runner, DividedModel(whole.config, self._part_of))
+        self._offered = OfferedWeights(runner, DividedModel(whole.config, self._part_of), setup.context_tokens)
         say(
             Loaded(
                 device=runner.device,
