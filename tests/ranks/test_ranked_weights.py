@@ -16,7 +16,7 @@ from tests.model.test_weights_in_place import changed
 from trioserve.contracts.errors import InvalidRequest, RankLost, WeightsLost
 from trioserve.contracts.step import never_abandoned
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights
-from trioserve.ranks.messages import Answer, CheckWeights, Refusal, WriteWeights
+from trioserve.ranks.messages import Answer, CheckWeights, ConfirmWeights, Refusal, WriteWeights
 from trioserve.ranks.ranked_weights import PART_BYTES, RankedWeights
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -33,7 +33,8 @@ class Ranks:
         self.are_apart = are_apart
         self.orders: list[Any] = []
         self.while_asked: Callable[[], object] = lambda: None
-        self._said = said or {}
+        self.said = said or {}
+        self.said_of: type[Any] = CheckWeights
         self._lost_at = lost_at
 
     async def ask(self, make: Callable[[int], Any], **options: bool) -> dict[int, Answer]:
@@ -44,7 +45,7 @@ class Ranks:
         self.while_asked()
         if len(self.orders) - 1 == self._lost_at:
             raise RankLost("rank 1 is gone")
-        said = self._said if isinstance(order, CheckWeights) else {}
+        said = self.said if isinstance(order, self.said_of) else {}
         return {rank: Answer(7, said.get(rank)) for rank in (2, 0, 1)}  # type: ignore[arg-type]
 
 
@@ -81,7 +82,22 @@ async def test_all_look_and_then_all_write() -> None:
     await replacement.replace()
     assert replacement.state is ReplacementState.WHOLE
     await weights.check(SharedWeights("s"))
-    assert ranks.orders[1:] == [WriteWeights(7, 1), CheckWeights(serial=7, offer=2, shared=SharedWeights("s"))]
+    assert ranks.orders[1:] == [
+        ConfirmWeights(7, 1),
+        WriteWeights(7, 1),
+        CheckWeights(serial=7, offer=2, shared=SharedWeights("s")),
+    ]
+
+
+async def test_what_is_another_by_now_is_not_written() -> None:
+    ranks = Ranks()
+    replacement = await place(ranks).check("new")
+    ranks.said_of = ConfirmWeights
+    ranks.said = {1: Refusal("written anew", "model_path")}
+    with pytest.raises(InvalidRequest, match=r"^rank 1: written anew$"):
+        await replacement.replace()
+    assert replacement.state is ReplacementState.CHECKED
+    assert not any(isinstance(order, WriteWeights) for order in ranks.orders)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +173,9 @@ async def test_whoever_leaves_leaves_behind_whole_tensors() -> None:
     assert trainer.forgotten == [SENT.group_name]
 
 
-@pytest.mark.parametrize("source", ["new", SENT])
-async def test_what_was_written_is_gone_with_the_ranks(source: Any) -> None:
-    ranks = Ranks(lost_at=1)
+@pytest.mark.parametrize(("source", "lost_at"), [("new", 1), ("new", 2), (SENT, 1)])
+async def test_what_was_written_is_gone_with_the_ranks(source: Any, lost_at: int) -> None:
+    ranks = Ranks(lost_at=lost_at)
     replacement = await place(ranks).check(source)
     with pytest.raises(RankLost):
         await replacement.replace()

@@ -22,7 +22,7 @@ from trioserve.contracts.errors import EngineFault, InvalidRequest, WeightsLost
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.weights import SharedWeights
 from trioserve.ranks.group import RankGroup
-from trioserve.ranks.messages import CheckWeights, PutWeights, WriteWeights
+from trioserve.ranks.messages import CheckWeights, ConfirmWeights, PutWeights, WriteWeights
 from trioserve.rollouts import publish_weights
 
 SECONDS_MAX = 120.0
@@ -184,6 +184,21 @@ async def test_a_bad_directory_changes_nothing(
             with pytest.raises(InvalidRequest):
                 await engine.update_weights(path)
         assert engine.weight_version == "default"
+        assert await said(engine) == before
+
+
+async def test_files_that_become_others_before_one_rank_writes_change_nothing(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tiny_model("llama")
+    new = changed(old, tmp_path / "new")
+    when_told(monkeypatch, ConfirmWeights, lambda _group: os.utime(new / "model.safetensors", ns=(0, 0)))
+    async with opened(old) as engine:
+        before = await said(engine)
+        with pytest.raises(InvalidRequest, match="written anew since the update began") as refusal:
+            await engine.update_weights(new)
+        assert refusal.value.param == "model_path"
+        assert engine.ready
         assert await said(engine) == before
 
 

@@ -75,13 +75,17 @@ class StoredWeights:
         self._tensors = tensors
         self._files = {path: identities.get(path) for path in files}
 
-    def replace(self) -> None:
-        """To be called once, where the model computes. Raises InvalidRequest, and has changed nothing, if the files are
-        others by now; ModelLoadError if they have become others meanwhile, or cannot be read any more."""
+    def confirm(self) -> None:
+        """Raises InvalidRequest if the files are others by now."""
         try:
             self._check_are_the_same()
         except ModelLoadError as error:
             raise InvalidRequest(one_line(str(error)), param=self._param) from error
+
+    def replace(self) -> None:
+        """To be called once, where the model computes. Raises InvalidRequest, and has changed nothing, if the files are
+        others by now; ModelLoadError if they have become others meanwhile, or cannot be read any more."""
+        self.confirm()
         self.state = ReplacementState.BEGUN
         fill_slots(
             self._runner.slots(),

@@ -22,6 +22,7 @@ __all__ = [
     "Answer",
     "CheckWeights",
     "Claim",
+    "ConfirmWeights",
     "DraftSetup",
     "Fault",
     "Loaded",
@@ -169,6 +170,13 @@ class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_named: bool = False
 
 
+class ConfirmWeights(msgspec.Struct, frozen=True, tag=True):
+    """Look whether those that were looked at still are what they were: all are about to be told to write."""
+
+    serial: int
+    offer: int
+
+
 class WriteWeights(msgspec.Struct, frozen=True, tag=True):
     """Put those that were looked at into the places of the old ones."""
 
@@ -219,6 +227,7 @@ Order = (
     | AddAdapter
     | RemoveAdapter
     | CheckWeights
+    | ConfirmWeights
     | WriteWeights
     | PutWeights
     | Run

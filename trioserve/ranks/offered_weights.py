@@ -20,7 +20,7 @@ from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import values_of
 from trioserve.model.trainer_groups import arriving_tensors
 from trioserve.model.weight_replacement import ArrivingWeights, DividedModel, StoredWeights
-from trioserve.ranks.messages import CheckWeights, PutWeights, Refusal, WriteWeights
+from trioserve.ranks.messages import CheckWeights, ConfirmWeights, PutWeights, Refusal, WriteWeights
 
 if TYPE_CHECKING:
     from trioserve.model.runner import ModelRunner
@@ -58,15 +58,27 @@ class OfferedWeights:
         self._bytes = bytearray()
         threading.Thread(target=self._look, args=(order, on_found, on_broken), name="weights", daemon=True).start()
 
+    def confirm(self, order: ConfirmWeights) -> Refusal | None:
+        try:
+            self._stored(order.offer).confirm()
+        except InvalidRequest as error:
+            return Refusal(str(error), error.param)
+        return None
+
     def write(self, order: WriteWeights) -> None:
         """Raises WeightsLost if what was there cannot be read any more, or is something else by now."""
-        found, self._found = self._found, None
-        assert order.offer == self._offer, "what is written was looked at last"
-        assert isinstance(found, StoredWeights), "what is written was found"
+        found = self._stored(order.offer)
+        self._found = None
         try:
             found.replace()
         except (InvalidRequest, ModelLoadError) as error:
             raise WeightsLost(f"the new weights came only in part: {error}") from error  # other ranks write theirs
+
+    def _stored(self, offer: int) -> StoredWeights:
+        found = self._found
+        assert offer == self._offer, "what is written was looked at last"
+        assert isinstance(found, StoredWeights), "what is written was found"
+        return found
 
     def put(self, order: PutWeights) -> None:
         found = self._found

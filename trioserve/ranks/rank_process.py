@@ -52,6 +52,7 @@ from trioserve.ranks.messages import (
     Answer,
     CheckWeights,
     Claim,
+    ConfirmWeights,
     Fault,
     Loaded,
     Log,
@@ -63,6 +64,7 @@ from trioserve.ranks.messages import (
     PutWeights,
     RankPlace,
     RankSetup,
+    Refusal,
     RemoveAdapter,
     Report,
     Run,
@@ -290,7 +292,7 @@ class _Rank:
     def _together(self) -> float:
         return 0.0 if self._collectives is None else self._collectives.seconds
 
-    def _done(self, order: Order, runner: ModelRunner) -> bool | str | None:
+    def _done(self, order: Order, runner: ModelRunner) -> bool | str | Refusal | None:
         if isinstance(order, Allocate):
             self._meet_stages(order)
             if runner.config.state_bytes:
@@ -309,8 +311,10 @@ class _Rank:
             except MemoryError as error:
                 return str(error) or "no memory is left for it"
             return None
-        if isinstance(order, WriteWeights | PutWeights):
+        if isinstance(order, ConfirmWeights | WriteWeights | PutWeights):
             assert self._offered is not None, "a rank is told of others when it is loaded"
+            if isinstance(order, ConfirmWeights):
+                return self._offered.confirm(order)
             if isinstance(order, WriteWeights):
                 self._offered.write(order)
             else:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from trioserve.contracts.errors import InvalidRequest, RankLost
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
 from trioserve.model.trainer_groups import arriving_tensors, dtype_named
-from trioserve.ranks.messages import Answer, CheckWeights, PutWeights, Refusal, WriteWeights
+from trioserve.ranks.messages import Answer, CheckWeights, ConfirmWeights, PutWeights, Refusal, WriteWeights
 from trioserve.trio_tools.daemon_thread import call_abandonable
 
 __all__ = ["RankedWeights"]
@@ -80,12 +80,7 @@ class RankedWeights:
 
     async def _look(self, make: Callable[[int], CheckWeights]) -> Mapping[int, object]:
         """What each of them has found. Raises InvalidRequest."""
-        answers = await self._ranks.ask(make, may_leave=True, is_timed=False, is_beside=True)
-        found = {rank: answers[rank].value for rank in sorted(answers)}
-        refusals = {rank: value for rank, value in found.items() if isinstance(value, Refusal)}
-        if refusals:
-            raise _refused(refusals, len(found))
-        return found
+        return _found(await self._ranks.ask(make, may_leave=True, is_timed=False, is_beside=True))
 
     async def join_group(self, group: WeightGroup) -> None:
         await call_abandonable(self._groups.join, group, thread_name=LOOK_THREAD)
@@ -103,9 +98,11 @@ class _Stored:
         self.state = ReplacementState.CHECKED
 
     async def replace(self) -> None:
-        """Ends also when cancelled. Raises RankLost."""
-        self.state = ReplacementState.BEGUN
+        """Ends also when cancelled. Raises RankLost, and InvalidRequest where what was looked at is another by now."""
         try:
+            answers = await self._ranks.ask(lambda serial: ConfirmWeights(serial, self._offer), is_timed=False)
+            _found(answers)
+            self.state = ReplacementState.BEGUN
             await self._ranks.ask(lambda serial: WriteWeights(serial, self._offer), is_timed=False)
         except RankLost:
             self.state = ReplacementState.GONE
@@ -159,6 +156,15 @@ def _from_here(path: str) -> str:
 
 def _part(serial: int, *, offer: int, name: str, part: bytes, is_last: bool) -> PutWeights:
     return PutWeights(serial, offer, name, part, is_last)
+
+
+def _found(answers: Mapping[int, Answer]) -> Mapping[int, object]:
+    """What each rank says. Raises InvalidRequest if one of them refuses."""
+    found = {rank: answers[rank].value for rank in sorted(answers)}
+    refusals = {rank: value for rank, value in found.items() if isinstance(value, Refusal)}
+    if refusals:
+        raise _refused(refusals, len(found))
+    return found
 
 
 def _refused(refusals: Mapping[int, Refusal], rank_count: int) -> InvalidRequest:

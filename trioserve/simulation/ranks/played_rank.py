@@ -23,6 +23,7 @@ from trioserve.ranks.messages import (
     Answer,
     CheckWeights,
     Claim,
+    ConfirmWeights,
     Fault,
     Loaded,
     Masks,
@@ -258,6 +259,8 @@ class PlayedRank:
         elif isinstance(order, AddAdapter):
             await come_to(self, "adapter")
             self._say(Answer(order.serial, self._added(order)))
+        elif isinstance(order, ConfirmWeights):
+            self._say(Answer(order.serial))
         elif isinstance(order, WriteWeights):
             await self._write(order)
         else:
