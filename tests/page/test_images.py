@@ -74,7 +74,7 @@ def test_pictures_are_seen_as_they_become(browser: Browser, serve: Callable[...,
     open_page(browser, server)
     assert browser.text("#model") == "fake"
     assert browser.run("return document.getElementById('ask-steps').placeholder") == "4"
-    fill(browser, steps=40, n=2, seed=2**64 - 1, width=32, height=16)
+    fill(browser, steps=40, n=2, seed=f"00{2**64 - 1}", width=32, height=16)
     browser.type("#ask-prompt", "a cat" + Keys.CONTROL + Keys.ENTER)
     browser.wait(lambda: browser.find_all(".shot img.unfinished"), "a look on the way")
     assert browser.run("return document.querySelector('.shot progress').value") > 0

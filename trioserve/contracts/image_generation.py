@@ -179,12 +179,13 @@ class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a model that makes pictures is, and takes.
 
     served_names: the first is its name. family: such as "dit", "stable-diffusion", "flux". width, height, steps,
-    guidance, samplers: what it does by itself, the first of the samplers. side_multiple: width and height are multiples
-    of it. side_min, side_max: of each. classes: the names of what it can make; None: it takes texts. takes_guidance:
-    whether the prompt can count more. has_guided_rows: whether that takes a second row in each step; otherwise the
-    model is told the number. takes_negative: of texts. takes_images: it can change one. created_at: seconds since 1970.
-    fingerprint: names weights and arithmetic; None: nobody compares. pixels_per_work: so many pixels cost one unit of
-    an IterativeRequest's work. encode_work: what a prompt costs.
+    guidance, samplers: what it does by itself, the first of the samplers. side_multiple: width and height are
+    multiples of it. side_min, side_max: of each. steps_max: so many noise levels it was trained with. classes: the
+    names of what it can make; None: it takes texts. takes_guidance: whether the prompt can count more.
+    has_guided_rows: whether that takes a second row in each step; otherwise the model is told the number.
+    takes_negative: of texts. takes_images: it can change one. created_at: seconds since 1970. fingerprint: names
+    weights and arithmetic; None: nobody compares. pixels_per_work: so many pixels cost one unit of an
+    IterativeRequest's work. encode_work: what a prompt costs.
     """
 
     served_names: tuple[str, ...]
@@ -198,6 +199,7 @@ class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     side_multiple: int
     side_min: int
     side_max: int
+    steps_max: int = 1000
     classes: tuple[str, ...] | None = None
     takes_guidance: bool = True
     has_guided_rows: bool = True

@@ -164,3 +164,10 @@ async def test_no_model_and_no_extra_are_told(tmp_path, monkeypatch):
     with pytest.raises(StartupError, match="pip install"):
         async with open_image_engine(tmp_path):
             pytest.fail("it was opened")
+
+
+async def test_no_more_steps_than_noise_levels_whatever_the_operator_allows(checkpoint):
+    async with open_image_engine(checkpoint("dit"), max_image_steps=5000) as engine:
+        assert engine.limits.steps_max == 1000
+        with pytest.raises(InvalidRequest, match="steps is 1001, at most 1000 denoising steps are allowed here"):
+            await engine.generate_image("d3", ImageParams(steps=1001))

@@ -111,7 +111,7 @@ function number(name) {
 	const input = find(`ask-${name}`), text = input.value.trim();
 	if (!text || input.closest("label").hidden) return undefined;
 	const value = Number(text);
-	if (Number.isFinite(value)) return name === "seed" ? text : value;
+	if (name === "seed" ? /^-?\d+$/.test(text) : Number.isFinite(value)) return name === "seed" ? String(BigInt(text)) : value;
 	input.focus();
 	throw new Error(`"${text}" is no number (${name})`);
 }

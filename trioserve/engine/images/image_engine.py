@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from random import Random
 
+import msgspec
 import trio
 from msgspec import UNSET
 
@@ -78,7 +79,8 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
             new_request_id=new_request_id,
         )
         self.model = model
-        self.limits = limits or ImageRequestLimits()
+        limits = limits or ImageRequestLimits()
+        self.limits = msgspec.structs.replace(limits, steps_max=min(limits.steps_max, model.steps_max))
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
         self._preparation = ImagePreparation(model, self.limits, step_work_max=core.settings.step_work_max)
         self.step_times = ImageStepTimes()

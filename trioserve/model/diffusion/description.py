@@ -62,6 +62,7 @@ def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source
         side_multiple=multiple,
         side_min=side_min,
         side_max=side_max,
+        steps_max=_steps_max(directory),
         classes=None if pipeline.takes_texts else _classes(directory),
         takes_guidance=takes_guidance,
         has_guided_rows=pipeline.has_guided_rows,
@@ -69,6 +70,15 @@ def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source
         takes_images=pipeline.takes_images,
         created_at=int(time.time()),
     )
+
+
+def _steps_max(directory: ImageDirectory) -> int:
+    count = directory.scheduler.get("num_train_timesteps", 1000)  # what diffusers takes where nothing is said
+    if not isinstance(count, int) or count < 1:
+        raise ModelLoadError(
+            f"{directory.path}: scheduler_config.json: num_train_timesteps is {count!r}, and has to be a number from 1"
+        )
+    return count
 
 
 def _classes(directory: ImageDirectory) -> tuple[str, ...]:
