@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 import trio
 from safetensors.torch import load_file
 
@@ -191,6 +192,27 @@ async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
         assert engine.has_half_weights
         await engine.update_weights(old)
         assert await said(engine) == before
+
+
+async def test_a_caller_who_leaves_before_anything_comes_has_changed_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread still waits for that trainer. Another trainer need not, and may take the name."""
+    old = tiny_checkpoint("llama")
+    new = changed(old, tmp_path / "new")
+    is_waiting = told_of(monkeypatch, torch.distributed, "broadcast", after=False)
+    async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
+        before = await said(engine)
+        async with sender(new, engine, count=0, seconds_max=600.0):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.update_weights, of(new))
+                await is_waiting.wait()
+                nursery.cancel_scope.cancel()
+            assert engine.ready
+            assert await said(engine) == before
+            async with sender(new, engine):
+                await engine.update_weights(of(new))
+        assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 
 async def test_a_group_whose_trainer_does_not_come_can_be_left(

@@ -64,9 +64,10 @@ class TrainerGroups:
                 group.leave()
 
     def forget(self, name: str) -> None:
-        """It is of no use any more, though a thread may still wait in it until its time is over. Never waits."""
+        """It is of no use any more, though a thread may still wait in it until its time is over: another one of this
+        name can be joined. Never waits."""
         group = self._groups.pop(name, None)
-        if isinstance(group, TrainerGroup) and not group.is_waiting:
+        if isinstance(group, TrainerGroup):
             with contextlib.suppress(RuntimeError):
                 group.leave()
 
@@ -88,10 +89,6 @@ class TrainerGroups:
             group.broadcast(tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor)
         except RuntimeError as error:
             raise WeightsLost(f"the trainer of the group {name} sends nothing: {str(error).splitlines()[0]}") from error
-        finally:
-            if isinstance(group, TrainerGroup) and self._groups.get(name) is not group:  # it was forgotten meanwhile
-                with contextlib.suppress(RuntimeError):
-                    group.leave()
         return values
 
 

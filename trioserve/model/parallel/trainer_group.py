@@ -31,7 +31,7 @@ class TrainerGroup:
         from torch.distributed import distributed_c10d as c10d
 
         self.rank = rank
-        self.is_waiting = False
+        self._is_left = False
         timeout = timedelta(seconds=seconds_max)
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]  # torch leaves it out of __all__
@@ -59,14 +59,15 @@ class TrainerGroup:
         """From rank 0, in place. Raises RuntimeError if one of them is gone, or the time is over."""
         import torch.distributed as dist
 
-        self.is_waiting = True
-        try:
-            dist.broadcast(tensor, src=0, group=self._group)
-        finally:
-            self.is_waiting = False
+        if self._is_left:
+            raise RuntimeError("the group was left")
+        dist.broadcast(tensor, src=0, group=self._group)
 
     def leave(self) -> None:
-        """Waits for nobody."""
+        """Waits for nobody, and whoever waits in it still does so until its time is over: but its name is free for
+        another group of this process. A second call does nothing."""
         import torch.distributed as dist
 
-        dist.destroy_process_group(self._group)
+        is_left, self._is_left = self._is_left, True
+        if not is_left:
+            dist.destroy_process_group(self._group)
