@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from selenium.webdriver.remote.webelement import WebElement
 
 SECONDS_MAX = 100.0  # generous: a shared machine
+LEFT_AND_KEPT = "dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))"
+"""What a page is told that somebody leaves, and that the browser keeps with its connections, for a minute or so."""
 Value = TypeVar("Value")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from trioserve.testing.fake_image_engine import FAKE_CLASSES, FAKE_IMAGE_MODEL
 
-from .conftest import Browser
+from .conftest import LEFT_AND_KEPT, Browser
 from .real_server import RealImageServer
 from .test_accessibility import NAMES
 
@@ -96,6 +96,18 @@ def test_cancel_gives_the_slots_back(browser: Browser, serve: Callable[..., Real
     browser.wait_text(".set .aside", "cancelled after")
     browser.wait(lambda: server.do(server.engine.stats).slots_used == 0, "free slots")
     assert browser.text(".set .shot:nth-child(2) figcaption").startswith("cancelled")
+
+
+def test_leaving_the_page_ends_what_it_asked_for(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+    server = serve(step_seconds=1.0)  # it takes longer than anything is waited for
+    open_page(browser, server)
+    fill(browser, steps=LONG, n=2, prompt="a cat")
+    browser.click("#ask-send")
+    browser.wait_text(".set .shot figcaption", "step ")
+    assert server.do(server.engine.stats).slots_used == 2
+    browser.run(LEFT_AND_KEPT)
+    browser.wait(lambda: server.do(server.engine.stats).slots_used == 0, "free slots")
+    browser.wait_text(".set .aside", "cancelled after")
 
 
 def test_everybodys_requests_are_listed_and_can_be_cancelled(

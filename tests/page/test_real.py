@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Browser
+from .conftest import LEFT_AND_KEPT, Browser
 from .real_server import RealServer
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
@@ -77,6 +77,16 @@ def test_a_chat_streams_and_stop_brings_its_blocks_back(browser: Browser, serve:
     assert "0 blocks" not in said.replace("10 blocks", "").replace("20 blocks", ""), said
     assert browser.find_all(".squares.back")
     assert server.do(server.engine.stats).blocks_used == 0
+
+
+def test_leaving_the_page_ends_its_responses(browser: Browser, serve: Callable[..., RealServer]) -> None:
+    server = serve(step_seconds=0.3)  # it takes longer than anything is waited for
+    open_page(browser, server, "#playground")
+    ask(browser)
+    browser.wait(lambda: len(browser.text(".answer .text")) > 5)
+    assert server.do(server.engine.stats).blocks_used > 0
+    browser.run(LEFT_AND_KEPT)
+    browser.wait(lambda: server.do(server.engine.stats).blocks_used == 0, "free blocks")
 
 
 def test_a_cancel_on_the_live_view_ends_a_request(browser: Browser, serve: Callable[..., RealServer]) -> None:

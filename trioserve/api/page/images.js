@@ -9,6 +9,7 @@ const SMALL_PIXELS = 128; // a side; pictures up to this are shown as their pixe
 const SETS_MAX = 30; // that are kept on the page
 
 let model = null; // as /v1/models has it
+const live = new Set(); // what was asked for, until it ends
 
 // --- one request ---
 
@@ -77,6 +78,7 @@ class Asked {
 
 	async run(path, body, headers) {
 		const began = performance.now();
+		live.add(this);
 		try {
 			const response = await key.ask(path, { method: "POST", headers: { ...headers, "X-Request-Id": this.id }, body, signal: this.#abort.signal });
 			for await (const events of eventsOf(response)) {
@@ -87,6 +89,7 @@ class Asked {
 		} catch ({ message }) {
 			if (!this.#isStopped) this.#fail(message);
 		}
+		live.delete(this);
 		for (const shot of this.shots) shot.end(this.#isStopped ? "cancelled" : "not made");
 		if (this.#isStopped) say(`${this.prompt}: cancelled`);
 		write(this.figures, `${this.#isStopped ? "cancelled after " : ""}${duration((performance.now() - began) / 1000)}`);
@@ -263,7 +266,8 @@ on("ask-prompt", { keydown: (event) => {
 	event.preventDefault();
 	find("ask").requestSubmit();
 } });
-on(window, { error: (event) => say(`The page itself failed: ${event.message}`) });
+// A browser may keep a page that was left, and its connections, for who comes back.
+on(window, { pagehide: () => live.forEach((asked) => asked.stop()), error: (event) => say(`The page itself failed: ${event.message}`) });
 on(document, { visibilitychange: () => document.hidden || look() });
 whenKeyIsSet(look);
 whenThemeChanges(() => {});

@@ -41,6 +41,8 @@ class Answer {
 		this.run();
 	}
 
+	get isStopped() { return this.#ending === "stopped"; }
+
 	stop() {
 		this.#ending = "stopped";
 		this.#abort.abort();
@@ -55,7 +57,7 @@ class Answer {
 				this.show();
 			}
 		} catch (error) {
-			if (this.#ending !== "stopped") this.#fail(error.message);
+			if (!this.isStopped) this.#fail(error.message);
 		}
 		this.#endedAt = performance.now();
 		this.isOver = true;
@@ -153,6 +155,11 @@ export async function readModels() {
 	}
 }
 
+/** Of one that was stopped the blocks come back up to a step later. */
+function hasSaidAll({ isStopped }, request) {
+	return request.ended_at != null && (!isStopped || Boolean(request.freed));
+}
+
 export function update() {
 	const { requests } = feed.state;
 	const open = answers.filter((answer) => !answer.isSettled);
@@ -161,7 +168,7 @@ export function update() {
 	for (const answer of open) {
 		const request = byId.get(answer.id);
 		answer.see(request);
-		answer.isSettled = answer.isOver && (!request || request.ended_at != null) && answer.request !== null;
+		answer.isSettled = answer.isOver && answer.request !== null && (!request || hasSaidAll(answer, request));
 	}
 }
 
@@ -292,8 +299,12 @@ function note(who, text) {
 	find("talk").append(el("li", {}, el("b", {}, who), el("div.text", {}, text)));
 }
 
-function clear() {
+function stopAll() {
 	for (const answer of answers) if (!answer.isOver) answer.stop();
+}
+
+function clear() {
+	stopAll();
 	[messages, answers] = [[], []];
 	find("talk").replaceChildren();
 	find("answers").replaceChildren();
@@ -312,7 +323,9 @@ on("ask-text", { keydown: (event) => {
 	event.preventDefault();
 	find("ask").requestSubmit();
 } });
-on("ask-stop-all", { click: () => answers.forEach((answer) => answer.isOver || answer.stop()) });
+on("ask-stop-all", { click: stopAll });
+// A browser may keep a page that was left, and its connections, for who comes back.
+on(window, { pagehide: stopAll });
 on("talk-clear", { click: clear });
 for (const [name, example] of Object.entries({ tools: TOOLS, schema: SCHEMA })) {
 	on(`${name}-example`, { click: () => { find(`ask-${name}`).value = JSON.stringify(example, null, 1); } });
