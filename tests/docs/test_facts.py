@@ -23,7 +23,7 @@ README_LINES_MAX = 150
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
-    *{"--env", "--from", "--stop-timeout"},  # of container engines and uvx
+    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # of container engines and uvx
 }
 
 

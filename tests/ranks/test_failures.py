@@ -202,9 +202,10 @@ async def test_an_abandoned_step_ends_in_all_of_them_and_the_next_one_is_right(
 
 
 SERVER = """
-import socket
+import signal, socket
 from trioserve.ranks.link import RankProcess
 from trioserve.ranks.messages import RankPlace
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # its rank would inherit what nohup makes of it
 ours, its = socket.socketpair()
 process = RankProcess(its, RankPlace(local_rank=0))
 print(process.pid, flush=True)
