@@ -52,7 +52,8 @@ async def test_what_sglangs_clients_send_and_get(autojump_clock):
     ("body", "named"),
     [
         ({"model_path": "missing"}, "missing"),
-        ({"model_path": "b", "weight_version": "default"}, "default"),
+        ({"model_path": "b", "weight_version": "default"}, 'weight_version is "default"'),
+        ({"model_path": ""}, "model_path is empty"),
     ],
 )
 async def test_what_does_not_fit_has_no_success(autojump_clock, body: dict[str, Any], named: str):

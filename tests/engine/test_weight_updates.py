@@ -150,6 +150,7 @@ async def test_what_waits_or_comes_meanwhile_is_computed_with_the_new_weights(au
     ("source", "options", "param"),
     [
         ("missing", {}, "model_path"),
+        ("", {}, "model_path"),
         (3, {}, "source"),
         ("b", {"version": ""}, "version"),
         ("b", {"version": "default"}, "version"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trioserve.contracts.errors import EndpointLost
 from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
+from trioserve.proxy.event_splitter import EVENT_BYTES_MAX
 
 TOLD = '{"prompt_digest": "d", "seed": 7}'
 COMMENT = b": keep-alive\n\n"
@@ -182,7 +183,7 @@ def test_a_request_that_is_given_away_says_what_the_next_one_is_to_be_told(param
 def test_a_group_without_end_is_an_endpoint_that_is_broken():
     kept = stream()
     with pytest.raises(EndpointLost, match="without an id"):
-        for _ in range(20):
+        for _ in range(EVENT_BYTES_MAX // 1_000_000 + 1):
             kept.feed(b"data: " + b"x" * 1_000_000 + b"\n\n")
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.contracts.errors import EndpointLost
+from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.proxy import event_splitter
 from trioserve.proxy.event_splitter import EventSplitter, is_comment
 
@@ -48,6 +49,15 @@ def test_an_event_without_an_end_is_given_up(monkeypatch):
     assert whole.feed(b"x" * 20 + b"\n\n" + b"y" * 10) == b"x" * 20 + b"\n\n"
     with pytest.raises(EndpointLost, match="more than 10 bytes"):
         whole.feed(b"y")
+
+
+def test_an_event_may_hold_the_largest_picture():
+    """Of noise, which no format makes smaller, in base64."""
+    pixels = ImageRequestLimits().pixels_max
+    whole = EventSplitter()
+    assert whole.feed(b'data: {"b64_json": "') == b""
+    assert whole.feed(bytes(4 * pixels + 100_000)) == b""
+    assert whole.feed(b"\n\n").endswith(b"\n\n")
 
 
 @pytest.mark.parametrize(

@@ -250,4 +250,7 @@ def _checked_source(source: object) -> WeightSource:
         return source
     if not isinstance(source, str | os.PathLike):
         refuse("source", source, "a path, a SharedWeights, or a BroadcastWeights")
-    return os.fspath(source)
+    path = os.fspath(source)
+    if not path:
+        raise InvalidRequest("model_path is empty: name the directory with the new weights", param="model_path")
+    return path

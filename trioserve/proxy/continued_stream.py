@@ -96,7 +96,7 @@ class ContinuedStream:
         self._is_between = self._why_not is None
 
     def feed(self, piece: bytes) -> bytes:
-        """What may be passed on now. Raises EndpointLost for an event or a group of more than 16 MiB."""
+        """What may be passed on now. Raises EndpointLost for an event or a group of more than EVENT_BYTES_MAX."""
         if self._is_between and piece.endswith(_EVENT_END):
             # What nearly all of them look like: one event, which is a group, its id on the last line. Other ways to
             # know that it is one cost several times as much as counting its lines.

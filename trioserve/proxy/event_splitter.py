@@ -12,7 +12,7 @@ from trioserve.contracts.errors import EndpointLost
 
 __all__ = ["EventSplitter", "is_comment"]
 
-EVENT_BYTES_MAX = 16 * 1024 * 1024  # a token has some hundreds; logprobs of a long prompt have millions
+EVENT_BYTES_MAX = 24 * 1024 * 1024  # a token has some hundreds; a picture of the largest size, in base64, 17 million
 
 # An empty line behind the end of a line, each of them LF, CRLF or CR. One whose LF is still to come counts as CR: then
 # that LF begins what follows, as an empty line, which says nothing.
@@ -36,7 +36,7 @@ class EventSplitter:
 
     def feed(self, piece: bytes) -> bytes:
         """The events that are whole now, one behind the other; empty if there is none. Raises EndpointLost for one that
-        is longer than 16 MiB."""
+        is longer than EVENT_BYTES_MAX."""
         if not self._held and piece.endswith(b"\n\n"):
             return piece  # what nearly all of them look like
         searched = max(0, len(self._held) - _END_BYTES_MAX + 1)

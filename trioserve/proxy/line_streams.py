@@ -87,7 +87,7 @@ class LineSplitter:
         self._held = bytearray()  # nothing, or a line's beginning that is not blank
 
     def feed(self, piece: bytes) -> bytes:
-        """What is whole now, with the spaces behind it. Raises EndpointLost for a line of more than 16 MiB."""
+        """What is whole now, with the spaces behind it. Raises EndpointLost for a line of more than EVENT_BYTES_MAX."""
         held = len(self._held)
         self._held += piece
         end = self._held.rfind(b"\n", held) + 1

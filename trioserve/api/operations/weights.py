@@ -123,7 +123,12 @@ async def _update(context: RequestContext, source: WeightSource, body: WeightsBo
         )
     try:
         version = await context.engine.update_weights(source, version=body.weight_version, in_flight=in_flight)
-    except (InvalidRequest, WeightsLost) as error:
+    except InvalidRequest as error:
+        if error.param == "version":  # as the engine calls what is weight_version here
+            error = InvalidRequest(f"weight_{error}", param="weight_version")
+        await _refuse(context, error)
+        return
+    except WeightsLost as error:
         await _refuse(context, error)
         return
     if body.flush_cache:  # nobody would find it any more, and its blocks are the first to be of use
