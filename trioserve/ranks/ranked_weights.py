@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from trioserve.contracts.errors import InvalidRequest, RankLost
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
-from trioserve.model.trainer_groups import arriving_tensors, dtype_named
+from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors, dtype_named
 from trioserve.ranks.messages import Answer, CheckWeights, ConfirmWeights, PutWeights, Refusal, WriteWeights
 from trioserve.trio_tools.daemon_thread import call_abandonable
 
@@ -36,21 +36,11 @@ class Ranks(Protocol):
     ) -> dict[int, Answer]: ...
 
 
-class Groups(Protocol):
-    """Of trainers, see TrainerGroups."""
-
-    def join(self, asked: WeightGroup) -> None: ...
-    def check(self, name: str) -> None: ...
-    def leave(self, name: str) -> None: ...
-    def forget(self, name: str) -> None: ...
-    def receive(self, name: str, shape: Sequence[int], dtype: Any) -> Any: ...
-
-
 class RankedWeights:
     """A WeightPlace. groups: in which this process, for all ranks, is one member. why_fixed: see ModelRunner; what the
     ranks do not know."""
 
-    def __init__(self, ranks: Ranks, groups: Groups, *, why_fixed: str | None = None) -> None:
+    def __init__(self, ranks: Ranks, groups: TrainerGroups, *, why_fixed: str | None = None) -> None:
         self._ranks = ranks
         self._groups = groups
         self._why_fixed = why_fixed
@@ -113,7 +103,7 @@ class _Stored:
 class _Sent:
     """A Replacement by what a trainer sends. As with one process, nothing is written once the caller is gone."""
 
-    def __init__(self, ranks: Ranks, offer: int, source: BroadcastWeights, groups: Groups) -> None:
+    def __init__(self, ranks: Ranks, offer: int, source: BroadcastWeights, groups: TrainerGroups) -> None:
         self._ranks = ranks
         self._offer = offer
         self._source = source
