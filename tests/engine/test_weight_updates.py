@@ -10,11 +10,11 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.engine.test_pausing import KINDS, LONG, Reader, undisturbed
-from trioserve.contracts.errors import Draining, EngineReopening, InvalidRequest, WeightsLost
+from trioserve.contracts.errors import Draining, EngineReopening, InvalidRequest, RankLost, WeightsLost
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.weights import SharedWeights, WeightSource
+from trioserve.contracts.weights import ReplacementState, SharedWeights, WeightSource
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_weights import FakeWeightPlace
 
@@ -171,6 +171,37 @@ async def test_what_is_refused_has_changed_nothing(autojump_clock, source: Any, 
             assert fake.weight_version == "default"
             assert fake.ready
         assert one.token_ids == expected
+        fake.assert_all_free()
+
+
+class LostRanks:
+    """A Replacement whose ranks are lost while they write."""
+
+    state = ReplacementState.CHECKED
+
+    async def replace(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.state = ReplacementState.GONE
+        raise RankLost("rank 1 was killed")
+
+
+async def test_no_step_begins_once_ranks_are_lost_that_had_begun_to_write(autojump_clock, monkeypatch):
+    async def look(source: object) -> LostRanks:
+        await trio.lowlevel.checkpoint()
+        return LostRanks()
+
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        monkeypatch.setattr(fake.weights, "check", look)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Reader().read, fake, "one")
+            await trio.sleep(0.055)
+            with pytest.raises(WeightsLost, match="ended meanwhile"):
+                await fake.update_weights("b")
+            step_count = fake.stats().steps_total
+            await trio.sleep(1.0)  # nobody has told the engine yet that they are
+            assert fake.stats().steps_total == step_count
+            nursery.cancel_scope.cancel()
+        await fake.wait_until_idle()
         fake.assert_all_free()
 
 
