@@ -12,6 +12,7 @@ import pytest
 from trioserve.assemble_images import open_image_engine
 from trioserve.bench.inside.command import run_inside
 from trioserve.bench.inside.images.asked import AskedPictures
+from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.image_generation import Picture
 
 
@@ -46,6 +47,13 @@ def test_every_phase_is_left_and_every_way_makes_pictures(tiny_model: Path, caps
     (only,) = figures["rounds"]
     assert min(only.values()) > 0
     assert len(table) > len(cases)
+
+
+def test_a_directory_without_a_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="name a directory that diffusers' save_pretrained has written"):
+        run_inside(
+            ["images", "--model", str(tmp_path)], open_engine=open_image_engine, open_image_engine=open_image_engine
+        )
 
 
 class _SomeEngine:

@@ -63,11 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
 async def _measure(arguments: argparse.Namespace) -> None:
     from trioserve.bench.inside.images.pipeline import PlainPipeline  # late: it loads torch and diffusers
 
-    watch, pipeline, batch = ImageWatch(), PlainPipeline(Path(arguments.model)), arguments.batch
+    watch, batch = ImageWatch(), arguments.batch
     leaving: list[LeavingFigure] = []
     rounds: list[SpeedRound] = []
     with watch.watched():
         async with arguments.open_image_engine(arguments.model, max_num_seqs=batch) as engine:
+            pipeline = PlainPipeline(Path(arguments.model))  # behind the engine, which says what is wrong with it
             asked = AskedPictures(engine, steps=arguments.steps, guidance=arguments.guidance)
             await measure_speed(asked, watch, pipeline, batch)  # warms up
             keep_what_is_loaded()
