@@ -238,6 +238,16 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     continuations_per_second: Annotated[float, _about(
         "streams that go on at another endpoint in a second, when theirs stops; the others wait", "N", gt=0, le=1e6,
         )] = 100.0
+    retry_share: Annotated[float, _about(
+        "requests that an endpoint answered with an error, or for which it had no room, and that are tried at another "
+        "one, as a share of all requests; requests whose endpoint was lost are not counted", "SHARE", ge=0, le=1)] = 0.2
+    retries_per_second: Annotated[float, _about(
+        "so many such requests a second may be tried again whatever the share is, and ten times as many in a burst",
+        "N", ge=0, le=1e6)] = 3.0
+    max_request_attempts: Annotated[int, _about(
+        "endpoints that may answer one request with an error before its first token, or be lost with it, until the "
+        "request is taken for the cause; twice as many be lost, if they had other such requests, too", "N", ge=1,
+        le=100)] = 3
     hang_timeout: Annotated[float, _about(
         "seconds in which an endpoint that answers nothing at all is given up, and its streams go on at others",
         "SECONDS", gt=0, le=3600)] = 6.0

@@ -139,18 +139,86 @@ async def test_an_endpoint_that_cannot_be_reached_is_left_for_another(open_setup
         await setup.assert_all_free()
 
 
-async def test_when_nobody_can_be_reached_the_client_is_told_so(open_setup):
+async def test_when_nobody_can_be_reached_the_client_is_told_so_in_the_end(open_setup, autojump_clock):
     async with open_setup() as setup:
         for id in "ab":
             setup.router.fleet.remote(id).close()
             setup.unreachable.add(id)
         response = await setup.client().post(CHAT, body())
-        assert response.status == 502
+        assert trio.current_time() >= 30, "an accepted request waits for an endpoint to come back"
+        assert response.status == 503
         assert response.headers["x-trioserve-reason"] == "endpoint_lost"
+        assert int(response.headers["retry-after"]) >= 1
+        for id in "ab":
+            setup.router.dispatch.note_health(id, False, hangs=True, is_hung=True)
         again = await setup.client().post(CHAT, body())
         assert again.status == 503
         assert again.headers["x-trioserve-reason"] == "no_endpoint"
         assert int(again.headers["retry-after"]) >= 1
+        await setup.assert_all_free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_all_that_wait_for_their_first_token_survive_the_end_of_their_endpoint(open_setup, stream):
+    """There are more of them than the retry budget has tries."""
+    engine = {"paused": True, "response": "abc", "waiting_requests_max": 100}
+    async with open_setup(engine=engine, leases_max=100, waiting_depth_max=100) as setup:
+        statuses = []
+
+        async def ask() -> None:
+            async with setup.client().ask(CHAT, body(stream=stream)) as response:
+                await response.read()
+                statuses.append(response.status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(90):
+                nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            assert min(setup.leases().values()) > 30
+            setup.unreachable.add("a")
+            await setup.servers["a"].hang_up()
+            await wait_all_tasks_blocked()
+            setup.servers["b"].engine.resume()
+        assert statuses == [200] * 90
+        await setup.assert_all_free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_requests_wait_until_one_of_the_endpoints_is_back(open_setup, autojump_clock, stream):
+    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
+        statuses = []
+
+        async def ask() -> None:
+            async with setup.client().ask(CHAT, body(stream=stream)) as response:
+                await response.read()
+                statuses.append(response.status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            for id in "ab":
+                setup.unreachable.add(id)
+                await setup.servers[id].hang_up()
+            await trio.sleep(20)
+            assert statuses == []
+            setup.unreachable.clear()
+            setup.servers["b"].engine.resume()
+            setup.router.dispatch.note_health("b", True, hangs=False)
+        assert statuses == [200] * 8
+        await setup.assert_all_free()
+
+
+async def test_the_time_at_an_endpoint_that_died_is_not_taken_from_the_time_in_the_queue(open_setup, autojump_clock):
+    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
+        async with setup.client().ask(CHAT, body(queue_timeout=3.0)) as response:
+            await trio.sleep(2.5)
+            [first] = [id for id, count in setup.leases().items() if count]
+            other = "b" if first == "a" else "a"
+            setup.servers[other].engine.resume()
+            await setup.servers[first].hang_up()
+            await response.read()
+            assert response.status == 200
         await setup.assert_all_free()
 
 

@@ -282,16 +282,14 @@ def test_when_an_endpoint_dies_nobody_is_asked_for_twice(make_router, monkeypatc
     assert asked <= 2 * len(tickets)
 
 
-def test_retries_before_the_first_token_leave_streams_the_precedence(make_router):
+def test_streams_that_go_on_leave_the_retry_budget_alone(make_router):
     router = make_router(retry_share_max=0.0, retries_per_second_min=0.1, failures_max=100)
     for id in "ab":
         router.endpoint(id)
-    stream = streaming(router)
-    assert break_off(router, stream)
-    failing = router.sent()
-    assert not router.core.failed(failing, Fault.BROKE, router.now), "the stream has spent it"
-    other = streaming(router)
-    assert break_off(router, other), "and needs none to be left"
+    assert break_off(router, streaming(router))
+    assert router.core.failed(router.sent(), Fault.FAILED, router.now)
+    assert not router.core.failed(router.sent(), Fault.FAILED, router.now), "this one finds it empty"
+    assert break_off(router, streaming(router)), "a stream needs nothing of it"
 
 
 def test_endpoints_that_are_gone_tell_no_fingerprint(make_router):

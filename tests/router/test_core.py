@@ -7,7 +7,14 @@ import math
 import pytest
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
-from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, StartupError
+from trioserve.contracts.errors import (
+    Draining,
+    NoEndpoint,
+    Overloaded,
+    QueueWaitOver,
+    RequestPoisoned,
+    StartupError,
+)
 from trioserve.router.core import Fault
 from trioserve.router.endpoint_state import EndpointHealth
 from trioserve.router.ticket import TicketState
@@ -459,9 +466,9 @@ def test_nothing_is_tried_again_where_it_failed_nor_more_often_than_allowed(make
     for id in "abc":
         router.endpoint(id)
     ticket = router.sent()
-    assert router.core.failed(ticket, Fault.BROKE, router.now)
+    assert router.core.failed(ticket, Fault.FAILED, router.now)
     router.core.sent(ticket)
-    assert not router.core.failed(ticket, Fault.BROKE, router.now)
+    assert not router.core.failed(ticket, Fault.FAILED, router.now)
     assert ticket.state is TicketState.ENDED
     assert set(leases(router).values()) == {0}
 
@@ -473,7 +480,7 @@ def test_retries_have_a_budget(make_router):
     retried = 0
     for _ in range(50):
         ticket = router.sent()
-        retried += router.core.failed(ticket, Fault.BROKE, router.now)
+        retried += router.core.failed(ticket, Fault.FAILED, router.now)
         router.leave(ticket)
     assert retried == 2
 
@@ -497,15 +504,162 @@ def test_what_could_not_be_sent_waits_until_its_endpoint_is_found_well(make_rout
 
 
 def test_and_no_longer_than_anybody_waits(make_router):
-    router = make_router(queue_seconds_max=5)
+    router = make_router(queue_seconds_max=5, continuation_seconds_max=5)
     router.endpoint("a")
     ticket = router.sent()
     router.endpoint("b", leases_max=1)
     router.sent()
     assert router.core.failed(ticket, Fault.UNREACHABLE, router.now)
     router.after(5.1)
-    assert isinstance(ticket.refusal, Overloaded)
-    assert ticket.refusal.reason == "queue_wait_over"
+    assert isinstance(ticket.refusal, NoEndpoint)
+    assert ticket.refusal.reason == "endpoint_lost"
+    assert ticket.refusal.retry_after_seconds >= 1
+
+
+def lose_all(router, tickets, fault=Fault.BROKE):
+    for ticket in tickets:
+        assert router.core.failed(ticket, fault, router.now)
+
+
+@pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BROKE, Fault.HUNG, Fault.LEAVING])
+def test_all_that_wait_at_an_endpoint_survive_its_end_whatever_the_retry_budget(make_router, fault):
+    router = make_router(retry_share_max=0.0, retries_per_second_min=0.0, attempts_max=1 + 1)
+    a = router.endpoint("a", leases_max=200)
+    tickets = [router.sent() for _ in range(200)]
+    router.endpoint("b", leases_max=10)
+    lose_all(router, tickets, fault)
+    router.core.note_health(a, False, router.now, is_hung=True)
+    served = 0
+    while waiting := [ticket for ticket in tickets if ticket.state is not TicketState.ENDED]:
+        running = [ticket for ticket in waiting if ticket.state is TicketState.LEASED]
+        assert len(running) == min(10, len(waiting)), "the free slots set the pace"
+        for ticket in running:
+            router.core.sent(ticket)
+            router.core.first_token(ticket, router.now)
+            router.leave(ticket)
+            served += 1
+    assert served == 200
+
+
+def test_requests_wait_for_an_endpoint_to_come_back_when_all_have_died(make_router):
+    router = make_router(queue_seconds_max=20, ejection_seconds=10, ejection_seconds_max=10)
+    ids = [router.endpoint(id, leases_max=10) for id in "ab"]
+    tickets = [router.sent() for _ in range(20)]
+    for id in ids:
+        router.core.note_health(id, False, router.now, is_hung=True)
+    lose_all(router, tickets)
+    router.after(15)
+    assert {ticket.state for ticket in tickets} == {TicketState.WAITING}
+    with pytest.raises(NoEndpoint):
+        router.enter()  # a newcomer has been promised nothing
+    for id in ids:
+        router.core.note_health(id, True, router.now)
+    assert {ticket.state for ticket in tickets} == {TicketState.LEASED}
+    assert leases(router) == {"a": 10, "b": 10}
+
+
+def test_the_time_at_an_endpoint_that_died_is_no_wait(make_router):
+    router = make_router(queue_seconds_max=20, continuation_seconds_max=8)
+    a = router.endpoint("a")
+    whole, patient = router.sent(), router.sent(queue_deadline=router.now + 3)
+    router.after(100)
+    lose_all(router, [whole, patient])
+    router.core.note_health(a, False, router.now, is_hung=True)
+    router.after(2.5)
+    assert (whole.state, patient.state) == (TicketState.WAITING, TicketState.WAITING)
+    router.after(1)
+    assert isinstance(patient.refusal, QueueWaitOver), "its own time for waiting is over"
+    router.after(15)
+    assert whole.state is TicketState.WAITING
+    router.after(2)
+    assert isinstance(whole.refusal, NoEndpoint)
+
+
+def test_lost_requests_go_before_newcomers_of_their_priority_but_do_not_starve_them(make_router):
+    router = make_router(continuations_in_a_row_max=3)
+    router.endpoint("a", leases_max=8)
+    lost = [router.sent(priority=1) for _ in range(8)]
+    router.endpoint("b", leases_max=1)
+    holder = router.sent(pinned="b")
+    lose_all(router, lost, Fault.UNREACHABLE)
+    names = {id(ticket): f"lost {index}" for index, ticket in enumerate(lost)}
+    for name, priority in (("new", 1), ("new too", 1), ("urgent", 0), ("late", 2)):
+        names[id(router.enter(priority=priority))] = name
+    order = []
+    router.changed.clear()
+    router.leave(holder)
+    while router.changed:
+        ticket = router.changed.pop()
+        order.append(names[id(ticket)])
+        router.leave(ticket)
+    assert order == [
+        *("urgent", "lost 0", "lost 1", "lost 2", "new", "lost 3", "lost 4", "lost 5", "new too"),
+        *("lost 6", "lost 7", "late"),
+    ]
+
+
+def test_a_request_that_its_endpoints_die_of_is_ended(make_router):
+    router = make_router(attempts_max=3)
+    for id in "abcd":
+        router.endpoint(id)
+    ticket = router.sent()
+    for _ in range(2):
+        assert router.core.failed(ticket, Fault.BROKE, router.now)
+        router.core.sent(ticket)
+    assert not router.core.failed(ticket, Fault.BROKE, router.now)
+    assert isinstance(ticket.refusal, RequestPoisoned)
+    assert router.core.stats().continuations_refused_total == {"poisoned": 1}
+
+
+def test_requests_that_lost_their_endpoints_together_are_not_blamed_so_soon(make_router):
+    router = make_router(attempts_max=2)
+    ids = [router.endpoint(id, leases_max=4) for id in "ab"]
+    tickets = [router.sent() for _ in range(4)]
+    for _ in range(3):
+        for id in ids:
+            router.core.note_health(id, False, router.now, is_hung=True)
+        lose_all(router, tickets)
+        for id in ids:
+            router.core.note_health(id, True, router.now)
+        for ticket in tickets:
+            assert ticket.state is TicketState.LEASED
+            router.core.sent(ticket)
+    first, *others = [ticket for ticket in tickets if ticket.endpoint == tickets[0].endpoint]
+    assert others, "they are still together"
+    assert not router.core.failed(first, Fault.BROKE, router.now)
+    assert isinstance(first.refusal, RequestPoisoned)
+
+
+def test_losing_hundreds_of_requests_asks_for_room_once_for_each_of_them_at_most(make_router, monkeypatch):
+    router = make_router(queue_requests_max=1000)
+    router.endpoint("a", leases_max=300)
+    tickets = [router.sent() for _ in range(300)]
+    router.endpoint("b", leases_max=1)
+    router.sent(pinned="b")
+    asked = 0
+    give = router.core._fleet.give
+
+    def counted(ticket, now):
+        nonlocal asked
+        asked += 1
+        return give(ticket, now)
+
+    monkeypatch.setattr(router.core._fleet, "give", counted)
+    lose_all(router, tickets)
+    assert asked <= 2 * len(tickets)
+
+
+def test_a_router_that_leaves_finishes_what_lost_its_endpoint(make_router):
+    router = make_router()
+    router.endpoint("a")
+    ticket = router.sent()
+    b = router.endpoint("b", leases_max=1)
+    holder = router.sent(pinned=b)
+    lose_all(router, [ticket])
+    router.core.drain(router.now)
+    assert ticket.state is TicketState.WAITING
+    router.leave(holder)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
 
 
 def test_who_is_sent_away_by_endpoints_that_leave_has_as_many_attempts_as_before(make_router):
@@ -516,7 +670,7 @@ def test_who_is_sent_away_by_endpoints_that_leave_has_as_many_attempts_as_before
     for _ in range(2):
         assert router.core.failed(ticket, Fault.LEAVING, router.now)
         router.core.sent(ticket)
-    assert not router.core.failed(ticket, Fault.BROKE, router.now)
+    assert not router.core.failed(ticket, Fault.FAILED, router.now)
 
 
 def test_what_all_endpoints_refuse_that_are_well_is_told_at_once(make_router):
@@ -557,7 +711,7 @@ def test_failures_in_a_row_eject_and_a_probe_brings_back(make_router):
     a = router.endpoint("a")
     for _ in range(3):
         ticket = router.sent()
-        assert not router.core.failed(ticket, Fault.BROKE, router.now)
+        assert not router.core.failed(ticket, Fault.FAILED, router.now)
     state = router.core.endpoints[a]
     assert state.health is EndpointHealth.EJECTED
     with pytest.raises(NoEndpoint) as refusal:
@@ -728,7 +882,7 @@ def test_a_drain_refuses_whatever_was_not_sent_and_leaves_the_rest(make_router):
     with pytest.raises(Draining):
         router.enter()
     assert leases(router) == {"a": 1}
-    assert not router.core.failed(running, Fault.BROKE, router.now)
+    assert router.core.failed(running, Fault.BROKE, router.now), "it was accepted, and waits for an endpoint"
     assert leases(router) == {"a": 0}
 
 

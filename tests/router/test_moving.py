@@ -179,7 +179,9 @@ def test_at_the_deadline_what_is_left_leaves_without_a_lease(make_router):
     assert router.core.failed(unbegun, Fault.LEAVING, router.now)
     assert stream.state is unbegun.state is TicketState.WAITING
     router.leave(other)
-    assert unbegun.endpoint == "b", "as all that failed before its first token it comes first"
+    assert stream.endpoint == "b", "it has waited longer"
+    router.leave(stream)
+    assert unbegun.endpoint == "b", "a request without a token goes before newcomers as a stream does"
     assert stuck.endpoint == "a"
     router.after(3)
     assert len(router.to_move) == 2, "each is told once"

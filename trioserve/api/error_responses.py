@@ -115,7 +115,7 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (StoreFault, 500, _SERVER, "store_fault"),
     (WeightsLost, 500, _SERVER, "weights_lost"),
     (RequestPoisoned, 502, _SERVER, "request_poisoned"),
-    (EndpointLost, 502, _SERVER, "endpoint_lost"),
+    (EndpointLost, 503, _SERVER, "endpoint_lost"),
     (RequestFailed, 500, _SERVER, "request_failed"),
     (EngineFault, 500, _SERVER, "engine_fault"),
 )
@@ -127,6 +127,9 @@ _INTERNAL = ErrorResponse(
     message="the server failed on this request; its log has more under the request's id",
     headers=((REASON_HEADER, "internal_error"),),
 )
+
+
+ENDPOINT_RETRY_SECONDS = 1  # another endpoint may have room by then
 
 
 def error_response(error: Exception) -> ErrorResponse:
@@ -141,7 +144,10 @@ def error_response(error: Exception) -> ErrorResponse:
     reason = code
     if isinstance(error, Overloaded):
         reason = error.reason
+        code = reason if isinstance(error, NoEndpoint) else code
         headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_seconds)))))
+    elif code == "endpoint_lost":
+        headers.append(("retry-after", str(ENDPOINT_RETRY_SECONDS)))
     if isinstance(error, UnknownCoding):
         headers.append(("accept-encoding", CODINGS))
     if reason is not None:

@@ -1200,7 +1200,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="counter",
         unit="requests",
-        meaning="Requests that an endpoint failed before their first token, and that were tried again.",
+        meaning="Requests that an endpoint failed, or that it was lost with, before their first token, tried again.",
         vllm=True,
         part="router",
     ),
@@ -1264,8 +1264,11 @@ CATALOGUE: tuple[Metric, ...] = (
         name="stream_continuations_refused_total",
         question=Question.SURVIVES,
         kind="counter",
-        unit="streams",
-        meaning="Streams that broke off and could have gone on elsewhere, but were not let.",
+        unit="requests",
+        meaning=(
+            "Streams that broke off and could have gone on elsewhere, but were not let; and requests without a token "
+            "that are taken for the cause of the end of their endpoints."
+        ),
         labels=(Label("reason", ("poisoned", "too_many", "no_endpoint")),),
         part="router",
     ),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESUMABLE_HEADER",
+    "DEATH_CODES",
     "RESUME_HEADER",
     "CannotGoOn",
     "Continuation",
@@ -71,6 +72,10 @@ BROKEN_CODES = frozenset(
         "step_overdue",
     }
 )
+
+
+# Of these, those that end all requests of the endpoint, and not one for its own sake.
+DEATH_CODES = frozenset({"endpoint_lost", "engine_fault", "step_overdue"})
 
 
 class StreamFailed(EndpointLost):
@@ -290,6 +295,8 @@ def fault_of(failure: EndpointLost) -> Fault:
         return failure.fault
     if isinstance(failure, GivenAway) or (isinstance(failure, StreamFailed) and failure.code in LEAVING_CODES):
         return Fault.LEAVING
+    if isinstance(failure, StreamFailed) and failure.code not in DEATH_CODES:
+        return Fault.FAILED
     if isinstance(failure, NotResumed):
         return Fault.TRANSFER
     return Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE

@@ -137,7 +137,7 @@ class _DisaggregatedRequest:
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.let_go()
-            return await handle_failure(context, admission, id, failure)
+            return await handle_failure(context, admission, id, failure, self._clock)
         self._clock.note_served(trio.current_time() - admission.leased_at)
         if outcome is not None:
             self.let_go()

@@ -23,6 +23,7 @@ from trioserve.contracts.errors import (
     TrioserveError,
 )
 from trioserve.proxy.continuation import (
+    DEATH_CODES,
     RESUMABLE_HEADER,
     GivenAway,
     NotResumed,
@@ -106,24 +107,44 @@ async def attempt(
             await _relay(context, admission, id, body, clock, on_begin)
         return True
     except (Refused, EndpointLost) as failure:
-        return await handle_failure(context, admission, id, failure)
+        return await handle_failure(context, admission, id, failure, clock)
 
 
 async def handle_failure(
-    context: RouterContext, admission: AdmissionScope, id: EndpointId, failure: Refused | EndpointLost
+    context: RouterContext,
+    admission: AdmissionScope,
+    id: EndpointId,
+    failure: Refused | EndpointLost,
+    clock: RequestClock,
 ) -> bool:
-    """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
-    failure, or what refuses to go on, if there is nothing to tell."""
+    """Have a request go on after an attempt that failed.
+
+    Returns:
+        False: the request waits for another endpoint. True: the client has got what the endpoint said.
+
+    Raises:
+        EndpointLost: nobody takes the request over, and there is nothing to tell its client.
+    """
     if admission.has_token:
         return await _go_on(context, admission, failure)
+    # What the endpoint served was no wait.
+    clock.note_served(trio.current_time() - admission.leased_at)
     if isinstance(failure, Refused):
-        if failure.fault is None or not admission.failed(failure.fault, busy_seconds=_busy_seconds(failure.response)):
+        is_waiting = failure.fault is not None and admission.failed(
+            failure.fault, busy_seconds=_busy_seconds(failure.response), is_certain=True
+        )
+    else:
+        fault = Fault.TRANSFER if isinstance(failure, TransferFailed) else fault_of(failure)
+        is_waiting = admission.failed(fault, is_certain=isinstance(failure, StreamFailed))
+    if not is_waiting:
+        if admission.refusal is not None:
+            raise admission.refusal
+        if isinstance(failure, Refused):
             await _pass_on(context, failure.response, failure.body)
-            return True
-    elif not admission.failed(Fault.TRANSFER if isinstance(failure, TransferFailed) else fault_of(failure)):
-        if not isinstance(failure, StreamFailed):
+        elif isinstance(failure, StreamFailed):
+            await _end_with(context, failure.event)
+        else:
             raise failure
-        await _end_with(context, failure.event)
         return True
     reason = msgspec.json.encode(str(failure)).decode()
     logger.info("retried request=%s endpoint=%s reason=%s", context.request_id, id, reason)
@@ -188,7 +209,9 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
         return
     said = await response.whole(ERROR_BYTES_MAX) or b""
     code = response.header(REASON_HEADER) or error_code(said)  # other APIs have no code in their errors
-    fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
+    fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.FAILED
+    if fault is Fault.FAILED and code in DEATH_CODES:
+        fault = Fault.BROKE  # it ends whatever the endpoint has
     if fault is Fault.BUSY and code in STOPPING:
         fault = Fault.LEAVING
     if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) == TEXT_QUEUE_FULL:

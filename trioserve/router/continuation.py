@@ -1,4 +1,4 @@
-"""Which streams may go on at another endpoint when theirs broke off, how often and how fast.
+"""Which requests may go on at another endpoint when theirs broke off, how often and how fast.
 
 A stream that is the cause of its endpoint's end would end the next one as well. It is told by not getting on: its
 client got next to nothing between two endpoints that broke. Who got on in between was a bystander, at least once. Where
@@ -8,6 +8,9 @@ A connection may also break, or nothing come over it, while the endpoint goes on
 cause it is on trial: it waits until each of its endpoints is found well and tells its clock after that. The clock of
 before clears the stream, as what served it has not ended; another one confirms that it has. Of an endpoint that has
 said itself that it broke, or that tells no clock, or that leaves, nothing can be learnt, and there is no trial.
+
+A request without a token that lost its endpoints is judged in the same way, with larger bounds: nobody can see whether
+it got on, and endpoints may die in a row for reasons of their own.
 """
 
 from __future__ import annotations
@@ -16,36 +19,37 @@ from collections.abc import Mapping
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned, TrioserveError
-from trioserve.router.endpoint_state import EndpointHealth, EndpointState, Fault
+from trioserve.router.endpoint_state import DEATHS, EndpointHealth, EndpointState, Fault
 from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Break, Ticket
 
 __all__ = ["Continuations"]
 
-ENDPOINTS_OWN = frozenset({Fault.BROKE, Fault.HUNG})
-"""Faults that a request may be the cause of."""
+ENDPOINTS_OWN = DEATHS | {Fault.FAILED}
+"""Faults that a request with a token may be the cause of."""
 
 
 class Continuations:
     """total: streams that got a lease to go on with. refused_total: that may not, by the reason. endpoints: those that
     there are, to be looked at."""
 
-    def __init__(
-        self, settings: RouterSettings, budget: RetryBudget, endpoints: Mapping[EndpointId, EndpointState]
-    ) -> None:
+    def __init__(self, settings: RouterSettings, endpoints: Mapping[EndpointId, EndpointState]) -> None:
         self.total = 0
         self.refused_total: dict[str, int] = {}
         self._settings = settings
-        self._budget = budget
         self._endpoints = endpoints
         self._pace = RetryBudget(0.0, settings.continuations_per_second_max, burst_seconds=1.0)
 
     def broke_off(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, token_count: int, *, is_certain: bool
     ) -> None:
-        """The stream's endpoint has failed it. token_count: what its client has by now. is_certain: the endpoint has
-        said so itself."""
+        """Note that an endpoint has failed a request.
+
+        Args:
+            token_count: tokens that its client has by now.
+            is_certain: the endpoint has said itself that it broke.
+        """
         if fault in ENDPOINTS_OWN:
             has_got_on = token_count - ticket.token_count >= self._settings.progress_tokens_min
             clock = None if is_certain else endpoint.clock
@@ -79,11 +83,15 @@ class Continuations:
         goes_on = {broken: self._goes_on(broken) for broken in ticket.broken}
         ticket.broken = tuple(broken for broken in ticket.broken if not goes_on[broken])
         # Nobody knows yet who of several it is that were at both.
-        is_suspected = bool(ticket.broken) and len(ticket.broken) >= self._settings.breaks_max + (
-            not ticket.broken[-1].is_alone
-        )
+        is_suspected = bool(ticket.broken) and len(ticket.broken) >= self._breaks_max(ticket)
         ticket.is_on_trial = is_suspected and None in goes_on.values()
         return self.poisoned(ticket) if is_suspected and not ticket.is_on_trial else None
+
+    def _breaks_max(self, ticket: Ticket) -> int:
+        is_alone = ticket.broken[-1].is_alone
+        if ticket.has_token:
+            return self._settings.breaks_max + (not is_alone)
+        return self._settings.attempts_max * (1 if is_alone else 2)
 
     def _goes_on(self, broken: Break) -> bool | None:
         """Whether what served the stream has not ended; None: nobody knows yet."""
@@ -118,7 +126,6 @@ class Continuations:
         ticket.continuations += 1
         self.total += 1
         self._pace.spend(now)
-        self._budget.spend(now)
 
     def _refused(self, reason: str, error: TrioserveError) -> TrioserveError:
         self.refused_total[reason] = self.refused_total.get(reason, 0) + 1

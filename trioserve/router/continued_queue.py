@@ -1,8 +1,8 @@
-"""Streams that broke off and wait to go on elsewhere: who of them is next. Where there is room is not asked here.
+"""Requests that had an endpoint and wait for another one: which of them is next. Room at endpoints is not asked here.
 
-Those that failed at the same endpoints may all go to the same others. So they stand in one line, and only its first is
-ever asked for: when an endpoint dies under hundreds of streams, one look tells that none of them has room. Who is on
-trial stands apart, and is not asked for.
+Requests that failed at the same endpoints may all go to the same others. So they share a line, and only the first of a
+line is tried: when an endpoint dies under hundreds of requests, one look tells that none of them has room. Requests on
+trial have lines of their own, and are not tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trioserve.router.ticket import Ticket
 
 __all__ = ["ContinuedQueue"]
 
-Line = tuple[bool, int, tuple[tuple[EndpointId, int], ...]]
+Line = tuple[bool, int, EndpointId | None, frozenset[EndpointId], tuple[tuple[EndpointId, int], ...]]
 
 
 class ContinuedQueue:
@@ -38,9 +38,20 @@ class ContinuedQueue:
             yield from tickets.values()
 
     def add(self, ticket: Ticket) -> None:
-        line = (ticket.is_on_trial, ticket.request.priority, tuple(ticket.tried.items()))
+        line = (
+            ticket.is_on_trial,
+            ticket.request.priority,
+            ticket.prefilled_by,
+            ticket.failed_by,
+            tuple(ticket.tried.items()),
+        )
         self._line_of[ticket.index] = line
-        self._lines.setdefault(line, OrderedDict())[ticket.index] = ticket
+        tickets = self._lines.setdefault(line, OrderedDict())
+        is_early = bool(tickets) and next(reversed(tickets.values())).again_index > ticket.again_index
+        tickets[ticket.index] = ticket
+        if is_early:  # it has waited in another queue until now
+            ordered = sorted(tickets.values(), key=lambda ticket: ticket.again_index)
+            self._lines[line] = OrderedDict((ticket.index, ticket) for ticket in ordered)
         self.prompt_tokens += ticket.request.prompt_tokens
 
     def remove(self, ticket: Ticket) -> None:
@@ -54,6 +65,10 @@ class ContinuedQueue:
     def heads(self) -> list[Ticket]:
         """The first of each line, in no order. Nobody who is on trial."""
         return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
+
+    def lines(self) -> list[list[Ticket]]:
+        """The requests of each line, in their order."""
+        return [list(tickets.values()) for tickets in self._lines.values()]
 
     def on_trial(self) -> list[Ticket]:
         """Who is on trial, in the order in which that began."""

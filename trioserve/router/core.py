@@ -37,7 +37,7 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
 from trioserve.router.continuation import Continuations
 from trioserve.router.disaggregation import Disaggregation, stage_fault
-from trioserve.router.endpoint_state import NOT_BEGUN, EndpointHealth, Fault
+from trioserve.router.endpoint_state import DEATHS, LOST, EndpointHealth, EndpointState, Fault
 from trioserve.router.endpoints import Endpoints
 from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
@@ -83,7 +83,7 @@ class RouterCore:
         self._deadlines = QueueDeadlines()
         self._next_index = 0
         self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
-        self._continuations = Continuations(settings, self._budget, self.endpoints)
+        self._continuations = Continuations(settings, self.endpoints)
         self._moving = Moving(settings, self._queues)
         self._admissions_total = 0
         self._retries_total = 0
@@ -263,7 +263,7 @@ class RouterCore:
         self._let_go(ticket, now)
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
-        elif fault is Fault.BROKE:
+        elif fault in (Fault.BROKE, Fault.FAILED):
             endpoint.note_failure(now)
         elif fault in (Fault.BUSY, Fault.LEAVING):
             endpoint.note_busy(now, busy_seconds)
@@ -272,10 +272,10 @@ class RouterCore:
             self._continuations.broke_off(ticket, fault, endpoint, token_count, is_certain=is_certain)
             return self._goes_on(ticket, next_lease, now)
         assert next_lease is None, "what has not begun is not moved"
-        if fault not in NOT_BEGUN:
-            ticket.begun_at |= {endpoint.id}
+        self._note_failed(ticket, fault, endpoint, now, is_certain=is_certain)
         ticket.stage_fault = stage_fault(ticket.stage, fault)
-        if not self._may_try_again(ticket, fault, now):
+        ticket.refusal = self._continuations.judge(ticket)
+        if ticket.refusal is not None or not self._may_try_again(ticket, fault, now):
             if ticket.stage_fault is not None:
                 self._disaggregation.note_outcome(ticket, ticket.stage_fault)
             self._end(ticket)
@@ -285,6 +285,23 @@ class RouterCore:
         self._wait_again(ticket)
         self._hand_over(now)
         return True
+
+    def _note_failed(
+        self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
+    ) -> None:
+        """Note what a fault means for a request without a token. The time that it was served was no wait."""
+        served_seconds = now - ticket.leased_at
+        ticket.own_deadline += served_seconds
+        ticket.queue_deadline += served_seconds
+        if fault in DEATHS:
+            self._continuations.broke_off(ticket, fault, endpoint, 0, is_certain=is_certain)
+        if fault in LOST:
+            # It waits for an endpoint as long as a stream would, if its client lets it.
+            ticket.is_lost = True
+            patience = now + self.settings.continuation_seconds_max
+            ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
+        elif fault is not Fault.BUSY:
+            ticket.failed_by |= {endpoint.id}
 
     def _goes_on(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
         """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
@@ -308,17 +325,21 @@ class RouterCore:
         return ticket.refusal is None
 
     def _may_try_again(self, ticket: Ticket, fault: Fault, now: float) -> bool:
-        """Whether a request without a token waits again. What was not begun costs its endpoint nothing; to be refused
-        for want of room does, so what all that are well refuse is told at once, and the rest has a budget."""
-        if self.is_draining or ticket.request.pinned is not None or now >= ticket.queue_deadline:
+        """Whether a request without a token waits again.
+
+        A request that lost its endpoint always does, also where all endpoints are ejected: one may come back in time.
+        The retry budget bounds how often endpoints are asked again that answered with an error or were full. What all
+        that are well refuse for want of room is told at once.
+        """
+        if ticket.request.pinned is not None or now >= ticket.queue_deadline:
             return False
-        if len(ticket.begun_at) >= self.settings.attempts_max:
+        if fault in LOST:
+            return self._fleet.is_any_left(ticket)
+        if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:
             return False
         if fault is Fault.BUSY:
             return self._fleet.is_any_left(ticket, has_not_refused=True) and self._budget.take(now)
-        if not self._fleet.is_any_left(ticket, unejected=True):
-            return False
-        return fault in NOT_BEGUN or self._budget.take(now)
+        return self._fleet.is_any_left(ticket, unejected=True) and self._budget.take(now)
 
     # --- endpoints ---
 
@@ -451,10 +472,11 @@ class RouterCore:
 
     def drain(self, now: float) -> None:
         """Take nothing new and refuse all that were not sent anywhere; the others go on, also those whose prompt is
-        computed or whose stream broke off, and that wait for the rest."""
+        computed, whose endpoint was lost or whose stream broke off, and that wait for the rest."""
         self.is_draining = True
         for ticket in list(self._live.values()):
-            if not ticket.is_sent and ticket.prefilled_by is None and not ticket.has_token:
+            is_begun = ticket.is_sent or ticket.is_lost or ticket.has_token or ticket.prefilled_by is not None
+            if not is_begun:
                 self._refuse(ticket, refusals.draining(), now)
         self._hand_over(now)
 
@@ -538,11 +560,6 @@ class RouterCore:
     def _serve_one(self, model: ModelQueues, now: float) -> bool:
         """Give a lease to the first who can have one. Asked again after each, from the first on: where a prompt is
         handed over, another one may begin."""
-        for ticket in model.waiting_again():
-            if self._grant(ticket, now):
-                self._queues.of(ticket).end_wait_again(ticket)
-                self._on_change(ticket)
-                return True
         newcomers = model.heads()
         for ticket, queue in self._in_turn(model, newcomers, now):
             if ticket.is_moving:
@@ -555,6 +572,9 @@ class RouterCore:
                 if queue is None:
                     model.continued.remove(ticket)
                     model.note_stream(are_newcomers_waiting=bool(newcomers))
+                elif ticket in queue.again:
+                    queue.again.remove(ticket)
+                    model.note_stream(are_newcomers_waiting=bool(newcomers))
                 else:
                     queue.newcomers.take()
                     model.streams_in_a_row = 0
@@ -565,15 +585,20 @@ class RouterCore:
     def _in_turn(
         self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
     ) -> list[tuple[Ticket, Queue | None]]:
-        """Newcomers, and streams that go on elsewhere (without a queue), in the order in which they are next. Streams
-        come first within a priority, those that stand still before those that are to be moved, since somebody reads
-        them; but not in any number, one after the other."""
+        """List the requests that are next, first the one that goes first. Those with no queue are streams.
+
+        Within a priority, requests and streams that wait again come first, in the order in which they began to: they
+        lost their endpoints, or their prompts were computed for another one. Then come streams that are to be moved,
+        then newcomers. After several of the former in a row it is a newcomer's turn.
+        """
+        again = model.waiting_again()
         continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []
         moving = model.moving.heads() if model.moving and self._moving.has_room else []
-        if not continued and not moving:
+        if not continued and not moving and not again:
             return [(ticket, queue) for queue, ticket in newcomers]
         newcomers_class = 0 if model.streams_in_a_row >= self.settings.continuations_in_a_row_max else 3
         turns: list[tuple[tuple[int, int, int], Ticket, Queue | None]] = []
+        turns += [((ticket.request.priority, 1, ticket.again_index), ticket, queue) for queue, ticket in again]
         turns += [((ticket.request.priority, 1, ticket.again_index), ticket, None) for ticket in continued]
         turns += [((ticket.request.priority, 2, ticket.again_index), ticket, None) for ticket in moving]
         turns += [
@@ -693,15 +718,14 @@ class RouterCore:
         self._on_change(ticket)
 
     def _judge(self, now: float) -> None:
-        """An endpoint has told what it is, or will tell no more: streams on trial go on or end, if that is enough."""
+        """End trials as far as what endpoints have told is enough for that."""
         for model in list(self._queues.models.values()):  # one that ends may have been the last of its model
-            for ticket in model.continued.on_trial():
+            for ticket in model.on_trial():
                 refusal = self._continuations.judge(ticket)
                 if refusal is not None:
                     self._end_wait(ticket, refusal, now)
                 elif not ticket.is_on_trial:
-                    model.continued.remove(ticket)
-                    self._queues.wait_again(ticket)
+                    self._queues.end_trial(ticket)
 
     def _refuse_hopeless(self, now: float) -> None:
         """Those who wait for a model that nobody else serves any more are told so at once."""

@@ -38,9 +38,11 @@ class Disaggregation:
         """Nobody waits for a part that no endpoint may do now: those one endpoint does whole."""
         for stage in Stage:
             queue = model.queues[stage]
-            for ticket in list(queue.again.values()):
-                if not self._is_next_stage_there(ticket):
-                    self._make_whole(ticket)
+            for line in queue.again.lines() if queue.again else ():
+                is_there = self._is_next_stage_there(line[0])  # the same for all of them: they failed at the same
+                for ticket in line:
+                    if not is_there or (stage is Stage.DECODE and not ticket.is_held):
+                        self._make_whole(ticket)
             if queue.newcomers.count and not self._endpoints.is_pair_there(name):
                 for ticket in sorted(queue.newcomers, key=lambda ticket: ticket.index):
                     self._make_whole(ticket)
@@ -54,10 +56,10 @@ class Disaggregation:
     def _is_next_stage_there(self, ticket: Ticket) -> bool:
         if ticket.stage is Stage.PREFILL:
             return self._endpoints.is_pair_there(ticket.request.model, ticket.tried)
-        return ticket.is_held and self._endpoints.is_stage_there(ticket)
+        return self._endpoints.is_stage_there(ticket)
 
     def _make_whole(self, ticket: Ticket) -> None:
-        was_elsewhere = ticket.index in self._queues.of(ticket).again
+        was_elsewhere = ticket in self._queues.of(ticket).again
         self._queues.of(ticket).leave(ticket)
         fallback = ticket.stage_fault
         if fallback is None:
@@ -66,7 +68,7 @@ class Disaggregation:
         self.note_outcome(ticket, fallback)
         ticket.stage = None
         if was_elsewhere:
-            self._queues.of(ticket).wait_again(ticket)
+            self._queues.of(ticket).again.add(ticket)
         else:
             self._queues.of(ticket).newcomers.add(ticket)
 

@@ -29,7 +29,7 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
-__all__ = ["NOT_BEGUN", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
+__all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
 
 DIVIDED_SECONDS_MIN = 0.3  # in which an endpoint tells what has changed since its last report, asked or by itself
 DIVIDED_SECONDS_MAX = 0.6
@@ -48,14 +48,19 @@ class Fault(enum.Enum):
 
     UNREACHABLE = "unreachable"  # no connection: the request never got there
     BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
-    BROKE = "broke"  # it broke off, or answered 500, 502, 504
+    BROKE = "broke"  # its connection ended before the response did: the endpoint may have died
+    FAILED = "failed"  # it answered 500, 502 or 504, or ended the stream with an error of its own
     TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
     HUNG = "hung"  # it does not answer any more, its checks neither
     LEAVING = "leaving"  # it ended the stream because it stops, and said so
 
 
-NOT_BEGUN = frozenset({Fault.UNREACHABLE, Fault.BUSY, Fault.LEAVING})
-"""Faults of which a request without a token is not the cause: it was not begun, or is taken away on purpose."""
+LOST = frozenset({Fault.UNREACHABLE, Fault.BROKE, Fault.HUNG, Fault.LEAVING})
+"""Faults that lose what an endpoint had begun, whichever request it was. Such a request waits for another endpoint, or
+for the same one to come back."""
+
+DEATHS = frozenset({Fault.BROKE, Fault.HUNG})
+"""Of those, the faults that the request itself may have caused."""
 
 
 class OwnPart(NamedTuple):

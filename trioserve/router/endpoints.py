@@ -126,7 +126,7 @@ class Endpoints:
             if has_not_refused and state.health is not EndpointHealth.EJECTED:
                 count -= not may_try(state, ticket)
             else:
-                count -= not ticket.has_token and id in ticket.begun_at
+                count -= not ticket.has_token and id in ticket.failed_by
         return count > 0
 
     def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
@@ -376,9 +376,12 @@ class Endpoints:
 
 
 def may_try(state: EndpointState, ticket: Ticket) -> bool:
-    """Whether it may go there, so far as its own failures tell: where it has failed, once the endpoint has been found
-    well since. Where it may have begun it does not go again before its client has a token."""
+    """Whether the request may go to this endpoint, judged by its own failures.
+
+    An endpoint that lost the request gets it again once a check has found the endpoint well. An endpoint that answered
+    it with an error does not get it again before its client has a token.
+    """
     checks = ticket.tried.get(state.id)
     if checks is None:
         return True
-    return state.checks_total > checks and (ticket.has_token or state.id not in ticket.begun_at)
+    return state.checks_total > checks and (ticket.has_token or state.id not in ticket.failed_by)

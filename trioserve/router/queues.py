@@ -5,8 +5,6 @@ Whether anybody may be served is not asked here.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from trioserve.contracts.endpoint import Stage
 from trioserve.router.continued_queue import ContinuedQueue
 from trioserve.router.drain_rate import DrainRate
@@ -21,10 +19,8 @@ class Queue:
 
     def __init__(self) -> None:
         self.newcomers = FairQueue()
-        # Requests that were elsewhere, where they failed or had their prompt computed, and wait again: they have stood
-        # in the queue already, and come before it.
-        self.again: OrderedDict[int, Ticket] = OrderedDict()
-        self._again_prompt_tokens = 0
+        # Requests that were at an endpoint, which failed them or computed their prompt, and wait again.
+        self.again = ContinuedQueue()
         self.drain_rate = DrainRate()
 
     @property
@@ -33,20 +29,12 @@ class Queue:
 
     @property
     def prompt_tokens(self) -> int:
-        return self.newcomers.prompt_tokens + self._again_prompt_tokens
-
-    def wait_again(self, ticket: Ticket) -> None:
-        self.again[ticket.index] = ticket
-        self._again_prompt_tokens += ticket.request.prompt_tokens
-
-    def end_wait_again(self, ticket: Ticket) -> None:
-        del self.again[ticket.index]
-        self._again_prompt_tokens -= ticket.request.prompt_tokens
+        return self.newcomers.prompt_tokens + self.again.prompt_tokens
 
     def leave(self, ticket: Ticket) -> None:
         """It waits no longer, and was not served."""
-        if ticket.index in self.again:
-            self.end_wait_again(ticket)
+        if ticket in self.again:
+            self.again.remove(ticket)
         else:
             self.newcomers.remove(ticket)
 
@@ -55,7 +43,8 @@ class ModelQueues:
     """One model's. live_count: requests that have entered and not ended, wherever they are. preparing: requests that
     are read before they enter. continued: streams that broke off, and go on elsewhere; they take no places from those
     who have not begun, as each has had a lease already. moving: streams that run where they are to leave.
-    streams_in_a_row: of both, that got a lease since a newcomer did, while some waited."""
+    streams_in_a_row: of both, and of requests that wait again, that got a lease since a newcomer did, while some
+    waited."""
 
     def __init__(self) -> None:
         self.queues: dict[Stage | None, Queue] = {stage: Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
@@ -92,11 +81,15 @@ class ModelQueues:
         """One got a lease to go on with."""
         self.streams_in_a_row = self.streams_in_a_row + 1 if are_newcomers_waiting else 0
 
-    def waiting_again(self) -> list[Ticket]:
-        """Who waits again, in the order in which that began. It is one for all stages: those whose prompt is computed
-        never cease to come, and would keep an endpoint that does both from those that it is the last hope of."""
-        again = [ticket for queue in self.queues.values() for ticket in queue.again.values()]
-        return sorted(again, key=lambda ticket: ticket.again_index)
+    def waiting_again(self) -> list[tuple[Queue, Ticket]]:
+        """The first of each line of requests that wait again, without those on trial, in no order."""
+        return [(queue, ticket) for queue in self.queues.values() if queue.again for ticket in queue.again.heads()]
+
+    def on_trial(self) -> list[Ticket]:
+        """Requests on trial, in the order in which their trials began."""
+        queues = (self.continued, *(queue.again for queue in self.queues.values()))
+        found = [ticket for queue in queues if queue for ticket in queue.on_trial()]
+        return sorted(found, key=lambda ticket: ticket.again_index)
 
     def heads(self) -> list[tuple[Queue, Ticket]]:
         """Who is next in each queue. Where queues want the same endpoint, the one who came first goes first."""
@@ -134,7 +127,7 @@ class Queues:
         if ticket.has_token:
             self.of_model(ticket.request.model).continued.add(ticket)
         else:
-            self.of(ticket).wait_again(ticket)
+            self.of(ticket).again.add(ticket)
 
     def wait_to_move(self, ticket: Ticket) -> None:
         """It runs, and waits for room elsewhere after those who do already."""
@@ -148,6 +141,11 @@ class Queues:
         self._again_total += 1
         ticket.again_index = self._again_total
 
+    def end_trial(self, ticket: Ticket) -> None:
+        """It is on trial no longer, and takes the last place of its line."""
+        self.leave(ticket)
+        self.wait_again(ticket)
+
     def leave(self, ticket: Ticket) -> None:
         """It waits no longer, and was not served."""
         if ticket.has_token:
@@ -159,4 +157,4 @@ class Queues:
         """Who waits, in no order."""
         queues = [queue for model in self.models.values() for queue in model.queues.values()]
         continued = [ticket for model in self.models.values() for ticket in model.continued]
-        return continued + [ticket for queue in queues for ticket in (*queue.again.values(), *queue.newcomers)]
+        return continued + [ticket for queue in queues for ticket in (*queue.again, *queue.newcomers)]

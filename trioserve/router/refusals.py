@@ -89,6 +89,14 @@ def wait_over(ticket: Ticket, queue: Queue, now: float) -> TrioserveError:
             reason="continuation_wait_over",
             retry_after_seconds=queue.drain_rate.seconds_for(queue.count + 1, now),
         )
+    if ticket.is_lost and ticket.own_deadline > now:
+        seconds = queue.drain_rate.seconds_for(queue.count + 1, now)
+        return NoEndpoint(
+            f"the endpoint that had the request was lost, and no other took it in time: try again in "
+            f"{math.ceil(seconds)} s",
+            reason="endpoint_lost",
+            retry_after_seconds=seconds,
+        )
     if ticket.own_deadline <= now:
         return QueueWaitOver(f"the request waited {waited:.1f} s in the queue, and that was all the time it had")
     return Overloaded(

@@ -27,19 +27,21 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     failures_max: this many in a row eject an endpoint. ejection_seconds: how long the first time; it doubles with each
         probe that fails, up to ejection_seconds_max.
     slow_start_seconds: in which an endpoint that came (back) gets its whole share.
-    retry_share_max, retries_per_second_min: requests that failed before their first token may be tried elsewhere as
-        long as retries are at most this share of the requests, and this many a second in any case; when everything
-        fails, retrying everything would double the load. What never got to its endpoint, or is taken from one that
-        leaves, is no load and not counted. attempts_max: endpoints that may break with one request, or hang.
-        handover_waiting_max: of requests that are disaggregated, so many of a model may wait for a decode endpoint,
-        their prompt
-        computed. Beyond it no further prompt is begun: each that waits keeps KV blocks where it was computed.
+    retry_share_max, retries_per_second_min: requests that an endpoint answered with an error before their first token,
+        or had no room for, may be tried elsewhere as long as retries are at most this share of the requests, and this
+        many a second in any case; when everything fails, retrying everything would double the load. A request whose
+        endpoint was lost is lost work, not a failing request, and is not counted.
+    attempts_max: endpoints that may answer one request with an error before its first token. After as many that were
+        lost with it in a row, the request is taken for the cause and ends; twice as many, where other such requests
+        were there each time, too: machines may fail several times in a row.
+    handover_waiting_max: of requests that are disaggregated, so many of a model may wait for a decode endpoint, their
+        prompt computed. Beyond it no further prompt is begun: each that waits keeps KV blocks where it was computed.
     continuations_max: how often one stream may go on elsewhere. continuations_per_second_max: of all streams; who has
-        to wait for that waits in the queue, so that one endpoint's end is not the others' flood. Each counts as a retry
-        of the share above, too, and has precedence there: a response that is half read is worth more than one that has
-        not begun.
-    continuations_in_a_row_max: while newcomers of no better priority wait, so many streams go on before one of them.
-    continuation_seconds_max: how long a stream waits for an endpoint to go on at.
+        to wait for that waits in the queue, so that one endpoint's end is not the others' flood.
+    continuations_in_a_row_max: while newcomers of no better priority wait, so many streams go on, or requests that lost
+        their endpoints, before one of them.
+    continuation_seconds_max: how long a stream waits for an endpoint to go on at. A request that lost its endpoint
+        before its first token waits at least as long, if its own deadlines let it.
     breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends; one more, where
         others were there each time, too. progress_tokens_min:
         those in a row between which its client got fewer tokens. As many may be lost on their way from an endpoint

@@ -74,8 +74,9 @@ class Ticket:
 
     index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand. endpoint:
     where its lease is, or was when it went back at the first token. tried: the endpoints that failed it, and how many
-    good health checks each had had by then. begun_at: those of them where it may have begun, without
-    a token. sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
+    good health checks each had had by then. failed_by: those of them that answered it with an error before
+    its first token, so that it does not go there again. is_lost: an endpoint that had it was lost before its first
+    token. sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
     again_index: of all that began to wait again, when it did so last. has_token: its
     client has seen a token. is_answered: and has seen one from the endpoint of its lease. refusal: why it ended without
     having been served to its end, if so. own_deadline: of its own wait in the queue; queue_deadline: that, or the
@@ -96,18 +97,19 @@ class Ticket:
 
     __slots__ = (
         "again_index",
-        "begun_at",
         "broken",
         "can_go_on",
         "continuations",
         "endpoint",
         "entered_at",
+        "failed_by",
         "fingerprint",
         "has_token",
         "index",
         "is_answered",
         "is_disaggregated",
         "is_held",
+        "is_lost",
         "is_moving",
         "is_on_trial",
         "is_probe",
@@ -152,7 +154,8 @@ class Ticket:
         self.is_moving = False
         self.next_lease: Lease | None = None
         self.tried: dict[EndpointId, int] = {}
-        self.begun_at: frozenset[EndpointId] = frozenset()
+        self.failed_by: frozenset[EndpointId] = frozenset()
+        self.is_lost = False
         self.refusal: TrioserveError | None = None
         self.own_deadline = request.queue_deadline
         self.stage: Stage | None = None

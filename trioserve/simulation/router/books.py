@@ -20,6 +20,9 @@ from trioserve.simulation.router.queue_rules import ExpectedRequest, Fairness, c
 
 __all__ = ["RouterBooks"]
 
+LOST = frozenset({"unreachable", "broke", "hung", "leaving"})
+"""Faults after which a request without a token waits for another endpoint, whatever the retry budget says."""
+
 
 class RouterBooks:
     """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
@@ -136,7 +139,9 @@ class RouterBooks:
         elif entry.is_continuing:
             assert not entry.is_on_trial, f"{entry.name} is on trial, and gets {id}"
             self.continued.note_granted(entry, self._are_newcomers_waiting(entry), self.now)
-            self._spend_try()
+        elif entry.is_again:
+            assert not entry.is_on_trial, f"{entry.name} is on trial, and gets {id}"
+            self.continued.note_ahead(entry, self._are_newcomers_waiting(entry))
 
     def give(self, entry: ExpectedRequest, id: str) -> None:
         """It gets a lease there. Asserts that it may."""
@@ -179,15 +184,13 @@ class RouterBooks:
         name, request = entry.name, entry.request
         assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
         book = self.endpoints[id]
-        is_begun = entry.prefilled_by is not None or entry.has_token
+        is_begun = entry.prefilled_by is not None or entry.has_token or entry.is_lost
         assert is_begun or not self.is_draining, f"{name} gets a lease of a router that leaves"
         assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
         assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
         assert may_try(book, entry), f"{name} failed at {id}, and gets it again"
         objection = book.objection(1, self.now)
         assert objection is None, f"{name} gets a lease: {objection}"
-        if request.pinned is None:
-            self._check_nobody_failed_before(entry, book)
         taking = self.taking(entry, self.now, sequences=request.sequences)
         if book.objection(request.sequences, self.now) is not None:
             assert not taking, f"{name} finds {request.sequences} seats at {taking}, and gets {id}, which has fewer"
@@ -205,13 +208,22 @@ class RouterBooks:
             self._check_least_loaded(entry, book, taking)
         book.give(name, request.sequences, is_suspect=bool(entry.broken))
 
-    def fail(self, entry: ExpectedRequest, fault: str) -> bool:
+    def fail(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> bool:
         """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
-        again."""
-        if fault in ("broke", "hung", "transfer"):
-            assert entry.endpoint is not None
-            entry.begun_at.add(entry.endpoint)
-        if not self._is_tried_again(entry, fault):
+        again, or to be told that it is the cause."""
+        assert entry.endpoint is not None
+        served_seconds = self.now - entry.leased_at
+        entry.own_deadline += served_seconds
+        entry.wait_ends_at += served_seconds
+        if fault in ("broke", "hung"):
+            self.continued.note_break(entry, fault, book, is_certain=is_certain)
+        if fault in LOST:
+            entry.is_lost = True
+            entry.wait_ends_at = max(entry.wait_ends_at, self.now + self.world.continuation_seconds_max)
+        elif fault != "busy":
+            entry.failed_by.add(entry.endpoint)
+        self.continued.judge(entry, self.endpoints)
+        if entry.is_condemned or not self._is_tried_again(entry, fault):
             if entry.stage_fault is not None:
                 self.note_pair(entry, entry.stage_fault)
             self.end(entry)
@@ -235,7 +247,6 @@ class RouterBooks:
         if entry.next is not None and not entry.is_on_trial:
             self.take_up_next(entry)
             self.continued.note_turn(entry, self.now)
-            self._spend_try()
             return None
         self.drop_next(entry)
         entry.stage, entry.own_deadline = None, math.inf
@@ -337,7 +348,7 @@ class RouterBooks:
     def check_nobody_waits_in_vain(self, now: float) -> None:
         """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
         for entry in self.waiting:
-            if entry.is_continuing and (entry.is_on_trial or not self.continued.must_have_turn(now)):
+            if entry.is_on_trial or (entry.is_continuing and not self.continued.must_have_turn(now)):
                 continue
             taking = self.taking(entry, now)
             assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, and {taking} could take it"
@@ -349,24 +360,8 @@ class RouterBooks:
         for entry in self.waiting:
             assert self._is_any_left(entry), f"{entry.name} waits, and no endpoint may ever take it"
 
-    def _check_nobody_failed_before(self, entry: ExpectedRequest, book: EndpointBook) -> None:
-        """It is about to get the endpoint: nobody who waits again before it could have had it."""
-        for other in self.waiting:
-            if other.failed_index is None or other.request.model != entry.request.model or other is entry:
-                continue
-            if other.has_token:
-                continue
-            is_again = entry.failed_index is not None and not entry.has_token
-            if is_again and (entry.failed_index or 0) <= other.failed_index:
-                continue
-            is_fitting = book.id in self.taking(other, self.now)
-            assert not is_fitting, f"{other.name} waits again, and {entry.name} gets {book.id} before it"
-
     def check_class(self, entry: ExpectedRequest, id: str) -> None:
-        """It is about to get the endpoint: of newcomers and of streams that go on, nobody is before it that could have
-        had it. What waits again without a token comes before both."""
-        if entry.failed_index is not None and not entry.has_token:
-            return
+        """Check, as the request is about to get the endpoint, that none goes before it that could have had it."""
         for other in (*self.waiting, *self.moving):
             is_peer = other is not entry and other.request.model == entry.request.model
             if is_peer and self.continued.is_before(other, entry, self.now):
@@ -393,30 +388,27 @@ class RouterBooks:
             assert book.load <= most, f"{entry.name} gets {book.id}, which has more to do than all others"
 
     def _is_any_left(self, entry: ExpectedRequest) -> bool:
-        return any(entry.has_token or book.id not in entry.begun_at for book in self.serving(entry))
+        return any(entry.has_token or book.id not in entry.failed_by for book in self.serving(entry))
 
     def _is_tried_again(self, entry: ExpectedRequest, fault: str) -> bool:
-        if self.is_draining or entry.request.pinned is not None or self.now >= entry.deadline:
+        if entry.request.pinned is not None or self.now >= entry.deadline:
             return False
-        if len(entry.begun_at) >= self.world.attempts_max:
+        left = [book for book in self.serving(entry) if book.id not in entry.failed_by]
+        if fault in LOST:  # an accepted request is never lost while an endpoint is there, or may come back
+            return bool(left)
+        if self.is_draining or len(entry.failed_by) >= self.world.attempts_max:
             return False
-        left = [book for book in self.serving(entry) if book.id not in entry.begun_at]
         if fault == "busy":
             left = [book for book in left if book.health == "ejected" or may_try(book, entry)]
         else:
             left = [book for book in left if book.health != "ejected"]
-        if not left or fault in ("unreachable", "leaving"):
-            return bool(left)
+        if not left:
+            return False
         self._fill_tries()
         if self._tries < 1 - 1e-9:
             return False
         self._tries = max(0.0, self._tries - 1)
         return True
-
-    def _spend_try(self) -> None:
-        """A stream goes on, whatever there is left for others."""
-        self._fill_tries()
-        self._tries = max(0.0, self._tries - 1)
 
     def _fill_tries(self) -> None:
         if self._tries_at is not None:

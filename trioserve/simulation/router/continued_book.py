@@ -1,8 +1,8 @@
 """The books of streams that break off or are moved at a simulated router: who may go on, when, and before whom.
 
-Kept from what was asked and told alone. A stream comes before the newcomers of its priority, but not more than some in
-a row while they wait; those that broke off come before those that are to be moved, and of each kind of one priority the
-one that broke off, or was to be moved, first.
+Kept from what was asked and told alone. A stream, or a request without a token that lost its endpoint, comes before the
+newcomers of its priority, but not more than some in a row while they wait; those that broke off come before those that
+are to be moved, and of each kind of one priority the one that broke off, or was to be moved, first.
 """
 
 from __future__ import annotations
@@ -45,12 +45,16 @@ class ContinuedBook:
         return self._turns_left(now) >= CERTAIN
 
     def is_before(self, other: ExpectedRequest, entry: ExpectedRequest, now: float) -> bool:
-        """Whether `other` waits, and has to get what both may have. Both are newcomers or streams of one model."""
+        """Whether `other` waits, and has to get what both may have. Both ask for one model."""
+        if other.is_on_trial:
+            return False
+        if other.is_again:
+            return self._rank(other) < self._rank(entry)
         if other.is_continuing:
-            may_have = not other.is_on_trial and self.must_have_turn(now)
+            may_have = self.must_have_turn(now)
         else:
             may_have = self.may_move if other.is_moving else other.is_queued
-        are_newcomers = not (other.is_continuing or other.is_moving or entry.is_continuing or entry.is_moving)
+        are_newcomers = self._is_newcomer(other) and self._is_newcomer(entry)
         return may_have and not are_newcomers and self._rank(other) < self._rank(entry)
 
     @property
@@ -58,8 +62,12 @@ class ContinuedBook:
         """Whether one more may be on its way."""
         return len(self.on_the_way) < self._world.moves_at_once_max
 
+    @staticmethod
+    def _is_newcomer(entry: ExpectedRequest) -> bool:
+        return entry.failed_index is None and not entry.is_moving
+
     def _rank(self, entry: ExpectedRequest) -> tuple[int, int, int]:
-        if entry.is_continuing:
+        if entry.is_continuing or entry.is_again:
             return (entry.request.priority, 1, entry.failed_index or 0)
         if entry.is_moving:
             return (entry.request.priority, 2, entry.moving_index)
@@ -98,6 +106,10 @@ class ContinuedBook:
         entry.continuations += 1
         self.total += 1
 
+    def note_ahead(self, entry: ExpectedRequest, has_newcomers: bool) -> None:
+        """One that waits again without a token gets an endpoint, perhaps before newcomers."""
+        self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
+
     def note_granted(self, entry: ExpectedRequest, has_newcomers: bool, now: float) -> None:
         """A stream gets a lease to go on with. Asserts that it may at this moment."""
         left = self._turns_left(now)
@@ -106,8 +118,8 @@ class ContinuedBook:
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
     def note_break(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> None:
-        """Its stream broke off at an endpoint."""
-        if fault in ("broke", "hung"):
+        """An endpoint broke off its response, or never began it."""
+        if fault in ("broke", "hung", "failed"):
             if entry.tokens >= entry.tokens_at_break + self._world.progress_tokens_min:
                 entry.broken.clear()
             clock = None if is_certain else book.clock
@@ -128,7 +140,11 @@ class ContinuedBook:
                 entry.broken.remove(broken)
         if not entry.broken:
             return
-        breaks_max = self._world.breaks_max if entry.broken[-1].is_alone else self._world.breaks_max + 1
+        is_alone, world = entry.broken[-1].is_alone, self._world
+        if entry.has_token:
+            breaks_max = world.breaks_max if is_alone else world.breaks_max + 1
+        else:
+            breaks_max = world.attempts_max if is_alone else 2 * world.attempts_max
         if len(entry.broken) >= breaks_max:
             entry.is_on_trial, entry.is_condemned = is_any_unknown, not is_any_unknown
             if entry.is_condemned:
@@ -163,4 +179,4 @@ def may_try(book: EndpointBook, entry: ExpectedRequest) -> bool:
     """Whether what the endpoint did to it before speaks for a second time there."""
     if book.id not in entry.tried:
         return True
-    return book.checks > entry.tried[book.id] and (entry.has_token or book.id not in entry.begun_at)
+    return book.checks > entry.tried[book.id] and (entry.has_token or book.id not in entry.failed_by)

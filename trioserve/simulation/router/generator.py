@@ -168,11 +168,11 @@ class RouterGenerator:
         return round(self._chance(), 2) if self._chance() < 0.5 else 0.0
 
     def _failure(self, entry: ExpectedRequest) -> Fail:
-        faults: tuple[str, ...] = ("unreachable", "busy", "broke")
+        faults: tuple[str, ...] = ("unreachable", "busy", "broke", "certain", "failed", "hung")
         if entry.is_answered:
-            faults = ("broke", "certain", "hung", "leaving")
+            faults = ("broke", "certain", "hung", "leaving", "failed")
         elif entry.stage is Stage.DECODE:
-            faults = ("busy", "broke", "transfer")
+            faults = ("busy", "broke", "failed", "transfer")
         fault = self._one(faults)
         if fault == "certain":
             return Fail(name=entry.name, is_certain=True)

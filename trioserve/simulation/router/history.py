@@ -234,7 +234,7 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="f
     """Its endpoint fails it, before the first token or in the middle of its stream. is_certain: and says so itself."""
 
     name: str
-    fault: Literal["unreachable", "busy", "broke", "transfer", "hung", "leaving"] = "broke"
+    fault: Literal["unreachable", "busy", "broke", "failed", "transfer", "hung", "leaving"] = "broke"
     busy_seconds: float = 1.0
     is_certain: bool = False
 

@@ -1,10 +1,11 @@
 """Who may get a lease before whom: the rules of the queue, with books of their own.
 
-Within a model, requests that wait again, after a failure or after their prompt, come first, in the order in which that
-began. There are queues of those whose prompt is computed apart, and of those that go whole. In each it is priority
-first; within a priority tenants take turns, and within a tenant it is first come first served. Turns are fair as start-
-time fair queueing promises (Goyal, Vin and Cheng, 1996): over any time in which a tenant has somebody in the queue, any
-other, there or coming and going, is served at most as much as that one, plus the largest cost of either.
+Within a model, requests and streams that lost an endpoint, or whose prompt was computed at one, come before the
+newcomers of their priority, but not more than some in a row while those wait. There are queues of those whose prompt is
+computed apart, and of those that go whole. In each it is priority first; within a priority tenants take turns, and
+within a tenant it is first come first served. Turns are fair as start-time fair queueing promises (Goyal, Vin and
+Cheng, 1996): over any time in which a tenant has somebody in the queue, any other, there or coming and going, is served
+at most as much as that one, plus the largest cost of either.
 
 How many sequences a request has changes nothing of this: it gets its lease in its turn, where one of them finds a seat.
 So nobody is held up by one that does not fit, since whoever is next fits wherever any other would, and nobody has to be
@@ -31,7 +32,8 @@ class ExpectedRequest:
     continuations, fingerprint, can_go_on, is_moving: as those of a Ticket. is_condemned: its trial is over, and it has
     to be told. moving_index: in the order of becoming one that is to move. next: where it has its next lease. left:
     where it was before it waited again. tried: where it failed, and how often that endpoint had been found well
-    before; begun_at: where it may have begun, without a token. tokens: its client has; tokens_at_break: had when it
+    before; failed_by: which endpoints answered it with an error, without a token. is_lost: an endpoint was lost that
+    had it, without a token. tokens: its client has; tokens_at_break: had when it
     broke off last. is_behind: somebody was in its queue when it came."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
@@ -48,7 +50,8 @@ class ExpectedRequest:
         self.endpoint: str | None = None
         self.left: str | None = None
         self.tried: dict[str, int] = {}
-        self.begun_at: set[str] = set()
+        self.failed_by: set[str] = set()
+        self.is_lost = False
         self.is_sent = False
         self.has_token = False
         self.is_answered = False
@@ -88,6 +91,11 @@ class ExpectedRequest:
     def is_continuing(self) -> bool:
         """Its stream broke off, and it waits to go on."""
         return self.state == "waiting" and self.has_token
+
+    @property
+    def is_again(self) -> bool:
+        """It had an endpoint, has no token, and takes its turn before newcomers."""
+        return self.state == "waiting" and self.failed_index is not None and not self.has_token
 
     @property
     def moment(self) -> str:

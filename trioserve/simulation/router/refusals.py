@@ -55,10 +55,11 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
         assert not entry.is_sent, f"{name} is at its endpoint, and refused"
         assert entry.prefilled_by is None, f"{name} has its prompt computed, and is refused"
         assert not entry.has_token, f"the stream of {name} is to go on, and it is refused"
+        assert not entry.is_lost, f"{name} lost its endpoint, and is refused"
         return
     assert entry.state == "waiting", f"{name} is {entry.state}, and refused"
     if isinstance(refusal, RequestPoisoned):
-        is_over = entry.is_on_trial and entry.wait_ends_at <= books.now
+        is_over = entry.is_on_trial and entry.deadline <= books.now
         assert entry.is_condemned or is_over, f"{name} is taken for the cause of the end of endpoints"
         return
     assert not entry.is_condemned, f"{name} is the cause of the end of endpoints, and told {refusal!r}"
@@ -68,8 +69,13 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
         return
     assert isinstance(refusal, Overloaded), f"{name} is refused with {refusal!r}"
     _check_retry_after(refusal)
+    if isinstance(refusal, NoEndpoint) and refusal.reason == "endpoint_lost":
+        assert entry.is_lost, f"{name} is told that its endpoint was lost"
+        assert not entry.has_token, f"{name} has a token, and is told what one without a token is told"
+        assert entry.wait_ends_at <= books.now, f"{name} is told that it waited too long for another endpoint"
+        return
     if isinstance(refusal, NoEndpoint):
-        left = [book.id for book in books.serving(entry) if entry.has_token or book.id not in entry.begun_at]
+        left = [book.id for book in books.serving(entry) if entry.has_token or book.id not in entry.failed_by]
         assert not left, f"{name} is told that there is no endpoint, and there are {left}"
         return
     if refusal.reason == "queue_full":

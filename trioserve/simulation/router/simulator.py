@@ -315,7 +315,7 @@ class RouterSimulation:
         self.books.release(entry)
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
-        elif fault is Fault.BROKE:
+        elif fault in (Fault.BROKE, Fault.FAILED):
             endpoint.note_broke(now)
         elif fault in (Fault.BUSY, Fault.LEAVING):
             endpoint.note_busy(now, event.busy_seconds)
@@ -329,10 +329,14 @@ class RouterSimulation:
         elif entry.stage is Stage.DECODE:
             is_transfer = fault is Fault.TRANSFER
             entry.stage_fault = PairOutcome.TRANSFER_FAILED if is_transfer else PairOutcome.DECODE_FAILED
-        waits_again = self.books.fail(entry, event.fault)
+        waits_again = self.books.fail(entry, event.fault, endpoint, is_certain=event.is_certain)
         self._count(f"faults: {event.fault}")
         self._count("retries" if waits_again else "given up")
-        said = self.core.failed(entry.ticket, fault, now, busy_seconds=event.busy_seconds)
+        self._count("requests without a token put on trial", entry.is_on_trial)
+        self._count("requests without a token taken for the cause", entry.is_condemned)
+        said = self.core.failed(entry.ticket, fault, now, busy_seconds=event.busy_seconds, is_certain=event.is_certain)
+        is_poisoned = isinstance(entry.ticket.refusal, RequestPoisoned)
+        assert is_poisoned == entry.is_condemned, f"{entry.name} is told {entry.ticket.refusal!r}"
         assert said == waits_again, f"{entry.name} failed at {entry.tried}, and is {'' if said else 'not '}tried again"
 
     def _break_off(self, entry: ExpectedRequest, event: Fail, endpoint: EndpointBook) -> None:
@@ -542,7 +546,11 @@ class RouterSimulation:
         self.books.is_draining = True
         self.core.drain(self.books.now)
         live = self.books.live.values()
-        begun = {entry.name for entry in live if entry.is_sent or entry.has_token or entry.prefilled_by is not None}
+        begun = {
+            entry.name
+            for entry in live
+            if entry.is_sent or entry.has_token or entry.is_lost or entry.prefilled_by is not None
+        }
         unsent = [entry.name for entry in live if entry.name not in begun]
         assert not unsent, f"the router leaves, and {', '.join(unsent)} were not refused"
 
