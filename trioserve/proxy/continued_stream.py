@@ -63,7 +63,7 @@ class ContinuedStream:
         self._bytes_max = bytes_max
         self._shows_ids = shows_ids
         self._splitter = EventSplitter()
-        self._group = b""
+        self._group = bytearray()
         self._log = bytearray()
         self._told: dict[str, msgspec.Raw] | None = None
         self._has_groups = False
@@ -79,7 +79,7 @@ class ContinuedStream:
     def begin(self, told: str | None) -> None:
         """The head of a response is here. told: what the endpoint wants to be told again if this is to go on elsewhere;
         None: it makes no groups, and all that comes is passed on."""
-        self._splitter, self._group = EventSplitter(), b""
+        self._splitter, self._group = EventSplitter(), bytearray()
         self.failure, self.failure_code, self.given_away = b"", None, None
         self._has_groups = told is not None
         self._is_between = False
@@ -163,8 +163,13 @@ class ContinuedStream:
     # --- inside ---
 
     def _whole_groups(self, events: bytes) -> bytes:
-        events = self._group + events
-        self._group = b""
+        if self._group and self._why_not != WhyNot.MALFORMED and _ID.search(events) is None and not _error_code(events):
+            # Still the same group, which is not read again for each of its events.
+            self._group += events
+            self._check_group()
+            return b""
+        events = bytes(self._group) + events
+        self._group.clear()
         if self.is_over:
             return events
         pieces = []
@@ -190,11 +195,14 @@ class ContinuedStream:
             self.failure, self.failure_code = rest, code
         elif self._why_not == WhyNot.MALFORMED:
             pieces.append(rest)
-        elif len(rest) > EVENT_BYTES_MAX:
-            raise EndpointLost(f"the endpoint sent events of more than {EVENT_BYTES_MAX} bytes without an id")
         else:
-            self._group = rest
+            self._group += rest
+            self._check_group()
         return b"".join(pieces)
+
+    def _check_group(self) -> None:
+        if len(self._group) > EVENT_BYTES_MAX:
+            raise EndpointLost(f"the endpoint sent events of more than {EVENT_BYTES_MAX} bytes without an id")
 
     def _note(self, id: bytes) -> None:
         self.is_answered = True

@@ -22,12 +22,18 @@ class EventLines(Generic[Event]):
     """type: of the events, as msgspec knows it."""
 
     def __init__(self, type: Any) -> None:
-        self._held = b""
+        self._held = bytearray()
         self._decode = msgspec.json.Decoder(type).decode
 
     def events(self, piece: bytes) -> Iterator[Event]:
         """Raises BrokenEvents for what is no event of ours."""
-        *blocks, self._held = (self._held + piece).split(b"\n\n")
+        searched = max(0, len(self._held) - 1)  # an event that comes in many pieces is not searched anew for each
+        self._held += piece
+        end = self._held.rfind(b"\n\n", searched) + 2
+        blocks = []
+        if end > 1:
+            blocks = bytes(self._held[:end]).split(b"\n\n")
+            del self._held[:end]
         if len(self._held) > EVENT_BYTES_MAX:
             raise BrokenEvents("its events have no end")
         for block in blocks:

@@ -40,7 +40,8 @@ OPTIONAL_PROPERTIES_MAX = 480  # of one object; each is four of the 2,000 items 
 
 _REPEAT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _LARK_SCHEMA = re.compile(r"%json\s*")
-_LARK_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+# Comments, texts and patterns. One without an end matches, too: otherwise each of its quotes would be a new beginning.
+_LARK_TOKEN = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?')
 _LARK_REPEAT = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 
 
@@ -84,8 +85,9 @@ def check_pattern(pattern: str, *, param: str) -> None:
 def check_lark(grammar: str, *, param: str) -> None:
     """Raises InvalidRequest for a grammar with a long text, a repetition of many, or a schema beyond its bounds."""
     grammar = check_schemas_within(grammar, param=param)
-    for found in _LARK_TEXT.finditer(grammar):
-        check_fixed_text(found[0][1:-1], "a text of the grammar", param=param)
+    for found in _LARK_TOKEN.finditer(grammar):
+        if found[0].startswith('"'):
+            check_fixed_text(found[0][1:-1], "a text of the grammar", param=param)
     for found in _LARK_REPEAT.finditer(grammar):
         for number in found.groups():
             if number and (len(number) > 9 or int(number) > REPEATS_MAX):

@@ -28,7 +28,7 @@ _TOOLS, _TOOLS_END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
 _CALL, _CALL_END = "<|open|>call", "<|close|>call<|sep|>"
 _ARGUMENT, _ARGUMENT_END = "<|open|>argument", "<|close|>argument<|sep|>"
 _SEPARATOR = "<|sep|>"
-_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_ATTRIBUTE = re.compile(r'\b(\w+)="([^"]*)"')
 _CLOSINGS = (Closing(tag=_ARGUMENT_END, followed_by=(_ARGUMENT, _CALL_END)),)
 
 # What begins the part behind a thought ends it, too, and so a prompt that has begun that part has no open thought.

@@ -21,7 +21,7 @@ _TEXT = frozenset(("string",))
 _TEXT_OR_NULL = frozenset(("string", "null"))
 _NULL = "null"
 _NULL_CHARACTERS_MAX: Final = 16  # with the white space around it
-_WHOLE_NUMBER = re.compile(r"([+-]?)0*([0-9]+)")
+_WHOLE_NUMBER = re.compile(r"([+-]?)([0-9]+)")
 
 
 class RawArguments:
@@ -85,7 +85,7 @@ def _escaped(text: str) -> str:
 def json_of_raw(text: str, types: frozenset[str]) -> str:
     """A whole value in JSON: of one of the types if it can be read so, otherwise the text itself."""
     if "integer" in types and "string" not in types and (whole := _WHOLE_NUMBER.fullmatch(text.strip())):
-        return f"{whole[1].strip('+')}{whole[2]}"
+        return f"{whole[1].strip('+')}{whole[2].lstrip('0') or '0'}"
     found = _read_as_json(text.strip())
     if found is not None and _fits(found, types):
         return found

@@ -1,0 +1,211 @@
+"""Every regular expression of the package takes time linear in its text, whatever that text is.
+
+The patterns are found in the source. Each is run on texts made of its own literals and classes, repeated, with a
+beginning and an end that may keep it from matching. Python's `re` tries every way to read a text: a pattern that can
+read one text in two ways, or that reads far from each place where it begins, takes time that grows with the square.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from re import _constants, _parser  # type: ignore[attr-defined]  # what a pattern is made of
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "trioserve"
+SEARCHES = frozenset(("search", "finditer", "findall", "sub", "split"))
+FUNCTIONS = frozenset(("compile", "match", "fullmatch")) | SEARCHES
+# No text of a client or a model gets there.
+NOT_SERVED = ("simulation", "bench")
+MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
+# What patterns that are made at run time are made of, by file.
+LOCALS: dict[str, dict[str, Any]] = {
+    "model/loading/packaged_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
+    "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
+    "text/response_parsers/content_script.py": {"firsts": "<["},
+    "text/response_parsers/lark_grammar.py": {"names": MARKERS},
+    "text/response_parsers/python_literal.py": {"quote": "'"},
+    "text/response_parsers/raw_reading.py": {"tags": MARKERS},
+    "text/response_parsers/text_source.py": {"markers": MARKERS},
+    "text/response_parsers/thought_script.py": {"firsts": "<["},
+    "text/structural_tag.py": {"special": MARKERS},
+}
+SHORT, GROWTH = 500, 4
+SHORTEST = 22  # where a pattern takes exponential time, it takes milliseconds for these
+SECONDS_MIN = 0.003  # a text of 2,000 characters that is read faster was read once
+GROWTH_MAX = 9.0  # linear is 4, quadratic 16
+LETTERS_MAX = 5
+
+
+def test_every_pattern_is_linear() -> None:
+    patterns = list(found())
+    assert len(patterns) > 80, "patterns are not found any more"
+    assert [f"{place}: {why}" for place, pattern, uses in patterns if (why := superlinear(pattern, uses))] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "use"),
+    [
+        (r"([+-]?)0*([0-9]+)", "fullmatch"),
+        (r'"(?:[^"\\\n]|\\.)*"', "finditer"),
+        (r"\s+$", "search"),
+        (r"(?:[a-z]+)*x", "match"),
+        (r"[a-z]+@", "search"),
+        (r"<!--.*?-->", "sub"),
+        (r"(\w+)=(\w+)", "findall"),
+    ],
+)
+def test_a_pattern_that_goes_back_is_noticed(pattern: str, use: str) -> None:
+    assert superlinear(re.compile(pattern), {use})
+
+
+# --- where they are -------------------------------------------------------------------------------------------------
+
+
+def found() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
+    """Each pattern with its place and with the methods that may be called on it."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        source = path.read_text()
+        if name.startswith(NOT_SERVED) or "import re\n" not in source:
+            continue
+        tree = ast.parse(source)
+        names = {
+            id(node.value): ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "re"
+                and node.func.attr in FUNCTIONS
+            ):
+                uses = {node.func.attr}
+                if uses == {"compile"}:
+                    variable = names.get(id(node), "")
+                    uses = {use for use in (FUNCTIONS - {"compile"}) if f"{variable}.{use}(" in source} or {
+                        "match",
+                        "fullmatch",
+                    }
+                if len(uses & SEARCHES) > 1:  # to find all places takes no less than to find the first one
+                    uses = uses - SEARCHES | {"finditer"}
+                yield f"{name}:{node.lineno}", compiled(name, node), uses
+
+
+def compiled(name: str, call: ast.Call) -> re.Pattern[Any]:
+    def value(node: ast.expr, names: dict[str, Any]) -> Any:
+        return eval(compile(ast.Expression(node), name, "eval"), {"re": re, **names})
+
+    names = LOCALS.get(name, {})
+    try:
+        pattern = value(call.args[0], names)
+    except NameError:  # it names constants of its module
+        module = importlib.import_module("trioserve." + name.removesuffix(".py").replace("/", "."))
+        names = {**vars(module), **names}
+        pattern = value(call.args[0], names)
+    flags = [node for node in call.args[1:] if "re." in ast.unparse(node)]
+    flags += [keyword.value for keyword in call.keywords if keyword.arg == "flags"]
+    return re.compile(pattern, value(flags[0], names) if flags else 0)
+
+
+# --- what they take -------------------------------------------------------------------------------------------------
+
+
+def superlinear(pattern: re.Pattern[Any], uses: set[str]) -> str:
+    """The text that it takes too long for; "" if there is none."""
+    letters = letters_of(pattern)
+    units = [*letters, *map("".join, itertools.permutations(letters, 2)), "".join(letters)]
+    begins = {"", literals_of(pattern)}
+    units += [*begins - {""}]
+    for use, unit, begin, end in itertools.product(sorted(uses), units, sorted(begins), ("", "\x01x")):
+        run = runner(pattern, use)
+        if run(begin, unit, end, SHORTEST) > SECONDS_MIN:
+            return f"{use} of {pattern.pattern!r} on a few characters: {begin!r} + {unit!r} * n + {end!r}"
+        if run(begin, unit, end, SHORT * GROWTH) > SECONDS_MIN:
+            growths = [run(begin, unit, end, SHORT * GROWTH) / run(begin, unit, end, SHORT) for _ in range(3)]
+            if min(growths) > GROWTH_MAX:
+                return f"{use} of {pattern.pattern!r} on {begin!r} + {unit!r} * n + {end!r}"
+    return ""
+
+
+def runner(pattern: re.Pattern[Any], use: str) -> Any:
+    def run(begin: str, unit: str, end: str, size: int) -> float:
+        text: Any = begin + unit * (size // len(unit)) + end
+        if isinstance(pattern.pattern, bytes):
+            text = text.encode("latin-1", "replace")
+        method = getattr(pattern, use)
+        began_at = time.process_time()
+        if use == "sub":
+            method(text[:0], text)
+        elif use == "finditer":
+            for _ in method(text):
+                pass
+        else:
+            method(text)
+        return time.process_time() - began_at
+
+    return run
+
+
+def letters_of(pattern: re.Pattern[Any]) -> list[str]:
+    """A character for each literal and each class of the pattern, those that are repeated first."""
+    repeated: dict[str, None] = {}
+    others: dict[str, None] = {}
+
+    def look(tokens: Any, *, is_repeated: bool) -> None:
+        for kind, value in tokens:
+            into = repeated if is_repeated else others
+            if kind is _constants.LITERAL:
+                into[chr(value)] = None
+            elif kind in (_constants.ANY, _constants.NOT_LITERAL):
+                into["b"] = None
+            elif kind is _constants.IN:
+                into[letter_in(value)] = None
+            elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
+                look(value[2], is_repeated=is_repeated or value[1] > 16)
+            elif kind is _constants.SUBPATTERN:
+                look(value[3], is_repeated=is_repeated)
+            elif kind is _constants.BRANCH:
+                for branch in value[1]:
+                    look(branch, is_repeated=is_repeated)
+            elif kind in (_constants.ASSERT, _constants.ASSERT_NOT):
+                look(value[1], is_repeated=is_repeated)
+
+    look(_parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG), is_repeated=False)
+    return list({**repeated, **others})[:LETTERS_MAX]
+
+
+def letter_in(items: Any) -> str:
+    """One that a class has."""
+    pattern = re.compile("".join(("[", *map(class_item, items), "]")), re.DOTALL)
+    return next((letter for letter in '0 a\tB-_.,"\\\n' if pattern.match(letter)), "~")
+
+
+def class_item(item: Any) -> str:
+    kind, value = item
+    if kind is _constants.NEGATE:
+        return "^"
+    if kind is _constants.LITERAL:
+        return re.escape(chr(value))
+    if kind is _constants.RANGE:
+        return f"{re.escape(chr(value[0]))}-{re.escape(chr(value[1]))}"
+    return {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}.get(str(value), r"\S")
+
+
+def literals_of(pattern: re.Pattern[Any]) -> str:
+    """What it begins with."""
+    text = ""
+    for kind, value in _parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG):
+        if kind is not _constants.LITERAL:
+            break
+        text += chr(value)
+    return text
