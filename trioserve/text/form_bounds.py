@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote, urljoin
 
 from trioserve.contracts.errors import InvalidRequest
 
@@ -22,6 +23,8 @@ __all__ = [
     "OPTIONAL_PROPERTIES_MAX",
     "PATTERN_CHARACTERS_MAX",
     "REPEATS_MAX",
+    "SCHEMAS_MAX",
+    "URI_CHARACTERS_MAX",
     "check_fixed_text",
     "check_lark",
     "check_pattern",
@@ -37,7 +40,14 @@ PATTERN_CHARACTERS_MAX = 8192
 REPEATS_MAX = 10_000  # of one part of a pattern; of parts within parts, multiplied
 JOINED_PATTERNS_MAX = 32  # of the members of an allOf, theirs included
 OPTIONAL_PROPERTIES_MAX = 480  # of one object; each is four of the 2,000 items that a parser may have at a place
+SCHEMAS_MAX = 1000  # of one grammar; a request may offer 128 tools
+URI_CHARACTERS_MAX = 512  # of an `$id`: it is joined with each reference below it
 
+_HOLD_NAMES = frozenset(("properties", "$defs", "definitions", "patternProperties", "dependentSchemas", "dependencies"))
+_HOLD_VALUES = frozenset(("const", "enum", "default", "examples"))
+_LIBRARY_URI = "json-schema:///"  # how the library names a schema that has no name
+_ROOT_URI = "http://schema.invalid/"  # and we, since urllib joins no others
+_INDEX_DIGITS_MAX = 9
 _REPEAT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _LARK_SCHEMA = re.compile(r"%json\s*")
 # Comments, texts and patterns. One without an end matches, too: otherwise each of its quotes would be a new beginning.
@@ -46,8 +56,13 @@ _LARK_REPEAT = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}|~\s*(\d+)(?:\s*\.
 
 
 def check_schema(schema: Any, *, param: str) -> None:
-    """Raises InvalidRequest for a JSON schema that is beyond these bounds."""
-    for node in _nodes(schema):
+    """Check a JSON schema against these bounds, in time linear in its length.
+
+    Raises:
+        InvalidRequest: it is beyond one of them.
+    """
+    rules = _Rules(schema, param)
+    for node in rules.nodes:
         values = node.get("enum")
         for value in (*(values if isinstance(values, list) else ()), *((node["const"],) if "const" in node else ())):
             if isinstance(value, str | list | dict):
@@ -59,8 +74,12 @@ def check_schema(schema: Any, *, param: str) -> None:
         patterns = node.get("patternProperties")
         for key in patterns if isinstance(patterns, dict) else ():
             check_pattern(key, param=param)
-        if isinstance(node.get("allOf"), list):
-            _check_joined(node, schema, param)
+        joins = isinstance(node.get("allOf"), list) or ("$ref" in node and _own_patterns(node) > 0)
+        if joins and rules.joined_patterns(node) > JOINED_PATTERNS_MAX:
+            raise InvalidRequest(
+                f"an allOf joins more than {JOINED_PATTERNS_MAX} patterns, which is the most: say it with fewer",
+                param=param,
+            )
 
 
 def check_fixed_text(text: str, what: str, *, param: str) -> None:
@@ -111,10 +130,13 @@ def schemas_within(grammar: str, *, param: str) -> list[str]:
 
 def _schemas_within(grammar: str, *, param: str) -> Iterator[tuple[Any, int, int]]:
     """Each schema, where what names it begins, and where it ends."""
-    end = 0
+    end = count = 0
     for found in _LARK_SCHEMA.finditer(grammar):
         if found.start() < end:
             continue
+        count += 1
+        if count > SCHEMAS_MAX:
+            raise InvalidRequest(f"the grammar has more than {SCHEMAS_MAX} schemas, which is the most", param=param)
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except RecursionError:
@@ -126,18 +148,6 @@ def _schemas_within(grammar: str, *, param: str) -> Iterator[tuple[Any, int, int
 
 def _too_many_repeats(count: int | str, param: str) -> InvalidRequest:
     return InvalidRequest(f"something is repeated {count} times, at most {REPEATS_MAX} are allowed", param=param)
-
-
-def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it: schemas, and some that are none, which look like none."""
-    left = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            yield node
-            left.extend(value for key, value in node.items() if key not in ("const", "enum", "default", "examples"))
-        elif isinstance(node, list):
-            left.extend(node)
 
 
 def _check_properties(node: dict[str, Any], param: str) -> None:
@@ -155,40 +165,127 @@ def _check_properties(node: dict[str, Any], param: str) -> None:
         check_fixed_text(name, "the name of a property", param=param)
 
 
-def _check_joined(node: dict[str, Any], root: Any, param: str) -> None:
-    """How many patterns one text has to match: those of an allOf's members, of their allOf's, of what they refer to."""
-    count = 0
-    left: list[Any] = [node]
-    seen: set[str] = set()
-    while left:
-        member = left.pop()
-        if not isinstance(member, dict):
-            continue
-        reference = member.get("$ref")
-        if isinstance(reference, str):
-            if reference in seen:
+class _Rules:
+    """The rules of one schema, and what their references lead to. A rule is known by its identity, so it is walked once
+    however many references lead to it and however these are spelled.
+
+    nodes: every schema within it, and every object that a reference takes for one.
+    """
+
+    def __init__(self, schema: Any, param: str) -> None:
+        self._root = schema
+        self._param = param
+        self._bases: dict[int, str] = {}  # by identity of the rule: what its references are relative to
+        self._resources: dict[str, Any] = {_ROOT_URI: schema}
+        self._anchors: dict[tuple[str, str], dict[str, Any]] = {}
+        self._joined: dict[int, int] = {}  # patterns, by identity of the rule
+        self._walked: set[tuple[int, bool]] = set()
+        self.nodes: list[dict[str, Any]] = []
+        self._walk(schema, _ROOT_URI)
+        for node in self.nodes:  # grows meanwhile
+            if (target := self.target(node)) is not None:
+                self._walk(target, self._bases.get(id(target), _ROOT_URI))
+
+    def target(self, node: dict[str, Any]) -> dict[str, Any] | None:
+        """The rule that its `$ref` leads to; None: it has none, or one that leads out of the schema, which the library
+        refuses."""
+        reference = node.get("$ref")
+        if not isinstance(reference, str):
+            return None
+        base = self._bases.get(id(node), _ROOT_URI)
+        uri, _, fragment = (base + reference if reference.startswith("#") else _joined_uri(base, reference)).partition(
+            "#"
+        )
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get((uri, fragment))
+        found: Any = self._resources.get(uri)
+        for part in fragment.split("/")[1:]:
+            if isinstance(found, dict):
+                found = found.get(part.replace("~1", "/").replace("~0", "~"))
+            elif isinstance(found, list) and len(part) <= _INDEX_DIGITS_MAX and part.isdecimal():
+                found = found[int(part)] if int(part) < len(found) else None
+            else:
+                return None
+        return found if isinstance(found, dict) else None
+
+    def joined_patterns(self, rule: dict[str, Any]) -> int:
+        """How many patterns one text has to match for a rule: its own, those of the members of its allOf, and those of
+        what they refer to. A rule that leads back to itself counts once; the library refuses it."""
+        counts = self._joined
+        if id(rule) in counts:
+            return counts[id(rule)]
+        counts[id(rule)] = _own_patterns(rule)
+        open_rules = [(rule, self._members(rule))]
+        while open_rules:
+            rule, members = open_rules[-1]
+            if members:
+                member = members.pop()
+                if id(member) not in counts:
+                    counts[id(member)] = _own_patterns(member)
+                    open_rules.append((member, self._members(member)))
+                    continue
+                self._add_joined(rule, member)
+            else:
+                open_rules.pop()
+                if open_rules:
+                    self._add_joined(open_rules[-1][0], rule)
+        return counts[id(rule)]
+
+    def _add_joined(self, rule: dict[str, Any], member: dict[str, Any]) -> None:
+        counts = self._joined
+        counts[id(rule)] = min(counts[id(rule)] + counts[id(member)], JOINED_PATTERNS_MAX + 1)
+
+    def _members(self, rule: dict[str, Any]) -> list[dict[str, Any]]:
+        members = rule.get("allOf")
+        joined = [member for member in members if isinstance(member, dict)] if isinstance(members, list) else []
+        target = self.target(rule)
+        return joined if target is None else [*joined, target]
+
+    def _walk(self, schema: Any, base: str) -> None:
+        """Add the rules of a schema to the nodes. Of its values, such as `const`, only what a reference leads to."""
+        left: list[tuple[Any, str, bool]] = [(schema, base, False)]
+        while left:
+            node, base, holds_names = left.pop()
+            if isinstance(node, list):
+                left.extend((member, base, False) for member in node)
+            if not isinstance(node, dict) or (id(node), holds_names) in self._walked:
                 continue
-            seen.add(reference)
-            left.append(_pointed_at(root, reference))
-        patterns = member.get("patternProperties")
-        count += ("pattern" in member) + ("format" in member) + (len(patterns) if isinstance(patterns, dict) else 0)
-        members = member.get("allOf")
-        left.extend(members if isinstance(members, list) else ())
-        if count > JOINED_PATTERNS_MAX:
-            raise InvalidRequest(
-                f"an allOf joins more than {JOINED_PATTERNS_MAX} patterns, which is the most: say it with fewer",
-                param=param,
-            )
+            self._walked.add((id(node), holds_names))
+            if holds_names:
+                left.extend((value, base, False) for value in node.values())
+                continue
+            base = self._named(node, base)
+            self.nodes.append(node)
+            left.extend((value, base, key in _HOLD_NAMES) for key, value in node.items() if key not in _HOLD_VALUES)
+
+    def _named(self, node: dict[str, Any], base: str) -> str:
+        """Note the names that a rule has. Returns what the references within it are relative to."""
+        name, anchor = node.get("$id"), node.get("$anchor")
+        if isinstance(name, str):
+            if len(name) > URI_CHARACTERS_MAX:
+                raise InvalidRequest(
+                    f"an $id has {len(name)} characters, at most {URI_CHARACTERS_MAX} are allowed: shorten it",
+                    param=self._param,
+                )
+            base = _joined_uri(base, name).partition("#")[0]
+            self._resources[base] = node
+        if isinstance(anchor, str):
+            self._anchors[base, anchor] = node
+        self._bases[id(node)] = base
+        return base
 
 
-def _pointed_at(root: Any, reference: str) -> Any:
-    """Within the schema; None for what leads elsewhere, which the library refuses."""
-    if not reference.startswith("#"):
-        return None
-    found: Any = root
-    for part in reference.split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
+def _joined_uri(base: str, reference: str) -> str:
+    try:
+        return urljoin(base, reference.replace(_LIBRARY_URI, _ROOT_URI, 1))
+    except ValueError:  # it is no URI, and leads nowhere
+        return reference
+
+
+def _own_patterns(rule: dict[str, Any]) -> int:
+    patterns = rule.get("patternProperties")
+    return ("pattern" in rule) + ("format" in rule) + (len(patterns) if isinstance(patterns, dict) else 0)
 
 
 def _repeats(pattern: str) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
@@ -20,7 +21,7 @@ from trioserve.text.form_bounds import schemas_within
 from trioserve.text.form_grammar import form_grammar
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["CACHE_BYTES_MAX", "CompiledForm", "FormCompiler", "in_one_line"]
+__all__ = ["CACHE_BYTES_MAX", "COMPILE_SECONDS_MAX", "CompiledForm", "FormCompiler", "in_one_line"]
 
 CACHE_BYTES_MAX = 2**30  # reckoned at the worst (CompiledForm.byte_count_max), of which ordinary forms take a hundredth
 FORM_SEQUENCES_MAX = 2000
@@ -30,6 +31,8 @@ LEXER_BYTES_MAX = 20 * 2**20
 FORM_BYTES = 98_304  # what a small grammar takes, compiled: measured
 SOURCE_CHARACTER_BYTES = 150  # and what each character of a large one adds
 MESSAGE_CHARACTERS_MAX = 300
+# Of one request with many schemas: 128 tools with schemas of 2,000 characters take a fifth of it on a slow machine.
+COMPILE_SECONDS_MAX = 3.0
 UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # as the library calls it
 NOTHING_FITS = "nothing can satisfy it"  # and we
 LIMITS = LLParserLimits(
@@ -41,6 +44,10 @@ LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
+
+
+def _go_on() -> None:
+    """Nobody asks the compile to end."""
 
 
 class CompiledForm:
@@ -79,8 +86,20 @@ class CompiledForm:
 class FormCompiler:
     """Any method may be called from any thread. hits_total, compiles_total: how often a form was found, and made."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_token_ids: Collection[int]) -> None:
-        """end_token_ids: the model's; without any, the tokenizer's."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        end_token_ids: Collection[int],
+        cpu_seconds: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """
+        Args:
+            end_token_ids: those of the model; without any, those of the tokenizer.
+            cpu_seconds: CPU time that the calling thread has used so far.
+        """
+        self._cpu_seconds = cpu_seconds
         self.vocab_size = vocab_size
         self.end_token_ids = tuple(end_token_ids) or _end_token_ids(tokenizer)
         self.tokenizer = tokenizer
@@ -127,9 +146,19 @@ class FormCompiler:
                 self.hits_total += 1
         return compiled
 
-    def compile(self, form: StructuredOutput) -> CompiledForm:
-        """Milliseconds for most, a second for the largest; lets go of the GIL. Raises InvalidRequest, with the field in
-        param and the library's words, for what cannot be compiled and for what nothing can satisfy."""
+    def compile(self, form: StructuredOutput, *, check: Callable[[], None] = _go_on) -> CompiledForm:
+        """Compile a form, or find it where another request has asked for it meanwhile. Lets go of the GIL.
+
+        Args:
+            check: called between the parts of a form that has many. What it raises ends the compile.
+
+        Raises:
+            InvalidRequest: it cannot be compiled, nothing can satisfy it, or its schemas take more than
+                COMPILE_SECONDS_MAX. `param` is the field; the message has the library's words.
+
+        Cost: milliseconds for most, a second for the largest grammar.
+        """
+        began_at = self._cpu_seconds()
         compiled = self.find(form)
         if compiled is not None:  # another has asked for it meanwhile
             return compiled
@@ -148,7 +177,7 @@ class FormCompiler:
             message = in_one_line(fault)
             raise InvalidRequest(f"the {form.kind.value} cannot be compiled: {message}", param=form.param)
         if form.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
-            self._check_parts(self._library, grammar, form)
+            self._check_parts(self._library, grammar, form, began_at, check)
         compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source))
         self._keep((form.kind, form.source), compiled)
         return compiled
@@ -159,13 +188,28 @@ class FormCompiler:
             matcher.compute_bitmask()  # begins its lexer, for all that share it
         return matcher
 
-    def _check_parts(self, library: LLTokenizer, grammar: str, form: StructuredOutput) -> None:
-        """Of a grammar whose schemas come behind a choice: the library finds out that nothing satisfies one of them
-        when a response has chosen it. Raises InvalidRequest then."""
+    def _check_parts(
+        self, library: LLTokenizer, grammar: str, form: StructuredOutput, began_at: float, check: Callable[[], None]
+    ) -> None:
+        """Compile each schema of a grammar by itself: where a schema comes behind a choice, the library notices that
+        nothing satisfies it only when a response has chosen it.
+
+        Raises:
+            InvalidRequest: nothing satisfies one of them, or all of them take too long.
+        """
         lark = grammar
         if grammar.startswith("{"):
             lark = "\n".join(part["lark_grammar"] for part in json.loads(grammar)["grammars"])
-        for schema in schemas_within(lark, param=form.param):
+        schemas = schemas_within(lark, param=form.param)
+        for count, schema in enumerate(schemas):
+            check()
+            if self._cpu_seconds() - began_at > COMPILE_SECONDS_MAX:
+                raise InvalidRequest(
+                    f"the {form.kind.value} has {len(schemas)} schemas, and compiling {count} of them took more than "
+                    f"{COMPILE_SECONDS_MAX:g} s of CPU time, which is the most for one request: send fewer or simpler "
+                    "ones",
+                    param=form.param,
+                )
             part = self._begun(library, LLMatcher.grammar_from_json_schema(schema))
             if part.is_error() and in_one_line(part.get_error()) == NOTHING_FITS:
                 shown = schema if len(schema) <= MESSAGE_CHARACTERS_MAX else f"{schema[:MESSAGE_CHARACTERS_MAX]}..."
