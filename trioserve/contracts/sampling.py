@@ -19,8 +19,9 @@ STOP_STRINGS_MAX = 16  # every one is searched for in every delta
 STOP_STRING_CHARACTERS_MAX = 256  # this much text may have to be held back from the client
 STOP_TOKENS_MAX = 128
 ALLOWED_TOKENS_MAX = 65_536  # a bit each; half of a large vocabulary
-BAD_WORDS_MAX = 1024  # each is compared with the latest tokens at every step
+BAD_WORDS_MAX = 1024
 BAD_WORD_CHARACTERS_MAX = 256
+BAD_WORDS_CHARACTERS_MAX = 32_768  # of all together; a tenth of a second to prepare, once for each request
 LOGIT_BIAS_MAX = 1024  # entries are copied into the logits at every step
 LOGPROBS_MAX = 20  # as in OpenAI's API
 TEMPERATURE_MAX = 100.0  # above this every distribution is flat in practice
@@ -137,6 +138,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     f"bad_words holds a text of {len(word)} characters, allowed are 1 to {BAD_WORD_CHARACTERS_MAX}",
                     param="bad_words",
                 )
+        if (count := sum(map(len, self.bad_words))) > BAD_WORDS_CHARACTERS_MAX:
+            raise InvalidRequest(
+                f"bad_words holds texts of {count} characters, allowed are {BAD_WORDS_CHARACTERS_MAX} in all: send "
+                "fewer or shorter ones",
+                param="bad_words",
+            )
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
 

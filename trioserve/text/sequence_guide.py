@@ -67,7 +67,7 @@ class SequenceGuide:
         self._is_hurried = False
         self._allowed = allowed
         self._bad_words = bad_words
-        self._history: list[int] = []  # as much of it as bad words look at
+        self._written = 0  # the state of the bad words
 
     def end_thought(self) -> bool:
         """The thought that is written is to end with the next token. False: there is none. May be called at any time
@@ -93,7 +93,7 @@ class SequenceGuide:
             return True
         if self._matcher is not None:
             return True
-        if self._bad_words is not None and (draft or self._bad_words.barred(self._history)):
+        if self._bad_words is not None and (draft or self._bad_words.bars_any(self._written)):
             return True
         thought = self._thought
         if thought is None or thought.phase is ThoughtPhase.OVER:
@@ -109,8 +109,7 @@ class SequenceGuide:
         is_consumed = self._opening is not None and self._open(token_id, self._opening)
         if self._thought is not None:
             self._thought = self._thought.after(token_id, piece, is_hurried=self._is_hurried)
-        if self._bad_words is not None and self._bad_words.history_max:
-            self._history = [*self._history, token_id][-self._bad_words.history_max :]
+        self._written = self._written_behind(token_id, self._written)
         if self._gate is not None:
             self._pass_gate(self._gate.after(piece))
         elif self._matcher is not None and not is_consumed and not self._matcher.consume_token(token_id):
@@ -131,24 +130,24 @@ class SequenceGuide:
         if self._opening is not None:
             return 0
         matcher = self._matcher
-        gate, thought, history = self._gate, self._thought, list(self._history)
+        gate, thought, written = self._gate, self._thought, self._written
         for count, token_id in enumerate(token_ids):
-            if not self._may_come(token_id, thought, history):
+            if not self._may_come(token_id, thought, written):
                 return count
             if matcher is not None and gate is None:
                 # From here on the form decides, together with the rest.
                 valid = matcher.validate_tokens(list(token_ids[count:]))
-                return count + self._others_acceptable(token_ids[count : count + valid], thought, history)
+                return count + self._others_acceptable(token_ids[count : count + valid], thought, written)
             piece = self._tokenizer.token_bytes(token_id)
             gate, thought = self._behind(token_id, piece, gate, thought)
-            history.append(token_id)
+            written = self._written_behind(token_id, written)
             if gate is not None and gate.is_found:
                 return count  # what may come behind it is known when it has come
         return len(token_ids)
 
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
         row_bytes = 4 * words_per_row
-        gate, thought, history = self._gate, self._thought, list(self._history)
+        gate, thought, written = self._gate, self._thought, self._written
         filled_from = None  # the row from which on the form's bits are there
         for row in range(1 + len(draft)):
             at = address + row * row_bytes
@@ -170,11 +169,11 @@ class SequenceGuide:
                 if self._allowed is not None:
                     keep_bits(at, self._allowed)
                 if self._bad_words is not None:
-                    clear_bits(at, self._bad_words.barred(history))
+                    self._bad_words.clear(at, words_per_row, written)
             if row < len(draft):
                 token_id = draft[row]
                 gate, thought = self._behind(token_id, self._tokenizer.token_bytes(token_id), gate, thought)
-                history.append(token_id)
+                written = self._written_behind(token_id, written)
 
     # --- inside ---
 
@@ -230,20 +229,24 @@ class SequenceGuide:
             thought = thought.after(token_id, piece, is_hurried=self._is_hurried)
         return gate, thought
 
-    def _may_come(self, token_id: int, thought: Thought | None, history: Sequence[int]) -> bool:
+    def _written_behind(self, token_id: int, written: int) -> int:
+        """The state of the bad words behind one more token."""
+        return written if self._bad_words is None else self._bad_words.after(written, token_id)
+
+    def _may_come(self, token_id: int, thought: Thought | None, written: int) -> bool:
         if thought is not None and thought.forced:
             return token_id == thought.forced[0]
         if self._allowed is not None and not has_bit(self._allowed, token_id):
             return False
-        return self._bad_words is None or token_id not in self._bad_words.barred(history)
+        return self._bad_words is None or not self._bad_words.is_barred(written, token_id)
 
-    def _others_acceptable(self, token_ids: Sequence[int], thought: Thought | None, history: list[int]) -> int:
+    def _others_acceptable(self, token_ids: Sequence[int], thought: Thought | None, written: int) -> int:
         for count, token_id in enumerate(token_ids):
-            if not self._may_come(token_id, thought, history):
+            if not self._may_come(token_id, thought, written):
                 return count
             if thought is not None:
                 thought = thought.after(token_id, self._tokenizer.token_bytes(token_id), is_hurried=self._is_hurried)
-            history.append(token_id)
+            written = self._written_behind(token_id, written)
         return len(token_ids)
 
     def _fill_form(self, matcher: LLMatcher, address: int, row_bytes: int, draft: Sequence[int]) -> None:

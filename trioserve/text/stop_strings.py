@@ -12,7 +12,7 @@ import functools
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["StopStringFinder"]
+__all__ = ["PrefixAutomaton", "StopStringFinder"]
 
 AUTOMATA_KEPT_MAX = 64  # of 60 KB at most: the choices of a request share one, and so do clients that always ask alike
 
@@ -86,7 +86,7 @@ class StopStringFinder:
         return held
 
 
-class _Automaton:
+class PrefixAutomaton:
     """A state stands for a beginning of a stop string, 0 for the empty one. Most are followed by one character only,
     and the state that it leads to has the next number: so a state takes a few bytes. Immutable once it is built.
 
@@ -94,6 +94,7 @@ class _Automaton:
     depths: how many characters have been matched. first_characters: without one of them nothing begins.
     falls_back_to: the longest proper end of what was matched that begins a stop string and is not all of it.
     stop_indices: into stops, the longest stop string that is complete in this state; -1 where none is.
+    shorter_stops: by stop string, the longest other one that it ends with; -1 where there is none.
     """
 
     __slots__ = (
@@ -103,6 +104,7 @@ class _Automaton:
         "falls_back_to",
         "first_characters",
         "next_characters",
+        "shorter_stops",
         "stop_indices",
         "stops",
     )
@@ -151,7 +153,24 @@ class _Automaton:
         self.next_characters = "".join(character or "\0" for character in next_characters)
         self.depths = array("I", depths)
         self.stop_indices = array("h", complete)
+        self.shorter_stops = array("h", bytes(2 * len(stops)))
+        for state, stop_index in ends.items():
+            self.shorter_stops[stop_index] = complete[suffixes[state]]
         self.falls_back_to = array("I", self._past_whole(suffixes, entries))
+
+    def advance(self, state: int, character: str) -> int:
+        """The state behind one more character of a text that does not end where a stop string is complete.
+
+        Cost: the length of the longest stop string at most, two looks on average over a text.
+        """
+        next_characters = self.next_characters
+        while next_characters[state] != character:
+            if state in self.branches and (target := self.branches[state].get(character)):
+                return target
+            if not state:
+                return 0
+            state = self.falls_back_to[state]
+        return state + 1
 
     def is_whole(self, state: int) -> bool:
         """Whether it is all of a stop string and begins no longer one: nothing is held back for it."""
@@ -172,4 +191,4 @@ class _Automaton:
         return falls_back_to
 
 
-_automaton = functools.lru_cache(maxsize=AUTOMATA_KEPT_MAX)(_Automaton)
+_automaton = functools.lru_cache(maxsize=AUTOMATA_KEPT_MAX)(PrefixAutomaton)
