@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 import msgspec
 import trio
 
+from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.threaded_engine import EngineT, opened_in_a_thread
@@ -347,7 +348,7 @@ async def open_configured_engine(
     with errors_unwrapped():
         async with TextThreads() as text:
             opening = _Opening(config, transfers, text, on_progress, on_loaded)
-            with closing(opening.trainer_groups):
+            with closing(opening.trainer_groups), closing(opening.image_decoder):
                 async with trio.open_nursery() as nursery:
                     engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
                     nursery.start_soon(engine.keep_deadlines)
@@ -399,6 +400,7 @@ class _Opening:
         )
         self._adapter_dtype: Dtype = "float32"
         self.trainer_groups = TrainerGroups()
+        self.image_decoder = ImageDecoder(image_limits(config), self._metrics)
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[EngineParts]:
@@ -465,7 +467,6 @@ class _Opening:
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
         assert compiler is not None, "nothing was opened"
-        limits = image_limits(config.limit_mm_per_prompt)
         self._engine = Engine(
             model=ModelDescription(
                 served_names=self._served_names,
@@ -507,8 +508,8 @@ class _Opening:
             when_idle=when_idle,
             guides=GuideFactory(compiler),
             image_encoder=image_encoder,
-            image_limits=limits,
-            media=MediaFetcher(config.allowed_media_domains, limits.image_bytes_max)
+            image_decoder=self.image_decoder,
+            media=MediaFetcher(config.allowed_media_domains, self.image_decoder.limits.image_bytes_max)
             if config.allowed_media_domains
             else None,
             adapters=self._adapters,

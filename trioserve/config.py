@@ -360,6 +360,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     limit_mm_per_prompt: Annotated[str | dict[str, int] | None, _about(
         """JSON as in vLLM: images that one prompt may have, for models that see them, such as {"image": 4}; """
         "default: 8", "JSON")] = None
+    image_decode_timeout: Annotated[float, _about(
+        "what decoding one image that a client sent may take, before its request fails with 400; the process that "
+        "decodes it is killed then", "SECONDS", gt=0, le=3600)] = ImageLimits().decode_seconds_max
     max_image_pixels: Annotated[int, _about(
         "width times height of a picture that a request may ask for, of models that make pictures", "PIXELS", ge=1,
         )] = ImageRequestLimits().pixels_max
@@ -493,7 +496,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
             check_overlap(self.overlap_steps, drafts.token_count, "head" if drafts.source == "mtp" else drafts.source)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
-        image_limits(self.limit_mm_per_prompt)
+        image_limits(self)
         lora_modules(self.lora_modules)
 
     @property
@@ -600,11 +603,12 @@ def make_config(**values: object) -> Config:
     return _convert(Config, {name: (name, value) for name, value in values.items()}, strict=True)
 
 
-def image_limits(limit_mm_per_prompt: str | Mapping[str, int] | None) -> ImageLimits:
-    """What is taken of images. Raises StartupError for what is no such limit."""
-    given: object = limit_mm_per_prompt
+def image_limits(config: Config) -> ImageLimits:
+    """What is taken of images in chats. Raises StartupError for what is no such limit."""
+    given: object = config.limit_mm_per_prompt
+    seconds = config.image_decode_timeout
     if given is None:
-        return ImageLimits()
+        return ImageLimits(decode_seconds_max=seconds)
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
@@ -617,7 +621,7 @@ def image_limits(limit_mm_per_prompt: str | Mapping[str, int] | None) -> ImageLi
         raise StartupError(
             f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4}}: of media, images are read here"""
         )
-    return ImageLimits(images_max=count)
+    return ImageLimits(images_max=count, decode_seconds_max=seconds)
 
 
 def engine_settings(config: ServerConfig) -> EngineSettings:

@@ -25,6 +25,7 @@ SECONDS_MAX = 60
 def test_every_option_has_a_meaning_here_or_is_named() -> None:
     of_every_server = {*GROUPS["server"], *GROUPS["keys and TLS"], *GROUPS["queue and deadlines"]}
     taken = {"model", "dtype", "device", "threads", "max_num_seqs", *GROUPS["pictures"], *GROUPS["faults"]}
+    taken.add("image_decode_timeout")
     others = {"log_format", "access_log", "otlp_endpoint", "trace_sample"}
     known = {name for names in GROUPS.values() for name in names}
     assert known - of_every_server - taken - set(REFUSED) - set(NO_USE) - others == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -21,10 +21,8 @@ from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.pooling import PoolingParams
 from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.image_encoding import DECODE_CHARACTERS
 from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
-from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_core
 
 IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # of a square one
@@ -174,21 +172,10 @@ async def test_who_has_no_room_waits_in_line_for_it() -> None:
 
 @pytest.mark.parametrize("phase", ["waiting for room", "decoding", "encoding", "queued", "in a step", "decode"])
 @pytest.mark.parametrize("way", ["leaves", "aborted by id"])
-async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: str, monkeypatch: Any) -> None:
-    decoding, decoded = trio.Event(), trio.Event()
-    if phase == "decoding":
-        run = InlineTexts.run
-
-        async def held(threads: InlineTexts, function: Any, *, size: int) -> object:
-            if size == DECODE_CHARACTERS:
-                decoding.set()
-                await decoded.wait()
-            return await run(threads, function, size=size)
-
-        monkeypatch.setattr(InlineTexts, "run", held)
-
+async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: str) -> None:
     limits = ImageLimits(outputs_bytes_max=IMAGE_BYTES if phase == "waiting for room" else 4 * IMAGE_BYTES)
     async with seeing(image_limits=limits, paused=phase != "decode") as fake, trio.open_nursery() as nursery:
+        scopes = ExitStack()
         outputs, scope = fake.image_outputs, trio.CancelScope()
         ends: list[object] = []
 
@@ -204,13 +191,17 @@ async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: st
             other = await nursery.start(_hold_room, fake)
         if phase == "encoding":
             fake.image_encoder.hold()
+        gate = fake.image_decoder.gate
+        if phase == "decoding":
+            scopes.enter_context(gate.held())
         nursery.start_soon(ask)
         before = fake.stats()
         if phase == "waiting for room":
             while not outputs.waiting_count:
                 await trio.lowlevel.checkpoint()
         elif phase == "decoding":
-            await decoding.wait()
+            while not gate.held_count:
+                await trio.lowlevel.checkpoint()
             assert outputs.claimed_bytes == IMAGE_BYTES
         elif phase == "encoding":
             while not fake.image_encoder.waiting_count:
@@ -241,9 +232,11 @@ async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: st
                 assert outputs.claimed_bytes == held_by_others, "in the same call"
         await wait_all_tasks_blocked()
         outputs.check()
+        assert gate.held_count == 0, "its process is killed"
         assert fake.image_encoder.waiting_count == 0
         assert outputs.claimed_bytes == (IMAGE_BYTES if phase == "waiting for room" else 0)
         assert fake.stats().blocks_used == before.blocks_used == 0
+        scopes.close()
         if phase == "waiting for room":
             other.cancel()
 
@@ -440,3 +433,30 @@ async def test_an_image_that_is_elsewhere_is_fetched_within_the_request() -> Non
     async with seeing() as fake:
         with pytest.raises(InvalidRequest, match="nothing is fetched here"):
             await said(fake, elsewhere)
+
+
+async def test_what_was_made_of_an_image_is_found_under_the_same_salt_alone() -> None:
+    async with seeing() as fake:
+        texts = [await said(fake, chat(png(7)), cache_salt=salt) for salt in ("a", "b", "a", None, "b", None)]
+        assert fake.image_encoder.tile_count == 3 * 5, "once for each salt"
+        assert fake.image_outputs.hit_count == 3
+        assert len(set(texts)) == 1
+
+
+async def test_a_slow_image_of_one_tenant_delays_none_of_another() -> None:
+    async with seeing() as fake:
+        decode = fake.image_decoder.tiles
+        slow = trio.Event()
+
+        async def tiles(content: bytes, processing: Any, place: str) -> Any:
+            if content == png(1):
+                await slow.wait()
+            return await decode(content, processing, place)
+
+        fake.image_decoder.tiles = tiles  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            for salt in ("1", "2", "3"):
+                nursery.start_soon(lambda salt=salt: said(fake, chat(png(1)), cache_salt=salt, tenant="a"))
+            await wait_all_tasks_blocked()
+            assert await said(fake, chat(png(2)), tenant="b")
+            slow.set()

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 import trio
 
+from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.assemble import LoadReport
 from trioserve.assemble_images import open_configured_image_engine
@@ -29,6 +30,7 @@ from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, engine_settings
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.images import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service
@@ -51,7 +53,7 @@ REFUSED = (
 )
 """Options whose silent loss would be missed: a model that makes pictures cannot do what they ask for."""
 NO_USE = (
-    *(set(GROUPS["model"]) - {"model", "dtype"}),
+    *(set(GROUPS["model"]) - {"model", "dtype", "image_decode_timeout"}),
     *(set(GROUPS["computing"]) - {"device", "threads"}),
     *(set(GROUPS["memory and batches"]) - {"max_num_seqs"}),
     *GROUPS["adapters"],
@@ -88,8 +90,11 @@ async def serve_images(
         tracing = await scopes.enter_async_context(open_tracing(config))
         with closing(LoadingBar(config.model)) as bar:
             engine = await scopes.enter_async_context(open_engine(config, on_progress=bar.progress))
+        # What is to be changed may be as large as what is made: it is kept until it has been.
+        uploads = ImageLimits(pixels_max=engine.limits.pixels_max, decode_seconds_max=config.image_decode_timeout)
         app = ImageApp(
             engine,
+            scopes.enter_context(closing(ImageDecoder(uploads, engine.metrics))),
             api_keys=config.api_key,
             admin_api_key=config.admin_api_key,
             access=access_rules(config),

@@ -43,15 +43,16 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What is taken of clients.
 
     images_max: of one prompt. image_bytes_max: as it is sent, before it is decoded. pixels_max: width times height;
-    a decoder takes four bytes for each, for one image at a time. side_max: pixels of either side. outputs_bytes_max:
-    what the model has made of images, of all requests together; what nobody uses any more is kept as long as there is
-    room. Raises StartupError.
+    it sets the memory limit of the processes that decode. side_max: pixels of either side. decode_seconds_max: of one
+    image; the largest ones take about three seconds on a slow core. outputs_bytes_max: what the model has made of
+    images, of all requests together; what nobody uses any more is kept as long as there is room. Raises StartupError.
     """
 
     images_max: int = 8
     image_bytes_max: int = 16 * 2**20
     pixels_max: int = 40_000_000
     side_max: int = 16_384
+    decode_seconds_max: float = 15.0
     outputs_bytes_max: int = 256 * 2**20
 
     def __post_init__(self) -> None:
@@ -60,6 +61,8 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("image_bytes_max", "pixels_max", "side_max", "outputs_bytes_max"):
             if getattr(self, name) < 1:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if not self.decode_seconds_max > 0:
+            raise StartupError(f"decode_seconds_max is {self.decode_seconds_max}, it must be above 0")
 
 
 class Tiles(Protocol):

@@ -18,6 +18,7 @@ import msgspec
 import trio
 from msgspec import UNSET
 
+from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextRunner, TextThreads
@@ -27,7 +28,7 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
-from trioserve.contracts.images import ImageEncoder, ImageLimits
+from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
@@ -130,7 +131,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         when_idle: WhenIdle | None = None,
         guides: GuideFactory | None = None,
         image_encoder: ImageEncoder | None = None,
-        image_limits: ImageLimits | None = None,
+        image_decoder: ImageDecoder | None = None,
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
         guard: Guard | None = None,
@@ -167,9 +168,9 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         self._image_reader: ImageReader | None = None
         self._images: ImageEncoding | None = None
         if model.images is not None:
-            limits = image_limits or ImageLimits()
-            self._image_reader = ImageReader(model.images, limits)
-            self._images = ImageEncoding(model.images, limits, text_threads, metrics, self._wait_until_open)
+            assert image_decoder is not None, "the model sees images, and nothing decodes them"
+            self._image_reader = ImageReader(model.images, image_decoder.limits)
+            self._images = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
         self._prompts = self._encoder(text_threads, media)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self._guides = GuidePreparation(guides, text_threads, metrics)

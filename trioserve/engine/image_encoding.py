@@ -1,5 +1,6 @@
-"""What the model makes of a prompt's images, before its request joins the core. One image at a time is decoded and
-encoded, between the steps; a request that leaves meanwhile leaves at once, and gives its room back in the same call.
+"""What the model makes of a prompt's images, before its request joins the core. A few images are decoded at a time, in
+processes, and one is encoded, between the steps. A request that leaves meanwhile leaves at once, and gives its room
+back in the same call.
 """
 
 from __future__ import annotations
@@ -10,21 +11,18 @@ from hashlib import blake2b
 
 import trio
 
-from trioserve.admission.text_threads import TextThreads
+from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
 from trioserve.contracts.given_rows import GivenRows
-from trioserve.contracts.images import ImageEncoder, ImageLimits, ImageProcessing, Tiles
+from trioserve.contracts.images import ImageEncoder, ImageProcessing, Tiles
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics
 from trioserve.vision.image_prompt import PromptImage, ReadImage
-from trioserve.vision.tiles import tiles_of
 
-__all__ = ["ImageEncoding"]
+__all__ = ["ImageEncoding", "output_name"]
 
 logger = logging.getLogger(__name__)
-
-DECODE_CHARACTERS = 150_000  # what a decode counts for (TextRunner): a tenth of a second
 
 
 class ImageEncoding:
@@ -34,18 +32,18 @@ class ImageEncoding:
     def __init__(
         self,
         processing: ImageProcessing,
-        limits: ImageLimits,
-        threads: TextThreads,
+        decoder: ImageDecoder,
         metrics: Metrics,
         wait_until_open: Callable[[], Awaitable[None]],
     ) -> None:
-        self.outputs = EncoderOutputs(limits.outputs_bytes_max)
+        self.outputs = EncoderOutputs(decoder.limits.outputs_bytes_max)
         self.encoder: ImageEncoder | None = None
         self._processing = processing
-        self._threads = threads
+        self._decoder = decoder
         self._metrics = metrics
         self._wait_until_open = wait_until_open
-        self._turn = trio.Lock()  # decoding takes memory, and encoding the processors
+        self._encoder_turn = trio.Lock()  # it takes the processors
+        self._under_way: dict[bytes, trio.Event] = {}  # set when its image is encoded, or is not after all
         self._seen = (0, 0)
         metrics.on_scrape(self._show)
 
@@ -54,14 +52,14 @@ class ImageEncoding:
         if request.is_finished:
             return
         granted = trio.Event()
-        claim = self.outputs.claim(self._sizes(request.images), granted.set)
+        claim = self.outputs.claim(self._sizes(request), granted.set)
         request.output_claim = claim
         if not claim.is_granted:
             await granted.wait()
         for image in {one.image.digest: one.image for one in request.images}.values():
-            await self._have_encoded(image)
+            await self._have_encoded(image, output_name(image.digest, request.cache_salt), request.tenant)
         if request.output_claim is claim:  # otherwise it was ended meanwhile
-            request.given = tuple(rows for image in request.images for rows in self._rows(image))
+            request.given = tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
             request.forget_files()
 
     def release(self, request: OpenRequest) -> None:
@@ -71,23 +69,31 @@ class ImageEncoding:
             request.given = ()
             self.outputs.release(claim)
 
-    def _sizes(self, images: tuple[PromptImage, ...]) -> dict[bytes, int]:
-        return {one.image.digest: one.image.plan.tile_count * self._processing.tile_bytes for one in images}
+    def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
+        return {
+            output_name(one.image.digest, request.cache_salt): one.image.plan.tile_count * self._processing.tile_bytes
+            for one in request.images
+        }
 
-    async def _have_encoded(self, image: ReadImage) -> None:
+    async def _have_encoded(self, image: ReadImage, name: bytes, tenant: str) -> None:
         """Whoever comes first does it; one that leaves halfway leaves it to the next."""
-        if self.outputs.values(image.digest) is not None:
-            return
-        async with self._turn:
-            if self.outputs.values(image.digest) is not None:
-                return
-            tiles = await self._threads.run(
-                lambda: tiles_of(image.content, self._processing, image.place), size=DECODE_CHARACTERS
-            )
-            began_at = trio.current_time()
-            values = await self._encoded(tiles)
-            self._metrics.image_encoding_seconds.observe(trio.current_time() - began_at)
-            self.outputs.put(image.digest, values)
+        while self.outputs.values(name) is None:
+            if (other := self._under_way.get(name)) is not None:
+                await other.wait()
+                continue
+            is_over = self._under_way[name] = trio.Event()
+            try:
+                # The place is kept until the tiles are encoded, which bounds how many wait for that in memory.
+                async with self._decoder.turn(tenant):
+                    tiles = await self._decoder.tiles(image.content, self._processing, image.place)
+                    async with self._encoder_turn:
+                        began_at = trio.current_time()
+                        values = await self._encoded(tiles)
+                self._metrics.image_encoding_seconds.observe(trio.current_time() - began_at)
+                self.outputs.put(name, values)
+            finally:
+                del self._under_way[name]
+                is_over.set()
 
     async def _encoded(self, tiles: Tiles) -> object:
         while True:
@@ -105,9 +111,9 @@ class ImageEncoding:
                 logger.exception("an image could not be encoded")
                 raise RequestFailed(f"the image could not be encoded: {type(error).__name__}: {error}") from error
 
-    def _rows(self, image: PromptImage) -> list[GivenRows]:
+    def _rows(self, image: PromptImage, cache_salt: str | None) -> list[GivenRows]:
         """Of each tile, a part of the whole."""
-        values = self.outputs.values(image.image.digest)
+        values = self.outputs.values(output_name(image.image.digest, cache_salt))
         assert values is not None, "it is claimed, and was encoded"
         whole = memoryview(values).cast("B")  # type: ignore[arg-type]  # it has a buffer
         row_bytes = 4 * self._processing.embedding_size
@@ -126,6 +132,15 @@ class ImageEncoding:
         metrics.image_queries_total.inc(seen[0] - self._seen[0])
         metrics.image_hits_total.inc(seen[1] - self._seen[1])
         self._seen = seen
+
+
+def output_name(digest: bytes, cache_salt: str | None) -> bytes:
+    """The name of what the model makes of an image: another one for each salt, so that the time of a request does not
+    show whether another key has sent the image."""
+    if cache_salt is None:
+        return digest
+    key = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    return blake2b(digest, digest_size=len(digest), key=key).digest()
 
 
 def _name_of_tile(digest: bytes, tile: int) -> bytes:

@@ -541,6 +541,15 @@ CATALOGUE: tuple[Metric, ...] = (
         buckets=WAIT_SECONDS,
     ),
     Metric(
+        name="image_decoders_killed_total",
+        question=Question.IMAGES,
+        kind="counter",
+        unit="processes",
+        meaning="Processes that ended while they decoded a client's image: killed at --image-decode-timeout (timeout), "
+        "or by the kernel, a limit on memory or a crash (lost).",
+        labels=(Label("reason", ("timeout", "lost")),),
+    ),
+    Metric(
         name="image_queries_total",
         question=Question.IMAGES,
         kind="counter",

@@ -75,6 +75,7 @@ class Metrics:
     rank_step_seconds_total: Counter
     rank_together_seconds_total: Counter
     image_encoding_seconds: PlainHistogram
+    image_decoders_killed_total: Counter
     image_queries_total: Counter
     image_hits_total: Counter
     image_output_bytes: Gauge

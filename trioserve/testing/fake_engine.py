@@ -37,6 +37,7 @@ from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
 from trioserve.testing.fake_nap import FakeNap
 from trioserve.testing.fake_weights import FakeWeightPlace
 from trioserve.testing.gated_core import GatedCore
+from trioserve.testing.inline_pictures import InlineDecoder
 from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.own_seeds import next_own_seed
@@ -58,8 +59,8 @@ NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 class FakeEngine(SteppedByHand[StepPlan], Engine):
     """Made by open_fake_engine: an Engine, and what a test needs besides.
 
-    core, steps, executor, connector, image_encoder: its inside, to look at. weights: where they are replaced; see
-    FakeWeightPlace.
+    core, steps, executor, connector, image_encoder, image_decoder: its inside, to look at. weights: where they are
+    replaced; see FakeWeightPlace.
     """
 
     core: GatedCore
@@ -83,6 +84,8 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         adapters: Adapters | None = None,
     ) -> None:
         sees_images = parts.image_encoder is not None
+        metrics = Metrics(served_names[0])
+        self.image_decoder = InlineDecoder(image_limits or ImageLimits(), metrics)
         if tokenizer is None:
             tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE, has_images=True) if sees_images else byte_tokenizer()
         self._look_into(parts)
@@ -109,7 +112,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             steps=self.steps,
             tokenizer=tokenizer,
             text_threads=text_threads,
-            metrics=Metrics(served_names[0]),
+            metrics=metrics,
             settings=settings,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
             connector=parts.connector,
@@ -120,7 +123,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             weights=parts.weights,
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
             image_encoder=parts.image_encoder,
-            image_limits=image_limits,
+            image_decoder=self.image_decoder,
             media=media,
         )
 

@@ -1,4 +1,5 @@
-"""Pictures that are written and read in the event loop, when a test lets it: real threads take no virtual time."""
+"""Images that are written and decoded in the event loop, when a test lets it: threads and processes take no virtual
+time, and end in any order."""
 
 from __future__ import annotations
 
@@ -8,40 +9,70 @@ from typing import TypeVar
 
 import trio
 
+from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.picture_threads import PictureThreads
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.images import ImageLimits
+from trioserve.metrics.registry import Metrics
+from trioserve.vision.decoding_process import DecodeJob, DecodeReply, decode
 
-__all__ = ["InlinePictures"]
+__all__ = ["InlineDecoder", "InlinePictures", "JobGate"]
 
 T = TypeVar("T")
 
 
-class InlinePictures(PictureThreads):
-    """run_count: of what was written or read. held_count: of those that wait inside of `held`."""
+class JobGate:
+    """held_count: jobs that wait inside of `held`. run_count: jobs that were done."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.run_count = 0
         self.held_count = 0
-        self._gate: trio.Event | None = None
+        self._opened: trio.Event | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, nothing is written or read: whoever asks for it waits until the end, or leaves."""
-        self._gate = trio.Event()
+        """Inside, no job begins: whoever asks for one waits until the end, or leaves."""
+        self._opened = trio.Event()
         try:
             yield
         finally:
-            self._gate.set()
-            self._gate = None
+            self._opened.set()
+            self._opened = None
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def enter(self) -> None:
         """After every other task has had its turn."""
         self.held_count += 1
         try:
             await trio.lowlevel.checkpoint()
-            if self._gate is not None:
-                await self._gate.wait()
+            if self._opened is not None:
+                await self._opened.wait()
         finally:
             self.held_count -= 1
         self.run_count += 1
+
+
+class InlinePictures(PictureThreads):
+    """Writes images in the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = JobGate()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        await self.gate.enter()
         return function()
+
+
+class InlineDecoder(ImageDecoder):
+    """Decodes images in the event loop, and starts no process."""
+
+    def __init__(self, limits: ImageLimits, metrics: Metrics) -> None:
+        super().__init__(limits, metrics)
+        self.gate = JobGate()
+
+    async def _decoded(self, job: DecodeJob, content: bytes, size: int) -> tuple[DecodeReply, bytes | memoryview]:
+        await self.gate.enter()
+        reply, pixels = decode(job, content)
+        if reply.error is not None:
+            raise InvalidRequest(reply.error, param=job.place)
+        return reply, pixels

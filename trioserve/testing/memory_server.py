@@ -28,7 +28,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
-from trioserve.testing.inline_pictures import InlinePictures
+from trioserve.testing.inline_pictures import InlineDecoder, InlinePictures, JobGate
 from trioserve.testing.inline_store import open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
@@ -94,9 +94,10 @@ class MemoryServer(ServedInMemory[FakeEngine, App]):
 
 
 class MemoryImageServer(ServedInMemory[FakeImageEngine, ImageApp]):
-    """Made by open_memory_image_server. threads: where it writes and reads pictures."""
+    """Made by open_memory_image_server. threads: where it writes pictures. decoder: where it decodes what is sent."""
 
-    threads: InlinePictures
+    threads: JobGate
+    decoder: JobGate
 
 
 @asynccontextmanager
@@ -160,13 +161,14 @@ async def open_memory_image_server(
     """The same for pictures. engine_options: see open_fake_image_engine; request_limits are its limits."""
     async with open_fake_image_engine(limits=request_limits, **engine_options) as engine:
         threads = InlinePictures()
+        decoder = InlineDecoder(uploads or ImageLimits(pixels_max=engine.limits.pixels_max), engine.metrics)
         app = ImageApp(
             engine,
+            decoder,
             api_keys=api_keys,
             admin_api_key=admin_api_key,
             access=access,
             page=page,
-            uploads=uploads,
             edits=edits,
             unsent=unsent,
             threads=threads,
@@ -175,6 +177,6 @@ async def open_memory_image_server(
         async with trio.open_nursery() as nursery:
             server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
             served = MemoryImageServer(engine, server, app, nursery)
-            served.threads = threads
+            served.threads, served.decoder = threads.gate, decoder.gate
             yield served
             nursery.cancel_scope.cancel()

@@ -1,33 +1,22 @@
-"""An image as a client sends it: what its header says, then its pixels. Nothing that a file says is believed.
+"""Decodes an image file that a client sent, with Pillow, in a process that can be killed (decoding_process).
 
-Pillow decodes, in the thread for texts. A header is read first, so that a file of a few bytes that claims to be of a
-billion pixels costs nothing; of what moves, the first picture counts.
+The header is read first (image_header), so a file of a few bytes that claims a billion pixels costs nothing. Of an
+animation the first frame counts.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits
+from trioserve.vision.image_header import ImageHeader, scan_header
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageHeader", "pixels_of", "read_header", "transparency_of", "why_no_images"]
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_ORIENTATION = 274  # the tag of EXIF
-_TURNED = (5, 6, 7, 8)  # its values with width and height exchanged
-
-
-class ImageHeader(NamedTuple):
-    """width, height: upright, as it is to be seen."""
-
-    width: int
-    height: int
+__all__ = ["pixels_of", "transparency_of", "why_no_images"]
 
 
 def why_no_images() -> str | None:
@@ -39,53 +28,57 @@ def why_no_images() -> str | None:
     return None
 
 
-def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
-    """place: what the image is called in an error. Raises InvalidRequest for what is no image, or too large a one."""
-    if len(content) > limits.image_bytes_max:
-        raise InvalidRequest(
-            f"{place} has {len(content)} bytes, an image may have {limits.image_bytes_max}: send a smaller one",
-            param=place,
-        )
-    image = _opened(content, place)
-    width, height = image.size
-    if max(width, height) > limits.side_max or width * height > limits.pixels_max or min(width, height) < 1:
-        raise InvalidRequest(
-            f"{place} is {width} x {height} pixels; allowed are {limits.pixels_max} in all, and {limits.side_max} on "
-            "either side: send a smaller one",
-            param=place,
-        )
-    return ImageHeader(height, width) if _orientation(image) in _TURNED else ImageHeader(width, height)
-
-
 def pixels_of(content: bytes, place: str) -> Image:
-    """In RGB and upright; what shines through stands on white. The header has been read before. Raises InvalidRequest
-    for a file that breaks off or is damaged."""
-    image = _opened(content, place)
-    orientation = _orientation(image)
+    """Decode an image to upright RGB, what is transparent on white.
+
+    Raises:
+        InvalidRequest: the file breaks off, is damaged, or holds another size than its header says.
+    """
+    header = scan_header(content, place)
     try:
-        image.load()
-        return _upright(_rgb(image), orientation)
+        return _upright(_rgb(_loaded(content, header)), header.orientation)
     except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
         raise _damaged(place, error) from error
 
 
 def transparency_of(content: bytes, place: str) -> Image | None:
-    """How far each pixel lets through what is behind it: one byte, 255 for all of it; upright. None: the file has no
-    pixel that could. As above otherwise."""
+    """Decode how transparent each pixel is: one upright byte each, 255 for all of it.
+
+    Returns:
+        None if the file has no transparent pixel.
+
+    Raises:
+        InvalidRequest: as pixels_of.
+    """
     import PIL.ImageChops
 
-    image = _opened(content, place)
-    orientation = _orientation(image)
+    header = scan_header(content, place)
     try:
-        image.load()
+        image = _loaded(content, header)
         if not _may_let_through(image):
             return None
         alpha = image.convert("RGBA").getchannel("A")
         if alpha.getextrema() == (255, 255):  # a channel that says nothing, as many programs write one
             return None
-        return _upright(PIL.ImageChops.invert(alpha), orientation)
+        return _upright(PIL.ImageChops.invert(alpha), header.orientation)
     except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
         raise _damaged(place, error) from error
+
+
+def _loaded(content: bytes, header: ImageHeader) -> Image:
+    import PIL.Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own bound on pixels: ours was checked before
+        try:
+            image = PIL.Image.open(io.BytesIO(content), formats=(header.format,))
+        except PIL.UnidentifiedImageError:  # its text is about a Python object
+            raise ValueError(f"it is no {header.format} that Pillow reads") from None
+    if image.size != (header.width, header.height):
+        width, height = image.size
+        raise ValueError(f"it holds {width} x {height} pixels, its header says {header.width} x {header.height}")
+    image.load()
+    return image
 
 
 def _upright(pixels: Image, orientation: int) -> Image:
@@ -104,41 +97,12 @@ def _upright(pixels: Image, orientation: int) -> Image:
     return pixels if turn is None else pixels.transpose(turn)
 
 
-def _opened(content: bytes, place: str) -> Image:
-    import PIL.Image
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its own bound on pixels: ours is looked at next
-            return PIL.Image.open(io.BytesIO(content), formats=FORMATS)
-    except PIL.UnidentifiedImageError as error:
-        raise InvalidRequest(
-            f"{place} is no image that can be read: send PNG, JPEG, WebP or GIF", param=place
-        ) from error
-    except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
-        raise _damaged(place, error) from error
-
-
 def _damaged(place: str, error: Exception) -> InvalidRequest:
+    if isinstance(error, MemoryError):
+        return InvalidRequest(f"{place} takes more memory to decode than an image may: send a smaller one", param=place)
     reason = str(error) or type(error).__name__
     printable = "".join(letter if letter.isprintable() else "?" for letter in reason)[:200]
     return InvalidRequest(f"{place} cannot be decoded ({printable}): it is damaged or incomplete", param=place)
-
-
-def _orientation(image: Image) -> int:
-    """As its header says; what stands behind the pixels is not looked at. 1: it is upright."""
-    import PIL.Image
-
-    exif = image.info.get("exif")
-    if not isinstance(exif, bytes):
-        return 1
-    found = PIL.Image.Exif()
-    try:
-        found.load(exif)
-        orientation = found.get(_ORIENTATION, 1)
-    except Exception:  # damaged, and the pixels may still be whole
-        return 1
-    return orientation if orientation in range(1, 9) else 1
 
 
 def _may_let_through(image: Image) -> bool:

@@ -13,7 +13,8 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.images import ImageLimits, ImageProcessing
 from trioserve.vision.chat_images import ImageSource, content_of
-from trioserve.vision.image_file import read_header, why_no_images
+from trioserve.vision.image_file import why_no_images
+from trioserve.vision.image_header import read_header
 from trioserve.vision.tile_plan import TilePlan, plan_tiles
 
 __all__ = ["IMAGE_SIGN", "ImageReader", "PromptImage", "ReadImage"]
@@ -68,7 +69,7 @@ class ImageReader:
             content = content_of(source, self.limits)
             header = read_header(content, self.limits, source.place)
             digest = blake2b(content, digest_size=_DIGEST_BYTES, key=blake2b(self._name, digest_size=32).digest())
-            plan = plan_tiles(header.width, header.height, self.processing)
+            plan = plan_tiles(*header.upright_size, self.processing)
             read.append(ReadImage(source.place, content, digest.digest(), plan))
         return read
 

@@ -10,7 +10,8 @@ import msgspec
 
 from trioserve.contracts.image_generation import Picture
 from trioserve.contracts.images import ImageLimits
-from trioserve.vision.image_file import pixels_of, read_header, transparency_of
+from trioserve.vision.image_file import pixels_of, transparency_of
+from trioserve.vision.image_header import read_header
 
 __all__ = ["PICTURE_FORMATS", "PictureFormat", "PictureKind", "decoded_mask", "decoded_picture", "encoded_picture"]
 

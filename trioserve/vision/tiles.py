@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.contracts.images import ImageProcessing
+from trioserve.contracts.images import ImageProcessing, Tiles
 from trioserve.vision.image_file import pixels_of
 from trioserve.vision.tile_plan import plan_tiles
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["tiles_of"]
+__all__ = ["tiles_from", "tiles_of"]
 
 
 def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDArray[np.uint8]:
@@ -32,3 +27,9 @@ def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDA
         image = image.resize((tile, tile), resample=processing.resample)
     tiles[-1] = np.asarray(image)
     return tiles
+
+
+def tiles_from(pixels: bytes | bytearray | memoryview, processing: ImageProcessing) -> Tiles:
+    """The tiles that another process has cut, without a copy."""
+    tile = processing.tile_size
+    return np.frombuffer(pixels, dtype=np.uint8).reshape(-1, tile, tile, 3)

@@ -137,7 +137,7 @@ async def test_a_model_that_changes_none_says_so() -> None:
         error = (await response.json())["error"]
         assert (response.status, error["param"]) == (400, "image")
         assert "/v1/images/generations" in error["message"]
-        assert server.threads.run_count == 0
+        assert server.decoder.run_count == 0
 
 
 async def test_so_many_at_a_time_and_no_more() -> None:

@@ -9,13 +9,13 @@ from trioserve.api.engine_context import EngineContext
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
+    from trioserve.admission.image_decoder import ImageDecoder
     from trioserve.api.images.edit_places import EditPlaces
     from trioserve.api.images.picture_threads import PictureThreads
     from trioserve.api.images.unsent_pictures import UnsentPictures
     from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
-    from trioserve.contracts.images import ImageLimits
     from trioserve.engine.images.image_engine import ImageEngine
     from trioserve.engine.images.image_stream import ImageStream
     from trioserve.http.exchange import Exchange
@@ -35,8 +35,8 @@ class AsksPictures(Protocol):
 class ImageContext(EngineContext):
     """Handlers get one of these, and answer it once.
 
-    threads: where pictures are written and read. uploads: what is taken of images that are to be changed, edits: and of
-    how many at a time. unsent: what clients have not taken.
+    threads: where pictures are written. decoder: of images that are to be changed, edits: how many at a time. unsent:
+    what clients have not taken.
     streams: those that it has made. steps_done: of each picture, as its client was told.
     """
 
@@ -49,7 +49,7 @@ class ImageContext(EngineContext):
         clock_and_ids: ClockAndIds,
         *,
         threads: PictureThreads,
-        uploads: ImageLimits,
+        decoder: ImageDecoder,
         edits: EditPlaces,
         unsent: UnsentPictures,
         rules: AccessRules,
@@ -59,7 +59,7 @@ class ImageContext(EngineContext):
         super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
         self.engine = engine
         self.threads = threads
-        self.uploads = uploads
+        self.decoder = decoder
         self.edits = edits
         self.unsent = unsent
         self.streams: list[ImageStream] = []
@@ -68,6 +68,11 @@ class ImageContext(EngineContext):
     @property
     def served_names(self) -> tuple[str, ...]:
         return self.engine.model.served_names
+
+    @property
+    def tenant(self) -> str:
+        """With whom it shares one turn."""
+        return self.caller.tenant(self.named_tenant)
 
     def generate_image(self, body: AsksPictures, params: ImageParams, deadlines: Deadlines) -> ImageStream:
         """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
@@ -80,7 +85,7 @@ class ImageContext(EngineContext):
             priority=body.priority or 0,
             deadlines=deadlines,
             owner=self.owner,
-            tenant=self.caller.tenant(self.named_tenant),
+            tenant=self.tenant,
             part_of=self.span,
         )
         self.streams.append(stream)

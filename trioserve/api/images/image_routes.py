@@ -33,11 +33,11 @@ from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, 
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.sse import encode
-from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
+    from trioserve.admission.image_decoder import ImageDecoder
     from trioserve.engine.images.image_engine import ImageEngine
     from trioserve.http.exchange import Exchange
 
@@ -106,20 +106,20 @@ IMAGE_TEMPLATES: tuple[Route[ImageContext], ...] = (
 class ImageApp(BaseApp[ImageContext]):
     """The handler of a server with an engine that makes pictures; the options are those of App.
 
-    uploads: what is taken of images that are to be changed; edits: how many of them at a time. unsent: how much clients
-    may leave untaken. threads: where pictures are written and read.
+    decoder: of images that are to be changed; its owner closes it. edits: how many of them at a time. unsent: how much
+    clients may leave untaken. threads: where pictures are written.
     """
 
     def __init__(
         self,
         engine: ImageEngine,
+        decoder: ImageDecoder,
         *,
         api_keys: Iterable[str] = (),
         admin_api_key: str | None = None,
         access: AccessRules | None = None,
         tenant_header: str = TENANT_HEADER,
         clock_and_ids: ClockAndIds | None = None,
-        uploads: ImageLimits | None = None,
         edits: EditPlaces | None = None,
         unsent: UnsentPictures | None = None,
         threads: PictureThreads | None = None,
@@ -136,8 +136,7 @@ class ImageApp(BaseApp[ImageContext]):
         self._engine = engine
         self._tenant_header = tenant_header
         self._clock_and_ids = clock_and_ids or ClockAndIds()
-        # What is to be changed may be as large as what is made: it is kept until it has been.
-        self._uploads = uploads or ImageLimits(pixels_max=engine.limits.pixels_max)
+        self._decoder = decoder
         self._edits = edits or EditPlaces()
         self._unsent = unsent or UnsentPictures()
         self._threads = threads or PictureThreads()
@@ -177,7 +176,7 @@ class ImageApp(BaseApp[ImageContext]):
             self._engine,
             self._clock_and_ids,
             threads=self._threads,
-            uploads=self._uploads,
+            decoder=self._decoder,
             edits=self._edits,
             unsent=self._unsent,
             rules=self._keys.rules,

@@ -1,4 +1,6 @@
-"""Where pictures become files, and files pictures: in threads, a few at a time. A picture takes up to a second."""
+"""Where pictures that a model has made become files: in threads, a few at a time. A picture takes up to a second.
+
+What clients send is decoded in processes: see ImageDecoder."""
 
 from __future__ import annotations
 

@@ -17,17 +17,15 @@ from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import foreign_end
 from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.api.generation import KEEP_ALIVE_SECONDS
-from trioserve.api.images.edit_form import EditForm, parsed_edit
+from trioserve.api.images.edit_form import parsed_edit
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.picture_writer import EventKind, PictureWriter
-from trioserve.api.images.request_types import ImageBody, ImageEditBody, ImageGenerationBody
+from trioserve.api.images.request_types import ImageBody, ImageGenerationBody
 from trioserve.api.images.unsent_pictures import UnsentShare
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import ImageDelta, ImageParams
-from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.output import Delta
-from trioserve.vision.picture_file import decoded_mask, decoded_picture
 
 if TYPE_CHECKING:
     from trioserve.engine.images.image_stream import ImageStream
@@ -57,7 +55,7 @@ async def change_images(context: ImageContext) -> None:
         )
     raw = await context.exchange.body()
     with context.unsent.share() as share:
-        with context.edits.taken():
+        with context.edits.taken(context.tenant):
             made = await _changed(context, raw, share)
         await _finish(context, made)
 
@@ -70,8 +68,11 @@ async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> Who
         form = await context.threads.run(partial(parsed_edit, raw, content_type))
     model = context.model_name(form.body.model)
     form.body.check()
-    params = await context.threads.run(partial(_edit_params, form, context.uploads))
-    return await _made(context, form.body, params, "image_edit", model, share)
+    decoder = context.decoder
+    async with decoder.turn(context.tenant):
+        image = await decoder.picture(form.image, "image")
+        mask = None if form.mask is None else await decoder.mask(form.mask, "mask")
+    return await _made(context, form.body, form.body.edit_params(image, mask), "image_edit", model, share)
 
 
 class WholeResponse(NamedTuple):
@@ -80,14 +81,6 @@ class WholeResponse(NamedTuple):
     begin: bytes
     entries: list[bytes]
     end: bytes
-
-
-def _edit_params(form: EditForm, limits: ImageLimits) -> ImageParams:
-    """Decodes the files, so it takes a while. Raises InvalidRequest."""
-    body: ImageEditBody = form.body
-    image = decoded_picture(form.image, limits, "image")
-    mask = None if form.mask is None else decoded_mask(form.mask, limits, "mask")
-    return body.edit_params(image, mask)
 
 
 async def _made(

@@ -14,13 +14,14 @@ import json
 import os
 import platform
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import trio
 
+from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.bench.inside.images.asked import AskedPictures
 from trioserve.bench.inside.images.leaving import (
@@ -33,6 +34,7 @@ from trioserve.bench.inside.images.leaving import (
 from trioserve.bench.inside.images.speed import SpeedRound, measure_speed
 from trioserve.bench.inside.images.watch import ImageWatch
 from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.images import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.http.server import FrontendServer
 from trioserve.testing.flag_types import at_least_one
@@ -103,12 +105,14 @@ def _cases(batch: int) -> list[tuple[IterativePhase, int]]:
 
 @asynccontextmanager
 async def _serving(engine: ImageEngine) -> AsyncIterator[int]:
-    server = FrontendServer(ImageApp(engine))
+    decoder = ImageDecoder(ImageLimits(pixels_max=engine.limits.pixels_max), engine.metrics)
+    server = FrontendServer(ImageApp(engine, decoder))
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with trio.open_nursery() as nursery:
-        await nursery.start(server.serve, listeners)
-        yield listeners[0].socket.getsockname()[1]
-        nursery.cancel_scope.cancel()
+    with closing(decoder):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.serve, listeners)
+            yield listeners[0].socket.getsockname()[1]
+            nursery.cancel_scope.cancel()
 
 
 def _print_leaving(figure: LeavingFigure) -> None:

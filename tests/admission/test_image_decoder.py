@@ -1,0 +1,113 @@
+"""Images that are decoded in processes: the same pixels as here, and whatever goes wrong fails one image alone."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.images import ImageLimits
+from trioserve.metrics.registry import Metrics
+from trioserve.testing.fake_image_encoder import FAKE_IMAGES
+from trioserve.trio_tools.process_pool import ProcessPool
+from trioserve.vision.picture_file import decoded_mask, decoded_picture
+from trioserve.vision.tiles import tiles_of
+
+LIMITS = ImageLimits(decode_seconds_max=60.0)
+
+
+def png(width: int = 40, height: int = 30, *, mode: str = "RGB") -> bytes:
+    noise = np.random.default_rng(width).integers(0, 255, (height, width, 4), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).convert(mode).save(file, "PNG")
+    return file.getvalue()
+
+
+@contextmanager
+def decoding(limits: ImageLimits = LIMITS) -> Iterator[ImageDecoder]:
+    with closing(ImageDecoder(limits, Metrics("x"))) as decoder:
+        yield decoder
+
+
+async def picture(decoder: ImageDecoder, content: bytes) -> Picture:
+    async with decoder.turn("key"):
+        return await decoder.picture(content, "here")
+
+
+async def test_a_process_makes_the_pixels_that_would_be_made_here() -> None:
+    content = png(mode="RGBA")
+    with decoding() as decoder:
+        async with decoder.turn("key"):
+            tiles = await decoder.tiles(content, FAKE_IMAGES, "here")
+            assert np.array_equal(np.asarray(tiles), tiles_of(content, FAKE_IMAGES, "here"))
+            assert await decoder.picture(content, "here") == decoded_picture(content, LIMITS, "here")
+            assert await decoder.mask(content, "here") == decoded_mask(content, LIMITS, "here")
+
+
+async def test_a_damaged_file_is_refused_as_it_would_be_here_and_the_next_one_is_read() -> None:
+    content = png()
+    with decoding() as decoder:
+        with pytest.raises(InvalidRequest, match=r"here cannot be decoded .* damaged or incomplete") as refusal:
+            await picture(decoder, content[: len(content) // 2])
+        assert refusal.value.param == "here"
+        assert (await picture(decoder, content)).width == 40
+
+
+async def test_the_largest_image_has_memory_enough_in_every_mode() -> None:
+    side = 1500
+    with decoding(msgspec.structs.replace(LIMITS, pixels_max=side * side)) as decoder:
+        for mode in ("RGB", "RGBA", "P", "I;16"):
+            file = io.BytesIO()
+            if mode == "I;16":
+                Image.fromarray(np.zeros((side, side), np.uint16)).save(file, "PNG")
+            else:
+                Image.new(mode, (side, side)).save(file, "PNG", **({"transparency": 0} if mode == "P" else {}))
+            assert (await picture(decoder, file.getvalue())).width == side
+
+
+async def test_a_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trioserve.admission.image_decoder.memory_bytes_max", lambda limits: 2**26)
+    file = io.BytesIO()
+    Image.new("RGB", (6000, 6000)).save(file, "PNG")
+    with decoding() as decoder:
+        with pytest.raises(InvalidRequest, match="more memory"):
+            await picture(decoder, file.getvalue())
+        assert (await picture(decoder, png())).width == 40
+
+
+async def test_a_slow_image_fails_its_own_request_with_the_option_to_change() -> None:
+    slow = [sys.executable, "-c", "import signal; signal.pause()"]
+    with decoding(msgspec.structs.replace(LIMITS, decode_seconds_max=0.01)) as decoder:
+        decoder._pool = ProcessPool(lambda file: slow, processes_max=2)
+        with pytest.raises(InvalidRequest, match=r"within 0\.01 s \(--image-decode-timeout\)"):
+            await picture(decoder, png())
+
+
+async def test_a_process_that_cannot_start_asks_the_client_to_come_again() -> None:
+    with decoding() as decoder:
+        decoder._pool = ProcessPool(lambda file: ["/no/such/program"], processes_max=2)
+        with pytest.raises(Overloaded, match="no process could be started"):
+            await picture(decoder, png())
+
+
+async def test_a_process_that_ends_is_told_to_the_client() -> None:
+    with decoding() as decoder:
+        decoder._pool = ProcessPool(lambda file: [sys.executable, "-c", "raise SystemExit(7)"], processes_max=2)
+        with pytest.raises(InvalidRequest, match="ended with code 7"):
+            await picture(decoder, png())
+
+
+async def test_nothing_is_started_for_what_a_header_refuses() -> None:
+    with decoding() as decoder:
+        with pytest.raises(InvalidRequest, match="no image"):
+            await picture(decoder, b"<svg/>")
+        assert decoder._pool.started_total == 0

@@ -1,0 +1,118 @@
+"""Decodes images that clients sent, in processes that can be killed: see ProcessPool.
+
+Decoders are C code on a stranger's bytes. Nothing interrupts them, and a header does not tell what they will take. So
+each image has a time limit and a memory limit, and a file that goes beyond one costs its own request alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.images import ImageLimits, ImageProcessing, Tiles
+from trioserve.metrics.registry import Metrics
+from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPool
+from trioserve.vision.decoding_process import DecodeJob, DecodeReply, memory_bytes_max
+from trioserve.vision.image_header import read_header
+from trioserve.vision.tile_plan import plan_tiles
+from trioserve.vision.tiles import tiles_from
+
+__all__ = ["ImageDecoder"]
+
+PROCESSES_MAX = 3  # one tenant uses two at most, the last one is for the others; each takes some 50 MB when idle
+RETRY_SECONDS = 5.0
+
+
+class ImageDecoder:
+    """`async with decoder.turn(tenant): await decoder.tiles(...)`. Processes start with the first image, and `close`
+    ends them.
+
+    Args:
+        limits: of the images; the largest one allowed sets the memory limit.
+    """
+
+    def __init__(self, limits: ImageLimits, metrics: Metrics) -> None:
+        self.limits = limits
+        self._killed_total = metrics.image_decoders_killed_total
+        memory = str(memory_bytes_max(limits))
+        self._pool = ProcessPool(
+            lambda file: [sys.executable, "-m", "trioserve.vision.decoding_process", str(file), memory],
+            processes_max=PROCESSES_MAX,
+        )
+
+    def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """A place to decode in. Tenants take turns, and one of them never holds all places."""
+        return self._pool.turn(tenant)
+
+    async def tiles(self, content: bytes, processing: ImageProcessing, place: str) -> Tiles:
+        """Cut an image into the tiles that a model sees.
+
+        Args:
+            place: what the image is called in an error.
+
+        Raises:
+            InvalidRequest: the file is damaged, or takes too much time or memory.
+            Overloaded: no process can be started.
+        """
+        width, height = read_header(content, self.limits, place).upright_size
+        tile_count = plan_tiles(width, height, processing).tile_count
+        size = tile_count * processing.tile_size**2 * 3
+        _, pixels = await self._decoded(
+            DecodeJob(kind="tiles", place=place, limits=self.limits, processing=processing), content, size
+        )
+        return tiles_from(pixels, processing)
+
+    async def picture(self, content: bytes, place: str) -> Picture:
+        """Decode an image to upright RGB, what is transparent on white. Raises what `tiles` raises."""
+        return await self._picture(DecodeJob(kind="picture", place=place, limits=self.limits), content)
+
+    async def mask(self, content: bytes, place: str) -> Picture:
+        """Decode a mask: see picture_file.decoded_mask. Raises what `tiles` raises."""
+        return await self._picture(DecodeJob(kind="mask", place=place, limits=self.limits), content)
+
+    async def _picture(self, job: DecodeJob, content: bytes) -> Picture:
+        header = read_header(content, self.limits, job.place)
+        reply, pixels = await self._decoded(job, content, 3 * header.width * header.height)
+        return Picture(reply.width, reply.height, bytes(pixels))
+
+    async def _decoded(
+        self, job: DecodeJob, content: bytes, size: int
+    ) -> tuple[DecodeReply, bytes | bytearray | memoryview]:
+        seconds, place = self.limits.decode_seconds_max, job.place
+        try:
+            head, pixels = await self._pool.ask(
+                msgspec.msgpack.encode(job), content, seconds_max=seconds, reply_bytes_max=size
+            )
+        except JobTooLong:
+            self._killed_total.labels("timeout").inc()
+            raise InvalidRequest(
+                f"{place} was not decoded within {seconds:g} s (--image-decode-timeout): send a smaller image, or save "
+                "it anew with an ordinary program",
+                param=place,
+            ) from None
+        except ProcessLost as error:
+            self._killed_total.labels("lost").inc()
+            raise InvalidRequest(
+                f"{place} cannot be decoded: the process that decoded it ended ({error}): save it anew with an "
+                "ordinary program",
+                param=place,
+            ) from error
+        except OSError as error:
+            raise Overloaded(
+                f"{place} cannot be decoded now: no process could be started ({error.strerror}): try again in "
+                f"{RETRY_SECONDS:.0f} s",
+                reason="no_decoding_process",
+                retry_after_seconds=RETRY_SECONDS,
+            ) from error
+        reply = msgspec.msgpack.decode(head, type=DecodeReply)
+        if reply.error is not None:
+            raise InvalidRequest(reply.error, param=place)
+        return reply, pixels
+
+    def close(self) -> None:
+        """End all processes, at once and synchronously."""
+        self._pool.close()

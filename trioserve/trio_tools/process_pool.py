@@ -1,0 +1,243 @@
+"""Runs foreign code that nothing can interrupt in child processes, which can be killed.
+
+A process does one job at a time and is used again. It is killed when its job takes too long or its caller is cancelled,
+and the next job starts another one. A process starts when a job needs it, so a program without such jobs has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from trioserve.contracts.errors import AlreadyEnded
+
+__all__ = ["FRAME", "JobTooLong", "ProcessLost", "ProcessPool"]
+
+FRAME = struct.Struct("<II")
+"""Before each message, in both directions: the bytes of its head and of its content."""
+
+HEAD_BYTES_MAX = 65_536
+RECEIVE_BYTES = 1_048_576
+REAP_SECONDS_MAX = 2.0  # a killed process is gone within milliseconds
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""What a child gets of the environment, with PYTHON*: API keys are none of its business."""
+
+
+class JobTooLong(Exception):
+    """The job was not done in time, and its process was killed."""
+
+
+class ProcessLost(Exception):
+    """The process ended during the job. The text says how."""
+
+
+class ProcessPool:
+    """Up to `processes_max` children, shared fairly by owners. `close` kills them.
+
+    A child is started in the calling thread, the event loop's, so that the kernel can kill it with that thread
+    (PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self, command: Callable[[int], Sequence[str]], *, processes_max: int) -> None:
+        """
+        Args:
+            command: makes the command line from the file descriptor of the child's connection.
+            processes_max: at least 2: one owner alone never takes the last one.
+        """
+        self._command = command
+        self._processes_max = processes_max
+        self._own_max = max(1, processes_max - 1)
+        self._idle: list[_Child] = []
+        self._busy: set[_Child] = set()
+        self._killed: list[_Child] = []  # until the kernel has ended them
+        self._running: Counter[str] = Counter()  # turns by owner
+        self._lines: dict[str, deque[trio.Event]] = {}  # the next owner comes first
+        self._is_closed = False
+        self.started_total = 0
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of those that were started and not killed."""
+        return [child.process_id for child in (*self._idle, *self._busy)]
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a place to run jobs, and hold it. Owners take turns, and one of them never holds all places."""
+        granted = trio.Event()
+        self._lines.setdefault(owner, deque()).append(granted)
+        self._grant()
+        try:
+            await granted.wait()
+            yield
+        finally:
+            if granted.is_set():
+                self._running[owner] -= 1
+                self._running += Counter()  # without owners that have none
+            else:
+                self._lines[owner].remove(granted)
+                if not self._lines[owner]:
+                    del self._lines[owner]
+            self._grant()
+
+    def _grant(self) -> None:
+        while self._running.total() < self._processes_max:
+            owner = next((owner for owner in self._lines if self._running[owner] < self._own_max), None)
+            if owner is None:
+                return
+            line = self._lines.pop(owner)
+            line.popleft().set()
+            self._running[owner] += 1
+            if line:
+                self._lines[owner] = line  # behind the others
+
+    async def ask(
+        self, head: bytes, content: bytes, *, seconds_max: float, reply_bytes_max: int
+    ) -> tuple[bytes, bytearray]:
+        """Have a child do one job. To be called inside of a turn. A cancelled caller leaves at once.
+
+        Args:
+            seconds_max: from now to the end of the reply, the start of a process included.
+            reply_bytes_max: of the reply's content.
+
+        Returns:
+            The reply's head and content.
+
+        Raises:
+            JobTooLong: it took longer than seconds_max.
+            ProcessLost: the process ended, or sent what is no reply.
+            AlreadyEnded: the pool is closed.
+            OSError: no process could be started.
+        """
+        if self._is_closed:
+            raise AlreadyEnded("no process is started any more: their pool is closed")
+        child = self._child()
+        self._busy.add(child)
+        is_done = False
+        try:
+            with trio.move_on_after(seconds_max):
+                reply = await child.ask(head, content, reply_bytes_max)
+                is_done = True
+                return reply
+            raise JobTooLong
+        finally:
+            self._busy.remove(child)
+            if is_done and not self._is_closed:
+                self._idle.append(child)
+            else:
+                child.kill()
+                self._killed.append(child)
+
+    def close(self) -> None:
+        """Kill all children and wait for their ends. A second call does nothing."""
+        self._is_closed = True
+        children = [*self._idle, *self._busy, *self._killed]
+        self._idle.clear()
+        self._killed.clear()
+        for child in children:
+            child.kill()
+        for child in children:
+            child.reap()
+
+    def _child(self) -> _Child:
+        self._killed = [child for child in self._killed if child.is_alive]
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            child.kill()
+        self.started_total += 1
+        return _Child(self._command)
+
+
+class _Child:
+    def __init__(self, command: Callable[[int], Sequence[str]]) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=_environment(),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the server
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self._socket = trio.socket.from_stdlib_socket(ours)
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def ask(self, head: bytes, content: bytes, reply_bytes_max: int) -> tuple[bytes, bytearray]:
+        try:
+            for part in (FRAME.pack(len(head), len(content)) + head, content):
+                await self._send(part)
+            head_bytes, content_bytes = FRAME.unpack(await self._receive(FRAME.size))
+            if head_bytes > HEAD_BYTES_MAX or content_bytes > reply_bytes_max:
+                raise ProcessLost(f"it sent {content_bytes} bytes, and at most {reply_bytes_max} were asked for")
+            return bytes(await self._receive(head_bytes)), await self._receive(content_bytes)
+        except OSError as error:
+            raise ProcessLost(self._how_ended()) from error
+        except trio.ClosedResourceError as error:
+            raise AlreadyEnded("the process was killed: its pool is closed") from error
+
+    async def _send(self, content: bytes) -> None:
+        with memoryview(content) as view:
+            sent = 0
+            while sent < len(view):
+                sent += await self._socket.send(view[sent : sent + RECEIVE_BYTES])
+
+    async def _receive(self, byte_count: int) -> bytearray:
+        received = bytearray(byte_count)
+        with memoryview(received) as view:
+            first = 0
+            while first < byte_count:
+                count = await self._socket.recv_into(view[first : first + RECEIVE_BYTES])
+                if not count:
+                    raise ProcessLost(self._how_ended())
+                first += count
+        return received
+
+    def _how_ended(self) -> str:
+        """Its connection has ended, which a process does last of all."""
+        self.kill()
+        self.reap()
+        code = self._process.returncode or 0
+        return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
+
+    def kill(self) -> None:
+        """Whatever it is doing, at once."""
+        self._socket.close()
+        self._process.kill()
+
+    def reap(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_SECONDS_MAX)
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: text for name, text in os.environ.items() if name in ENVIRONMENT or name.startswith("PYTHON")}
+    return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a child computes on one core
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,147 @@
+"""Decodes images in a process of its own: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
+
+FD is its connection to the server. It does one job after another and ends with the connection, with the thread that
+started it, or when a job takes more memory or CPU time than allowed. It imports Pillow, numpy and little else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.images import ImageLimits, ImageProcessing
+from trioserve.vision.picture_file import decoded_mask, decoded_picture
+from trioserve.vision.tiles import tiles_of
+
+__all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
+
+FRAME = struct.Struct("<II")  # as in trio_tools.process_pool
+PR_SET_PDEATHSIG = 1
+OWN_BYTES = 256 * 2**20  # beside the image: what the allocator keeps, tables of decoders
+PIXEL_BYTES = 40  # Pillow has up to six copies of 4 bytes, numpy three of 8 for 16-bit samples
+
+
+class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of one file.
+
+    Args:
+        kind: "tiles" for a model that sees images, "picture" for an image to be changed, "mask" for its mask.
+        place: what the image is called in an error.
+        processing: of tiles; None for the other kinds.
+    """
+
+    kind: Literal["tiles", "picture", "mask"]
+    place: str
+    limits: ImageLimits
+    processing: ImageProcessing | None = None
+
+
+class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands before the pixels.
+
+    Args:
+        width, height: of a picture or a mask; 0 for tiles.
+        error: why the file is refused; None: it was decoded.
+    """
+
+    width: int = 0
+    height: int = 0
+    error: str | None = None
+
+
+def memory_bytes_max(limits: ImageLimits) -> int:
+    """The memory that a process may take for an image, which is enough for the largest one allowed."""
+    return OWN_BYTES + PIXEL_BYTES * limits.pixels_max + 2 * limits.image_bytes_max
+
+
+def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
+    """Decode one file to pixels: uint8 [count, tile_size, tile_size, 3] for tiles, [height, width, 3] otherwise."""
+    try:
+        if job.kind == "tiles":
+            assert job.processing is not None, "tiles need to know how they are cut"
+            return DecodeReply(), tiles_of(content, job.processing, job.place).data.cast("B")
+        read = decoded_picture if job.kind == "picture" else decoded_mask
+        picture = read(content, job.limits, job.place)
+        return DecodeReply(width=picture.width, height=picture.height), picture.rgb
+    except InvalidRequest as error:
+        return DecodeReply(error=str(error)), b""
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _limit_itself(int(sys.argv[2]))
+    while (frame := _received(connection, FRAME.size)) is not None:
+        head_bytes, content_bytes = FRAME.unpack(frame)
+        head, content = _received(connection, head_bytes), _received(connection, content_bytes)
+        if head is None or content is None:
+            break
+        job = msgspec.msgpack.decode(head, type=DecodeJob)
+        _limit_cpu(job.limits.decode_seconds_max)
+        reply, pixels = decode(job, bytes(content))
+        encoded = msgspec.msgpack.encode(reply)
+        connection.sendall(FRAME.pack(len(encoded), len(pixels)) + encoded)
+        connection.sendall(pixels)
+
+
+def _limit_itself(memory_bytes: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the server decides when it ends
+    _load_decoders()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # not on macOS
+        memory_bytes += _address_bytes()
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _address_bytes() -> int:
+    """What the process has mapped so far."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _load_decoders() -> None:
+    """Now, and not with a first image, whose time is limited."""
+    import PIL.GifImagePlugin
+    import PIL.JpegImagePlugin
+    import PIL.MpoImagePlugin
+    import PIL.PngImagePlugin
+    import PIL.WebPImagePlugin  # noqa: F401
+
+
+def _limit_cpu(seconds: float) -> None:
+    """The server kills a process by wall time. This limit holds if the server is gone or stopped."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def _received(connection: socket.socket, byte_count: int) -> bytearray | None:
+    """None: the server has closed the connection."""
+    received = bytearray(byte_count)
+    view, first = memoryview(received), 0
+    while first < byte_count:
+        count = connection.recv_into(view[first:])
+        if not count:
+            return None
+        first += count
+    return received
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError:  # the server has closed the connection
+        os._exit(0)
