@@ -29,6 +29,7 @@ TREE = """
         DeadlinePassed
         WeightsLost
         StoreFull
+            DiskFull
         StoreFault
         EndpointLost
             RequestPoisoned

@@ -7,6 +7,7 @@ __all__ = [
     "AlreadyEnded",
     "ContextTooLong",
     "DeadlinePassed",
+    "DiskFull",
     "Draining",
     "EndpointLost",
     "EngineFault",
@@ -133,6 +134,10 @@ class WeightsLost(TrioserveError):
 
 class StoreFull(TrioserveError):
     """There is no room for what was to be kept: a bound is reached, or the disk is full. Nothing of it was kept."""
+
+
+class DiskFull(StoreFull):
+    """The store's disk is full. There may be room again later, without anybody asking the server for it."""
 
 
 class EndpointLost(TrioserveError):

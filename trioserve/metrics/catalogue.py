@@ -1503,6 +1503,20 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Writes for which there was no room.",
     ),
     Metric(
+        name="store_write_failures_total",
+        question=Question.LASTING,
+        kind="counter",
+        unit="writes",
+        meaning="Writes that the disk of the store refused: it was full, read-only or broken. Each retry counts.",
+    ),
+    Metric(
+        name="store_unwritten_bytes",
+        question=Question.LASTING,
+        kind="gauge",
+        unit="bytes",
+        meaning="Final states and results that are in memory until the disk of the store takes them.",
+    ),
+    Metric(
         name="background_responses",
         question=Question.LASTING,
         kind="gauge",

@@ -193,6 +193,8 @@ class Metrics:
     store_objects: Gauge
     store_evicted_total: Counter
     store_refused_total: Counter
+    store_write_failures_total: Counter
+    store_unwritten_bytes: Gauge
     background_responses: Gauge
     detached_streams: Gauge
     detached_bytes_held: Gauge

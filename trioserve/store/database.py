@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from trioserve.contracts.errors import StartupError, StoreFault, StoreFull
+from trioserve.contracts.errors import DiskFull, StartupError, StoreFault, StoreFull
+from trioserve.store.reserve import RESERVE_FILE_NAME, DiskReserve
 from trioserve.store.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION
 from trioserve.store.settings import StoreSettings
 from trioserve.store.stored_objects import (
@@ -23,9 +24,12 @@ from trioserve.store.stored_objects import (
     DeleteObject,
     Order,
     PutObject,
+    Quota,
+    QuotaExceeded,
     ReplaceObject,
     StoredObject,
 )
+from trioserve.store.unwritten import UnwrittenChanges, UnwrittenGroup, bytes_of
 
 __all__ = ["FILE_NAME", "StoreDatabase", "StoreUsage"]
 
@@ -33,17 +37,42 @@ FILE_NAME = "store.sqlite"
 ROW_BYTES = 256  # of a row and its entries in four indexes, roughly; more than SQLite takes for short ids
 SWEPT_MAX = 1000  # rows that one write removes for others at most, so that it stays short
 EVICTED_SHARE = 0.05  # what is freed at a time when a bound is reached: looking for victims costs a pass over an index
+PROBE_BYTES_MIN = 65_536  # written to see whether the disk takes writes again: more than a batch writes at a time
+PROBE_BYTES_MAX = 2**20
+PAGES_MAX = 2**32 - 2  # SQLite's own
 _COLUMNS = "kind, id, owner, created_at, expires_at, body, blob_bytes"
 
 
+DISK_ERRORS = (DiskFull, StoreFault)
+"""What the disk does, and not a bound of the settings: it may pass."""
+
+
 class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """bytes, objects: at this moment. The others: since the start."""
+    """What the store holds.
+
+    Args:
+        bytes, objects: at this moment.
+        evicted_count, expired_count, refused_count, failure_count: since the start. Failures are writes that the disk
+            refused.
+        unwritten_bytes: of final states that are in memory until the disk takes them.
+        trouble: why the disk took nothing at the last write; None: it took all.
+    """
 
     bytes: int
     objects: int
     evicted_count: int
     expired_count: int
     refused_count: int
+    failure_count: int
+    unwritten_bytes: int
+    trouble: str | None
+
+
+DISK_IS_FULL = "the store has no room: its disk is full, or its file as large as it may get"
+
+
+class _Conflict(StoreFault):
+    """A new object has the id of another one: no matter of the disk."""
 
 
 class _Gone(Exception):
@@ -60,7 +89,10 @@ class StoreDatabase:
     def __init__(self, path: Path | None, settings: StoreSettings, *, now: float, pages_max: int | None = None) -> None:
         self._settings = settings
         self._path = path
-        self._evicted_count = self._expired_count = self._refused_count = 0
+        self._evicted_count = self._expired_count = self._refused_count = self._failure_count = 0
+        self._unwritten = UnwrittenChanges()
+        self._trouble: str | None = None
+        self._probe_bytes = PROBE_BYTES_MIN
         try:
             if path is not None and not path.exists():
                 path.touch(mode=0o600)  # it holds what people write to a model
@@ -72,7 +104,11 @@ class StoreDatabase:
             [(self._bytes, self._objects)] = self._connection.execute(
                 "SELECT coalesce(sum(byte_count), 0), count(*) FROM objects"
             ).fetchall()
-            self._sweep(now)
+            self._reserve = DiskReserve(None if path is None else path.with_name(RESERVE_FILE_NAME))
+            try:
+                self._sweep(now)
+            except DISK_ERRORS as error:  # it can be read, and the disk may have room later
+                self._note_failure(error)
         except (StoreFull, StoreFault) as error:
             self._connection.close()
             raise StartupError(f"the store {path} cannot be written: {error}") from None
@@ -83,8 +119,21 @@ class StoreDatabase:
             self._connection.close()
             raise
 
-    def close(self) -> None:
+    def close(self) -> int:
+        """Try once more to write what is in memory only. Returns how many writes are lost with it."""
+        if self._unwritten:
+            self._reserve.release()
+            try:
+                self._write_unwritten()
+            except DISK_ERRORS as error:
+                self._note_failure(error)
         self._connection.close()
+        return len(self._unwritten)
+
+    def set_pages_max(self, pages_max: int | None) -> None:
+        """The file's own bound, in SQLite's pages, but never less than it has; None: as large as SQLite allows. With 1
+        the disk is full for all purposes, until there is room again."""
+        self._connection.execute(f"PRAGMA max_page_count = {PAGES_MAX if pages_max is None else pages_max:d}")
 
     @property
     def seconds_max(self) -> float:
@@ -100,9 +149,121 @@ class StoreDatabase:
 
     # --- what is written ---
 
-    def write(self, changes: Sequence[Change], now: float) -> bool:
-        """All of the changes, or none. False, and nothing has changed, if an object to be replaced or appended to is
-        gone. Raises StoreFull, StoreFault; a new object with the id of another one of its kind is a StoreFault."""
+    def write(self, changes: Sequence[Change], now: float, quotas: Sequence[Quota] = ()) -> bool:
+        """Write all of the changes, or none.
+
+        Args:
+            quotas: what their owners may have afterwards.
+
+        Returns:
+            False if an object to be replaced or appended to is gone. Then nothing has changed.
+
+        Raises:
+            StoreFull: there is no room; DiskFull: on the disk.
+            StoreFault: the file fails, or a new object has the id of another one of its kind.
+            QuotaExceeded: a quota would be passed.
+        """
+        try:
+            if not self._reserve.is_whole and not self._reserve.fill():
+                raise DiskFull(DISK_IS_FULL)  # final writes may need the room that is left
+            self._write_unwritten()
+            is_done = self._write(changes, now, quotas)
+        except _Conflict:
+            raise
+        except DISK_ERRORS as error:
+            self._note_failure(error, changes)
+            raise
+        if self._trouble is not None and bytes_of(changes) >= self._probe_bytes:
+            self._trouble = None  # a smaller write may have fitted where others do not
+        return is_done
+
+    def settle(self, changes: Sequence[Change], now: float) -> bool:
+        """Write what must not depend on the disk: final states, and deletions.
+
+        If the disk takes nothing, the reserve is released. If that does not help, the changes are kept in memory, where
+        every reader sees them, and written when there is room: by the next write, by `retry`, or at the end.
+
+        Returns:
+            As for `write`.
+
+        Raises:
+            StoreFull, StoreFault: as for `write`, if the changes are more than may be kept in memory.
+        """
+        try:
+            return self.write(changes, now)
+        except _Conflict:
+            raise
+        except DISK_ERRORS as error:
+            self._reserve.release()
+            try:
+                self._write_unwritten()
+                return self._write(changes, now, ())
+            except _Conflict:
+                raise
+            except DISK_ERRORS:
+                pass
+            finally:
+                self._reserve.fill()
+            if not self._unwritten.has_room(changes):
+                raise
+            is_there = self._unwritten.add(UnwrittenGroup(tuple(changes), now), self._look, self._settings.seconds_max)
+            if is_there:
+                self._trouble = str(error)
+            return is_there
+
+    def retry(self) -> None:
+        """Try whether the disk takes writes again, and write what is in memory only."""
+        try:
+            if not self._reserve.fill():
+                raise DiskFull(DISK_IS_FULL)
+            self._write_unwritten()
+            self._probe()
+        except DISK_ERRORS as error:
+            self._note_failure(error)
+        else:
+            self._trouble = None
+            self._probe_bytes = PROBE_BYTES_MIN
+
+    def _probe(self) -> None:
+        """Write as much as was refused, and remove it: a small write may fit into a page that has room left."""
+        with self._transaction():
+            added = self._connection.execute(
+                "INSERT OR IGNORE INTO objects (kind, id, created_at, expires_at, is_evictable, byte_count, body) "
+                "VALUES ('probe', 'probe', 0, 0, 1, 0, zeroblob(?))",
+                (self._probe_bytes,),
+            ).rowcount
+        self._objects += added
+        objects = self._objects
+        try:
+            with self._transaction():
+                self._delete("kind = 'probe'", ())
+        except BaseException:
+            self._objects = objects  # its time is over, so a later write removes it
+            raise
+
+    def _write_unwritten(self) -> None:
+        """Raises DiskFull, StoreFault."""
+        while (group := self._unwritten.first) is not None:
+            try:
+                self._write(group.changes, group.at, ())
+            except _Conflict:
+                pass
+            except DISK_ERRORS:
+                raise
+            except StoreFull:
+                pass  # a bound of the settings leaves no room for it any more
+            self._unwritten.drop_first(self._look, self._settings.seconds_max)
+
+    def _look(self, kind: str, object_id: str) -> StoredObject | None:
+        rows = self._query(f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND id = ?", (kind, object_id))
+        return _object(rows[0]) if rows else None
+
+    def _note_failure(self, error: Exception, changes: Sequence[Change] = ()) -> None:
+        self._failure_count += 1
+        self._trouble = str(error)
+        self._probe_bytes = min(PROBE_BYTES_MAX, max(self._probe_bytes, bytes_of(changes)))
+
+    def _write(self, changes: Sequence[Change], now: float, quotas: Sequence[Quota]) -> bool:
         self._sweep(now)
         bytes_before, objects_before, evicted_before = self._bytes, self._objects, self._evicted_count
         try:
@@ -110,11 +271,16 @@ class StoreDatabase:
                 self._make_room(changes)
                 for change in changes:
                     self._apply(change, now)
+                for quota in quotas:
+                    self._check_quota(quota, now)
         except BaseException as error:
             self._bytes, self._objects, self._evicted_count = bytes_before, objects_before, evicted_before
             if isinstance(error, _Gone):
                 return False
-            self._refused_count += isinstance(error, StoreFull)
+            if isinstance(error, StoreFull) and not isinstance(error, DiskFull):
+                self._refused_count += 1
+                for quota in quotas:  # what an owner may do about it is worth more than what everybody has
+                    self._check_quota(quota, now, changes)
             raise
         return True
 
@@ -123,6 +289,9 @@ class StoreDatabase:
     def get(self, kind: str, object_id: str, owner: str | None, now: float) -> StoredObject | None:
         """owner: only theirs; None: anybody's. None if there is no such object, or it is another's, or its time is
         over."""
+        is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
+        if is_unwritten:
+            return shown
         rows = self._query(
             f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND id = ? AND expires_at > ? AND (? IS NULL OR owner = ?)",
             (kind, object_id, now, owner, owner),
@@ -134,27 +303,71 @@ class StoreDatabase:
     ) -> list[StoredObject] | None:
         """At most `limit` objects in the order of their coming, behind the one with the id `after`; None if that is not
         there."""
+        new = self._unwritten.new_objects(kind, owner, now)  # these came after all that the database has
+        new_ids = [stored.id for stored in new]
+        if after in new_ids:
+            place = new_ids.index(after)
+            if order == "asc":
+                return new[place + 1 :][:limit]
+            found = new[:place][::-1][:limit]
+            return found + self._rows_of_page(kind, owner, now, 2**62, limit - len(found), order)
         number = 0 if order == "asc" else 2**62
         if after is not None:
-            found = self._query(
+            is_unwritten, shown = self._unwritten.get(kind, after, owner, now)
+            written = self._query(
                 "SELECT number FROM objects WHERE kind = ? AND id = ? AND expires_at > ? AND (? IS NULL OR owner = ?)",
                 (kind, after, now, owner, owner),
             )
-            if not found:
+            if not written or (is_unwritten and shown is None):
                 return None
-            number = found[0][0]
+            number = written[0][0]
+        if order == "asc":
+            rows = self._rows_of_page(kind, owner, now, number, limit, order)
+            return rows + new[: limit - len(rows)]
+        first = new[::-1][:limit] if after is None else []
+        return first + self._rows_of_page(kind, owner, now, number, limit - len(first), order)
+
+    def _rows_of_page(
+        self, kind: str, owner: str | None, now: float, number: int, limit: int, order: Order
+    ) -> list[StoredObject]:
+        """Objects of the database behind this number, as readers see them."""
         sign = ">" if order == "asc" else "<"
-        rows = self._query(
-            f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND expires_at > ? AND (? IS NULL OR owner = ?) "
-            f"AND number {sign} ? ORDER BY number {order} LIMIT ?",
-            (kind, now, owner, owner, number, limit),
-        )
-        return [_object(row) for row in rows]
+        found: list[StoredObject] = []
+        while len(found) < limit:
+            rows = self._query(
+                f"SELECT number, {_COLUMNS} FROM objects WHERE kind = ? AND expires_at > ? "
+                f"AND (? IS NULL OR owner = ?) AND number {sign} ? ORDER BY number {order} LIMIT ?",
+                (kind, now, owner, owner, number, limit - len(found)),
+            )
+            for row in rows:
+                number, stored = row[0], _object(row[1:])
+                is_unwritten, shown = self._unwritten.get(kind, stored.id, owner, now)
+                if not is_unwritten:
+                    found.append(stored)
+                elif shown is not None:
+                    found.append(shown)
+            if not rows:
+                break
+        return found
 
     def read_blob(
         self, kind: str, object_id: str, owner: str | None, now: float, *, offset: int, size: int
     ) -> bytes | None:
         """At most `size` bytes of an object's blob; fewer, or none, at its end. None as in `get`."""
+        is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
+        if not is_unwritten:
+            return self._read_written_blob(kind, object_id, owner, now, offset, size)
+        if shown is None:
+            return None
+        written_bytes, tail = self._unwritten.tail(kind, object_id)
+        written = b""
+        if offset < written_bytes:
+            written = self._read_written_blob(kind, object_id, None, 0.0, offset, size) or b""
+        return written + tail[max(0, offset - written_bytes) : max(0, offset + size - written_bytes)]
+
+    def _read_written_blob(
+        self, kind: str, object_id: str, owner: str | None, now: float, offset: int, size: int
+    ) -> bytes | None:
         found = self._query(
             "SELECT number FROM objects WHERE kind = ? AND id = ? AND expires_at > ? AND (? IS NULL OR owner = ?)",
             (kind, object_id, now, owner, owner),
@@ -175,6 +388,9 @@ class StoreDatabase:
             evicted_count=self._evicted_count,
             expired_count=self._expired_count,
             refused_count=self._refused_count,
+            failure_count=self._failure_count,
+            unwritten_bytes=self._unwritten.byte_count,
+            trouble=self._trouble,
         )
 
     # --- inside ---
@@ -203,6 +419,8 @@ class StoreDatabase:
             [(result,), *_more] = execute("PRAGMA quick_check(1)").fetchall()
             if result != "ok":
                 raise sqlite3.DatabaseError(result)
+        if found_id == APPLICATION_ID and version == SCHEMA_VERSION:
+            return  # nothing is written, so a full disk is no reason not to start
         with self._transaction():
             for migration in MIGRATIONS[version:]:
                 for statement in migration:
@@ -240,12 +458,14 @@ class StoreDatabase:
             (change.kind, change.id, now),
         ).fetchone()
         if found is None:
+            if isinstance(change, ReplaceObject) and not change.must_exist:
+                return
             raise _Gone
         number, byte_count, blob_bytes, body_bytes = found
         if isinstance(change, ReplaceObject):
-            added = len(change.body) - body_bytes
+            added = 0 if change.body is None else len(change.body) - body_bytes
             execute(
-                "UPDATE objects SET body = ?, byte_count = ?, expires_at = coalesce(?, expires_at), "
+                "UPDATE objects SET body = coalesce(?, body), byte_count = ?, expires_at = coalesce(?, expires_at), "
                 "is_evictable = coalesce(?, is_evictable) WHERE number = ?",
                 (
                     change.body,
@@ -264,6 +484,19 @@ class StoreDatabase:
                 (byte_count + added, blob_bytes + added, number),
             )
         self._bytes += added
+
+    def _check_quota(self, quota: Quota, now: float, changes: Sequence[Change] = ()) -> None:
+        """Raises QuotaExceeded. changes: that are not made yet."""
+        [(objects, blob_bytes)] = self._connection.execute(
+            "SELECT count(*), coalesce(sum(blob_bytes), 0) FROM objects WHERE kind = ? AND owner IS ? "
+            "AND expires_at > ?",
+            (quota.kind, quota.owner, now),
+        ).fetchall()
+        for change in changes:
+            objects += isinstance(change, PutObject) and (change.kind, change.owner) == (quota.kind, quota.owner)
+            blob_bytes += len(change.data) if isinstance(change, AppendBlob) and change.kind == quota.kind else 0
+        if objects > quota.objects_max or blob_bytes > quota.blob_bytes_max:
+            raise QuotaExceeded(quota, objects, blob_bytes)
 
     def _make_room(self, changes: Sequence[Change]) -> None:
         """Evict what may go until the changes fit. Raises StoreFull if they cannot."""
@@ -358,9 +591,9 @@ class StoreDatabase:
             if not isinstance(error, sqlite3.Error):
                 raise
             if _code(error) == sqlite3.SQLITE_FULL:
-                raise StoreFull(
-                    "the store has no room: its disk is full, or its file as large as it may get"
-                ) from error
+                raise DiskFull(DISK_IS_FULL) from error
+            if isinstance(error, sqlite3.IntegrityError):
+                raise _Conflict(f"the store could not be written: {error}") from error
             raise StoreFault(f"the store could not be written: {error}") from error
 
 
@@ -378,7 +611,7 @@ def _bytes_of(change: Change) -> int:
         return _bytes_of_put(change)
     if isinstance(change, AppendBlob):
         return len(change.data)
-    return len(change.body) if isinstance(change, ReplaceObject) else 0
+    return len(change.body or b"") if isinstance(change, ReplaceObject) else 0
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -10,7 +10,18 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["AppendBlob", "Change", "DeleteObject", "Order", "PutObject", "ReplaceObject", "StoredObject", "is_id"]
+__all__ = [
+    "AppendBlob",
+    "Change",
+    "DeleteObject",
+    "Order",
+    "PutObject",
+    "Quota",
+    "QuotaExceeded",
+    "ReplaceObject",
+    "StoredObject",
+    "is_id",
+]
 
 ID_CHARACTERS_MAX = 128
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -44,14 +55,22 @@ class PutObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Another body for an object; its owner, blob and time stay. If it is gone, nothing of its write happens: who has
-    deleted it does not want it back. seconds: its life from now on, is_evictable: as above; None: as it was."""
+    """Another body for an object; its owner and blob stay.
+
+    Args:
+        body: None: as it was.
+        seconds: its life from now on; None: its time stays as it was.
+        is_evictable: as for PutObject; None: as it was.
+        must_exist: if the object is gone, nothing of the write happens: its owner has deleted it and does not want it
+            back. False: the other changes happen all the same.
+    """
 
     kind: str
     id: str
-    body: bytes
+    body: bytes | None
     seconds: float | None = None
     is_evictable: bool | None = None
+    must_exist: bool = True
 
 
 class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +90,36 @@ class DeleteObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Change = PutObject | ReplaceObject | AppendBlob | DeleteObject
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """What one owner may have of one kind once a write is done. The store checks it in the write's own transaction, so
+    writes at the same time cannot pass it together.
+
+    Args:
+        owner: None: objects without an owner.
+        objects_max: how many objects.
+        blob_bytes_max: how many bytes of blobs, together.
+    """
+
+    kind: str
+    owner: str | None
+    objects_max: int
+    blob_bytes_max: int
+
+
+class QuotaExceeded(Exception):
+    """A write would pass a quota. Nothing of the write has happened.
+
+    Args:
+        objects, blob_bytes: what the owner would have.
+    """
+
+    def __init__(self, quota: Quota, objects: int, blob_bytes: int) -> None:
+        super().__init__(f"{objects} objects and {blob_bytes} bytes of {quota.kind}")
+        self.quota = quota
+        self.objects = objects
+        self.blob_bytes = blob_bytes
 
 
 def is_id(text: str) -> bool:

@@ -1,5 +1,5 @@
 """A store without a thread: its calls are made where they are asked for, so that a test's clock does not run on while
-one is under way."""
+one is under way. Its disk can be made full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.store.database import FILE_NAME, StoreDatabase
 from trioserve.store.settings import StoreSettings
 from trioserve.store.store import Store
 
-__all__ = ["open_inline_store"]
+__all__ = ["InlineStore", "open_inline_store"]
 
 T = TypeVar("T")
 
@@ -32,12 +32,20 @@ class _InlineRunner:
         return function(*arguments)
 
 
+class InlineStore(Store):
+    """Made by open_inline_store."""
+
+    def set_disk_full(self, is_full: bool) -> None:
+        """SQLite itself refuses further pages from now on, with SQLITE_FULL, or takes them again."""
+        self._database.set_pages_max(1 if is_full else None)
+
+
 @contextmanager
-def open_inline_store(directory: Path | None = None, settings: StoreSettings | None = None) -> Iterator[Store]:
+def open_inline_store(directory: Path | None = None, settings: StoreSettings | None = None) -> Iterator[InlineStore]:
     """In memory, or in a directory that is there. Its time is that of Trio's clock."""
     path = None if directory is None else directory / FILE_NAME
     database = StoreDatabase(path, settings or StoreSettings(), now=trio.current_time())
     try:
-        yield Store(_InlineRunner(), database, trio.current_time)
+        yield InlineStore(_InlineRunner(), database, trio.current_time)
     finally:
         database.close()

@@ -29,7 +29,7 @@ from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
 from trioserve.testing.inline_pictures import InlineDecoder, InlinePictures, JobGate
-from trioserve.testing.inline_store import open_inline_store
+from trioserve.testing.inline_store import InlineStore, open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
@@ -86,7 +86,9 @@ class ServedInMemory(Generic[EngineT, AppT]):
 
 
 class MemoryServer(ServedInMemory[FakeEngine, App]):
-    """Made by open_memory_server."""
+    """Made by open_memory_server. store: what it keeps, whose disk can be made full."""
+
+    store: InlineStore
 
     def drain(self) -> None:
         self.app.drain()
@@ -139,7 +141,9 @@ async def open_memory_server(
             engine.tracer = tracer
             async with app.running(), trio.open_nursery() as nursery:
                 server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
-                yield MemoryServer(engine, server, app, nursery)
+                served = MemoryServer(engine, server, app, nursery)
+                served.store = store
+                yield served
                 nursery.cancel_scope.cancel()
 
 
