@@ -118,6 +118,11 @@ class EngineContext(Responder):
         return asked
 
     @property
+    def store_trouble(self) -> str | None:
+        """Why the store's disk takes nothing; None: it takes all, or there is no store."""
+        return None
+
+    @property
     def named_tenant(self) -> str | None:
         """Whose this is, as the request says; what that counts for, the caller tells."""
         return self.exchange.headers.get(self._tenant_header)

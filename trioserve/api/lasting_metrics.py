@@ -26,6 +26,7 @@ def show_lasting(
         (
             "store_evicted_total",
             "store_refused_total",
+            "store_write_failures_total",
             "router_streams_taken_over_total",
             "router_streams_expired_total",
         ),
@@ -54,6 +55,13 @@ def show_lasting(
         usage = store.usage()
         metrics.store_bytes_used.set(usage.bytes)
         metrics.store_objects.set(usage.objects)
-        count({"store_evicted_total": usage.evicted_count, "store_refused_total": usage.refused_count})
+        metrics.store_unwritten_bytes.set(usage.unwritten_bytes)
+        count(
+            {
+                "store_evicted_total": usage.evicted_count,
+                "store_refused_total": usage.refused_count,
+                "store_write_failures_total": usage.failure_count,
+            }
+        )
 
     metrics.on_scrape(show)

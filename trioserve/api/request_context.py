@@ -114,6 +114,10 @@ class RequestContext(EngineContext):
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         await self.engine.pause_generation(mode, clear_cache=clear_cache)
 
+    @property
+    def store_trouble(self) -> str | None:
+        return None if self.store is None else self.store.trouble
+
     def model_name(self, asked: str | None) -> str:
         """As everywhere; an adapter's name has what the request asks for computed with it."""
         name = super().model_name(asked)

@@ -79,6 +79,7 @@ from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
@@ -266,6 +267,7 @@ class App(BaseApp[RequestContext]):
     async def running(self) -> AsyncIterator[None]:
         """What outlives the request that began it lives in here. Leaving cancels it."""
         async with (
+            self._trying_the_disk(),
             self.detached.running(),
             self.router_streams.running(),
             self.background.running(),
@@ -273,6 +275,20 @@ class App(BaseApp[RequestContext]):
             self.page.running(),
         ):
             yield
+
+    @asynccontextmanager
+    async def _trying_the_disk(self) -> AsyncIterator[None]:
+        """The store writes what its disk had no room for, as soon as there is room."""
+        if self._store is None:
+            yield
+            return
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._store.keep_trying)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
 
     def drain(self) -> None:
         """Take nothing new that would outlive its request."""

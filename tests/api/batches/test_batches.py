@@ -345,14 +345,97 @@ async def test_a_store_that_fills_up_ends_the_batch_and_keeps_what_is_done(owner
         await server.assert_all_free()
 
 
-async def test_an_input_that_is_deleted_ends_the_batch(owner_of, batch_line, autojump_clock):
+# --- files that a batch needs ---
+
+
+async def test_files_of_a_batch_that_has_not_ended_cannot_be_deleted(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         owner = owner_of(server)
-        lines = [batch_line(f"r{index}", user="x" * 50_000) for index in range(60)]  # three pieces of the store
-        made = await owner.batch(*lines)
-        await trio.sleep(0.05)
+        made = await owner.batch(*(batch_line(f"r{index}") for index in range(60)))
+        await trio.sleep(0.3)
         assert (await owner.state(made["id"]))["status"] == "in_progress"
-        await owner.ok(f"/v1/files/{made['input_file_id']}", method="DELETE")
+        files = [file["id"] for file in (await owner.ok("/v1/files"))["data"]]
+        assert len(files) == 3  # the input, and two that are being written
+        for file_id in files:
+            status, said = await owner.ask(f"/v1/files/{file_id}", method="DELETE")
+            assert (status, said["error"]["code"]) == (409, "file_in_use")
+            assert made["id"] in said["error"]["message"]
         batch = await owner.ended(made["id"])
-        assert batch["status"] == "failed"
-        assert batch["errors"]["data"][0]["code"] == "input_file_gone"
+        assert len(await owner.lines_of(batch["output_file_id"])) == 60
+        for file_id in (made["input_file_id"], batch["output_file_id"]):
+            await owner.ok(f"/v1/files/{file_id}", method="DELETE")
+
+
+async def test_a_batch_and_a_deletion_of_its_input_at_the_same_time_exclude_each_other(
+    owner_of, batch_line, autojump_clock
+):
+    outcomes = set()
+    for order in range(9):
+        async with open_memory_server() as server:
+            owner = owner_of(server)
+            file_id = await owner.upload(batch_line("a"))
+            statuses = {}
+
+            async def create(owner, file_id, statuses, turns):
+                for _ in range(turns):
+                    await trio.lowlevel.checkpoint()
+                body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+                statuses["create"], said = await owner.ask("/v1/batches", body)
+                if statuses["create"] == 200:
+                    statuses["end"] = (await owner.ended(said["id"]))["status"]
+
+            async def delete(owner, file_id, statuses, turns):
+                for _ in range(turns):
+                    await trio.lowlevel.checkpoint()
+                statuses["delete"], _ = await owner.ask(f"/v1/files/{file_id}", method="DELETE")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(create, owner, file_id, statuses, max(0, 12 - 3 * order))
+                nursery.start_soon(delete, owner, file_id, statuses, max(0, 3 * order - 12))
+            assert (statuses["create"], statuses["delete"], statuses.get("end")) in (
+                (200, 409, "completed"),
+                (404, 200, None),
+                (200, 200, "completed"),  # it was deleted after the end
+            )
+            outcomes.add((statuses["create"], statuses["delete"]))
+    assert len(outcomes) > 1, f"one order was tried only: {outcomes}"
+
+
+async def test_an_input_whose_time_is_over_lives_until_its_batches_end(owner_of, batch_line, autojump_clock):
+    """Its owner wants it kept for an hour, and the first of two batches ends long before the second."""
+    async with open_memory_server(
+        step_seconds=300.0, batches=BatchSettings(running_max=1), store_settings=StoreSettings(seconds_max=86_400)
+    ) as server:
+        owner = owner_of(server)
+        more = "".join(
+            f'--b\r\ncontent-disposition: form-data; name="expires_after[{name}]"\r\n\r\n{value}\r\n'
+            for name, value in (("anchor", "created_at"), ("seconds", "3600"))
+        )
+        file_id = await owner.upload(*(batch_line(f"r{index}") for index in range(6)), more=more)
+        expires_at = (await owner.ok(f"/v1/files/{file_id}"))["expires_at"]
+        first, second = [await owner.batch(input_file_id=file_id) for _ in range(2)]
+        assert (await owner.ok(f"/v1/files/{file_id}"))["expires_at"] > 86_400
+        for made in (first, second):
+            await trio.sleep(4000)
+            batch = await owner.state(made["id"])
+            assert batch["status"] == "completed"
+            assert len(await owner.lines_of(batch["output_file_id"])) == 6
+        assert trio.current_time() > expires_at
+        await trio.sleep(2)
+        assert (await owner.ask(f"/v1/files/{file_id}"))[0] == 404
+
+
+async def test_files_of_results_live_from_the_end_of_their_batch(owner_of, batch_line, autojump_clock):
+    async with open_memory_server(step_seconds=1000.0) as server:
+        owner = owner_of(server)
+        made = await owner.batch(
+            *(batch_line(f"r{index}") for index in range(4)),
+            output_expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        await trio.sleep(7_000)
+        batch = await owner.state(made["id"])
+        assert batch["completed_at"] - batch["in_progress_at"] > 3600
+        assert len(await owner.lines_of(batch["output_file_id"])) == 4
+        await trio.sleep(3601)
+        assert trio.current_time() > batch["completed_at"] + 3600
+        assert (await owner.ask(f"/v1/files/{batch['output_file_id']}"))[0] == 404

@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.api.responses import background
 from trioserve.api.responses.response_types import ResponseEvent, ResponseObject
 from trioserve.api.responses.settings import BackgroundSettings
-from trioserve.contracts.errors import EngineFault
+from trioserve.contracts.errors import EngineFault, StoreFull
 from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server
 
@@ -268,3 +268,43 @@ async def test_a_fault_of_the_engine_fails_it(opened, autojump_clock):
             assert api.server.app._store is not None
             kept = await api.server.app._store.get("response", response_id, owner=None)
             assert b'"status":"failed"' in kept.body
+
+
+# --- a full disk ---
+
+
+async def test_it_ends_at_once_on_a_full_disk_and_is_kept_when_there_is_room(opened, tmp_path, autojump_clock):
+    async with opened(step_seconds=0.1, store_directory=tmp_path) as api:
+        responses = [await begun(api, metadata={"n": "x" * 500}, stream=False) for _ in range(3)]
+        api.server.store.set_disk_full(True)
+        told = []
+        for response in responses:
+            told.append(await ended(api, response["id"]))
+            assert (told[-1]["status"], text_of(told[-1])) == ("completed", "Hello!")
+        cancelled = await api.call(f"{responses[0]['id']}/cancel", method="POST")
+        assert cancelled["status"] == "completed"
+        await trio.sleep(60)
+        api.server.store.set_disk_full(False)
+        await trio.sleep(6)
+        assert api.server.store.usage().unwritten_bytes == 0
+        assert [await api.call(response["id"]) for response in responses] == told
+    async with opened(store_directory=tmp_path) as api:
+        assert [await api.call(response["id"]) for response in responses] == told
+
+
+async def test_a_result_for_which_there_is_no_room_at_all_is_told_as_failed(opened, monkeypatch, autojump_clock):
+    async with opened(step_seconds=0.1) as api:
+        response = await begun(api)
+        settle = api.server.store.settle
+        sizes = []
+
+        async def refuse_the_first(*changes):
+            sizes.append(len(changes))
+            if len(sizes) == 1:
+                raise StoreFull("no room")
+            return await settle(*changes)
+
+        monkeypatch.setattr(api.server.store, "settle", refuse_the_first)
+        last = await ended(api, response["id"])
+        assert (last["status"], last["error"]["code"]) == ("failed", "result_not_kept")
+        assert len(sizes) == 2

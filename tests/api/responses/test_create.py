@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import trio
 from openai.types.responses import Response
 
 from trioserve.api.responses.response_types import ResponseEvent, ResponseItems, ResponseObject
+from trioserve.contracts.errors import DiskFull
 from trioserve.store.settings import StoreSettings
 
 from .conftest import PATH, text_of
@@ -196,6 +198,41 @@ async def test_a_store_that_is_full_refuses_whole_and_ends_a_stream_as_failed(op
         *_, last = await api.stream(input="Hi")
         assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "store_full")
         assert text_of(await api.ask(input="Hi", store=False)) == "Hello!"
+
+
+async def test_on_a_full_disk_a_response_is_kept_in_memory_until_there_is_room(opened, autojump_clock):
+    async with opened() as api:
+        await api.ask(input="Hi")
+        api.server.store.set_disk_full(True)
+        whole = [await api.ask(input="Hi" * 500) for _ in range(20)]
+        *_, last = await api.stream(input="Hi")
+        for response in (*whole, last["response"]):
+            assert response["store"] is True
+            assert await api.call(response["id"]) == response
+        more = await api.ask(input="More", previous_response_id=whole[-1]["id"])
+        assert api.server.store.usage().unwritten_bytes > 0
+        api.server.store.set_disk_full(False)
+        await trio.sleep(6)
+        assert api.server.store.usage().unwritten_bytes == 0
+        assert await api.call(more["id"]) == more
+        await api.call(whole[0]["id"], method="DELETE")
+
+
+async def test_a_response_that_cannot_be_kept_at_all_is_given_with_store_false(opened, monkeypatch, autojump_clock):
+    async with opened() as api:
+        await api.ask(input="Hi")
+        api.server.store.set_disk_full(True)
+        monkeypatch.setattr(api.server.store._database._unwritten, "_bytes_max", 0)
+        monkeypatch.setattr(api.server.store._database, "_write", refuse)
+        response = await api.ask(input="Hi")
+        *_, last = await api.stream(input="Hi")
+        for told in (response, last["response"]):
+            assert (told["status"], text_of(told), told["store"]) == ("completed", "Hello!", False)
+            await api.call(told["id"], status=404)
+
+
+def refuse(*_):
+    raise DiskFull("the disk is full")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -106,6 +106,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """tenant: as the request that made it named one. times: when it got which status, in seconds since 1970.
     is_expired: its time was over before its last line. total, completed, failed: lines; dropped: of the failed ones,
     those that were not asked.
+    output_seconds: the life of its files, from its end on; None: as long as the store keeps things.
+    input_expires_at: when the input's own time is over, if it is kept longer for the batch.
     line_next: all lines before this one are done, and the next begins at offset_next. done_beyond: others that are.
     """
 
@@ -119,6 +121,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_file_id: str
     error_file_id: str
     output_seconds: float | None = None
+    input_expires_at: float | None = None
     status: BatchStatus = BatchStatus.VALIDATING
     times: dict[str, int] = {}
     is_expired: bool = False

@@ -80,6 +80,7 @@ class BatchRun:
     def drain(self) -> None:
         """No new line; those under way may end. What is not done is done by the next server with this store."""
         self._is_draining = True
+        self.book.drain()
 
     async def work(self) -> None:
         """To its end, whichever it is, or until the server leaves."""
@@ -89,20 +90,20 @@ class BatchRun:
                 await self._work()
             except InputGone:
                 error = BatchError(code="input_file_gone", message="the input file is gone", param="input_file_id")
-                await book.fail(error)
+                await self._break_off(error)
+            except BatchGone:
+                await self._break_off(BatchError(code="file_gone", message="a file of this batch is gone"))
             except (StoreFull, StoreFault) as failure:
-                if book.record.status is BatchStatus.CANCELLING:
-                    raise
-                await book.fail(BatchError(code="store_full", message=str(failure)))
-            except (BatchGone, _Postponed):
+                if self._is_draining:
+                    raise _Postponed from None
+                code = "store_full" if isinstance(failure, StoreFull) else "store_fault"
+                await self._break_off(BatchError(code=code, message=str(failure)))
+            except _Postponed:
                 raise
             except Exception:
                 # Its own fault, and nobody else's: those beside it go on.
                 logger.exception("batch broke off batch=%s", book.batch_id)
-                if book.record.status is BatchStatus.CANCELLING:
-                    await book.close(BatchStatus.CANCELLED)
-                else:
-                    await book.fail(BatchError(code="internal_error", message="the server failed on this batch"))
+                await self._break_off(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
             logger.info("batch left to the next start batch=%s", book.batch_id)
         except BatchGone:
@@ -113,6 +114,13 @@ class BatchRun:
             logger.exception("batch not finished batch=%s", book.batch_id)
         finally:
             self.done.set()
+
+    async def _break_off(self, error: BatchError) -> None:
+        """A batch that is being cancelled is cancelled all the same, and any other one fails."""
+        if self.book.record.status is BatchStatus.CANCELLING:
+            await self.book.close(BatchStatus.CANCELLED)
+        else:
+            await self.book.fail(error)
 
     async def _work(self) -> None:
         book = self.book
@@ -279,9 +287,9 @@ class BatchRun:
                 continue
             dropped.append(msgspec.structs.replace(self._wrong(line, error), is_dropped=True))
             if len(dropped) == DROPPED_LINES_AT_ONCE:
-                await self.book.note(*dropped)
+                await self.book.settle_lines(*dropped)
                 dropped = []
-        await self.book.note(*dropped)
+        await self.book.settle_lines(*dropped)
 
     def _new_reader(self, *, number: int = 0, offset: int = 0) -> LineReader:
         return LineReader(

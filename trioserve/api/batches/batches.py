@@ -7,8 +7,8 @@ goes first.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,9 +20,10 @@ from trioserve.api.batches.batch_run import BatchRun
 from trioserve.api.batches.internal_exchange import InternalExchange
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import Caller
+from trioserve.api.files.stored_files import FILE_KIND
 from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store
-from trioserve.store.stored_objects import Change, StoredObject
+from trioserve.store.stored_objects import Change, Quota, StoredObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Batches:
         self._tenant_header = tenant_header
         self._metrics = metrics
         self._live: dict[str, BatchRun] = {}
+        self._deleting: set[str] = set()  # files that are being deleted
+        self._left: dict[str, BatchRecord] = {}  # to the next start, which needs their files
         self._nursery: trio.Nursery | None = None
         self._is_draining = False
         self._idle = trio.Event()
@@ -122,14 +125,27 @@ class Batches:
         caller: Caller,
         record: BatchRecord,
         files: Sequence[Change] = (),
+        *,
+        quotas: Sequence[Quota] = (),
     ) -> None:
-        """Returns when it is in the store, and has begun. files: written together with it. Raises Draining, Overloaded,
-        StoreFull, StoreFault, and BatchGone if one that was to be replaced is gone."""
+        """Returns when the batch is in the store, and has begun.
+
+        Args:
+            files: written together with it.
+            quotas: what their owner may have afterwards.
+
+        Raises:
+            Draining, Overloaded: it takes no place.
+            StoreFull, StoreFault, QuotaExceeded: nothing is written.
+            BatchGone: a file that was to be replaced is gone.
+        """
         self.check_room(owner)
+        if record.input_file_id in self._deleting:
+            raise BatchGone
         run = self._new_run(store, batch_id, owner, caller, record)
-        self._keep(run)  # its place counts from now on
+        self._keep(run)  # its place counts from now on, and its input file is in use
         try:
-            await run.book.create(*files)
+            await run.book.create(*files, quotas=quotas)
         except BaseException:
             self._forget(batch_id)
             raise
@@ -137,6 +153,47 @@ class Batches:
             self._forget(batch_id)
         else:
             self._nursery.start_soon(self._work, run)
+
+    @contextmanager
+    def deleting(self, file_id: str) -> Iterator[str | None]:
+        """While a file is deleted, no batch may begin to use it.
+
+        Yields:
+            The id of a batch that has not ended and needs the file, which must stay then; None: there is none.
+        """
+        for batch_id, record in self._unended():
+            if file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
+                yield batch_id
+                return
+        self._deleting.add(file_id)
+        try:
+            yield None
+        finally:
+            self._deleting.discard(file_id)
+
+    def _unended(self) -> Iterator[tuple[str, BatchRecord]]:
+        """By their ids, those left to the next start included."""
+        yield from ((batch_id, run.book.record) for batch_id, run in self._live.items())
+        yield from self._left.items()
+
+    def files_to_come(self, owner: str | None) -> int:
+        """Files that batches of this owner may leave and have not made yet."""
+        return sum(
+            2
+            for run in self._live.values()
+            if run.book.owner == owner
+            and run.book.file_kind == FILE_KIND
+            and run.book.record.status is BatchStatus.VALIDATING
+        )
+
+    def input_expires_at(self, file_id: str) -> float | None:
+        """When the time of a file is over that is kept longer for batches; None: it is kept for none."""
+        times = (
+            record.input_expires_at
+            for _, record in self._unended()
+            if record.input_file_id == file_id and record.input_expires_at is not None
+        )
+        return min(times, default=None)
 
     async def cancel(self, store: Store, stored: StoredObject) -> None:
         """End it, if it lives: what its lines hold is free at the latest one step later. Returns when that is in the
@@ -152,11 +209,14 @@ class Batches:
             with suppress(BatchGone):
                 await book.move(BatchStatus.CANCELLING)
                 await book.close(BatchStatus.CANCELLED)
+            self._left.pop(stored.id, None)
 
     async def _work(self, run: BatchRun) -> None:
         try:
             await run.work()
         finally:
+            if not run.book.record.is_final:
+                self._left[run.book.batch_id] = run.book.record
             self._forget(run.book.batch_id)
 
     def _keep(self, run: BatchRun) -> None:
@@ -173,9 +233,14 @@ class Batches:
         async def serve(exchange: InternalExchange) -> None:
             await self._serve_as(exchange, caller)
 
+        def is_input_shared() -> bool:
+            return any(
+                name != batch_id and other.input_file_id == record.input_file_id for name, other in self._unended()
+            )
+
         return BatchRun(
             store,
-            BatchBook(store, batch_id, owner, record),
+            BatchBook(store, batch_id, owner, record, is_input_shared=is_input_shared),
             self._settings,
             serve,
             headers=[] if record.tenant is None else [(self._tenant_header, record.tenant)],
@@ -201,7 +266,8 @@ class Batches:
             run = self._new_run(store, mark.id, stored.owner, caller or Caller(), record)
             if caller is None and record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
                 message = "the API key that made the batch is none any more"
-                await run.book.fail(BatchError(code="invalid_api_key", message=message))
+                with suppress(BatchGone):
+                    await run.book.fail(BatchError(code="invalid_api_key", message=message))
                 continue
             self._keep(run)
             self._nursery.start_soon(self._work, run)

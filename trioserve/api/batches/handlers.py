@@ -9,13 +9,21 @@ import msgspec
 from trioserve.api.batches.batch_book import BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
-from trioserve.api.files.stored_files import FILE_KIND, check_room, file_not_found, read_file, record_of, required_store
+from trioserve.api.files.stored_files import (
+    FILE_KIND,
+    file_not_found,
+    file_quota,
+    quota_refused,
+    read_file,
+    record_of,
+    required_store,
+)
 from trioserve.api.files.upload import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
-from trioserve.store.stored_objects import Change, ReplaceObject, StoredObject
+from trioserve.store.stored_objects import ReplaceObject, StoredObject
 
 __all__ = ["BATCH_ENDPOINTS", "BatchBody", "cancel_batch", "create_batch", "list_batches", "retrieve_batch"]
 
@@ -56,7 +64,6 @@ async def create_batch(context: RequestContext) -> None:
             f'the file {stored.id} has the purpose {purpose!r}, and has to have "batch": upload it with that',
             param="input_file_id",
         )
-    await check_room(store, context.owner, 0)  # it leaves up to two
     now = int(store.now())
     new_id = context.clock_and_ids.new_request_id
     record = BatchRecord(
@@ -72,11 +79,21 @@ async def create_batch(context: RequestContext) -> None:
         output_seconds=None if body.output_expires_after is None else float(body.output_expires_after.seconds),
     )
     batch_id = f"batch_{new_id()}"
-    kept: list[Change] = []
-    if stored.expires_at < record.expires_at:  # its input is needed until it ends
-        kept = [ReplaceObject(kind=FILE_KIND, id=stored.id, body=stored.body, seconds=float(window_seconds))]
+    # The input is needed until the batch ends, perhaps in a later process. Replacing it checks that it is still there.
+    seconds = None
+    own_expires_at = context.batches.input_expires_at(stored.id)
+    if stored.expires_at < record.expires_at + store.seconds_max:
+        seconds = window_seconds + store.seconds_max
+        own_expires_at = own_expires_at or stored.expires_at
+    record = msgspec.structs.replace(record, input_expires_at=own_expires_at)
+    needed = ReplaceObject(kind=FILE_KIND, id=stored.id, body=None, seconds=seconds)
+    to_come = context.batches.files_to_come(context.owner) + 2  # it leaves up to two
+    quota = file_quota(store, context.owner, to_come=to_come)
     try:
-        await context.batches.create(store, batch_id, context.owner, context.caller, record, kept)
+        with quota_refused():
+            await context.batches.create(
+                store, batch_id, context.owner, context.caller, record, [needed], quotas=[quota]
+            )
     except BatchGone:  # deleted meanwhile
         raise file_not_found(stored.id, param="input_file_id") from None
     await context.respond_json(batch_object(batch_id, record))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import trio
 
 from trioserve.api.batches.batch_record import BatchError
 from trioserve.api.files.stored_files import FILE_KIND
+from trioserve.contracts.errors import StoreFault
 from trioserve.store.store import Store
 
 __all__ = ["AskedLine", "InputGone", "InputLine", "LineReader", "asked_line", "custom_id_of"]
 
 CUSTOM_ID_CHARACTERS_MAX = 512
+READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # after each read that fails: a disk may come back
 
 
 class InputGone(Exception):
@@ -53,7 +56,12 @@ class LineReader:
         self._is_at_end = False
 
     async def next(self) -> InputLine | None:
-        """None at the end. Raises InputGone."""
+        """Return the next line, None at the end.
+
+        Raises:
+            InputGone: the file is not there.
+            StoreFault: it cannot be read, though it was tried several times.
+        """
         is_too_long = False
         while True:
             newline = self._held.find(b"\n", self._begin)
@@ -79,13 +87,23 @@ class LineReader:
         return raw
 
     async def _read(self) -> None:
-        piece = await self._store.read_blob(self._kind, self._file_id, owner=self._owner, offset=self._read_offset)
+        piece = await self._read_piece()
         if piece is None:
             raise InputGone
         self._is_at_end = not piece
         self._read_offset += len(piece)
         self._held = self._held[self._begin :] + piece
         self._begin = 0
+
+    async def _read_piece(self) -> bytes | None:
+        for seconds in READ_PAUSES_SECONDS:
+            try:
+                return await self._store.read_blob(
+                    self._kind, self._file_id, owner=self._owner, offset=self._read_offset
+                )
+            except StoreFault:
+                await trio.sleep(seconds)
+        return await self._store.read_blob(self._kind, self._file_id, owner=self._owner, offset=self._read_offset)
 
 
 class AskedLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from trioserve.api.batches.batch_record import (
 from trioserve.api.batches.batch_run import CANCELLED_CODE, EXPIRED_CODE
 from trioserve.api.batches.input_lines import InputGone, LineReader
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
-from trioserve.api.files.stored_files import FileRecord, check_room, put_file, required_store
+from trioserve.api.files.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
@@ -78,7 +78,6 @@ async def create_message_batch(context: RequestContext) -> None:
     else:
         count, lines = await trio.to_thread.run_sync(_lines, raw, limiter=context.uploads, abandon_on_cancel=True)
     context.batches.check_room(context.owner)
-    await check_room(store, context.owner, len(lines), kind=MESSAGE_FILE_KIND)
     now = int(store.now())
     new_id = context.clock_and_ids.new_request_id
     batch_id = MESSAGE_BATCH_PREFIX + new_id()
@@ -97,7 +96,9 @@ async def create_message_batch(context: RequestContext) -> None:
     name = FileRecord(filename=record.input_file_id, purpose="batch")
     seconds = WINDOW_SECONDS + store.seconds_max
     files = put_file(record.input_file_id, context.owner, name, lines, seconds=seconds, kind=MESSAGE_FILE_KIND)
-    await context.batches.create(store, batch_id, context.owner, context.caller, record, files)
+    quota = file_quota(store, context.owner, kind=MESSAGE_FILE_KIND)
+    with quota_refused():
+        await context.batches.create(store, batch_id, context.owner, context.caller, record, files, quotas=[quota])
     await context.respond_json(_shown(batch_id, record))
 
 
@@ -145,7 +146,7 @@ async def delete_message_batch(context: RequestContext) -> None:
     record = _ended(stored, "be deleted")
     store = required_store(context.store)
     files = (record.input_file_id, record.output_file_id, record.error_file_id)
-    await store.write(
+    await store.settle(
         *(DeleteObject(kind=MESSAGE_FILE_KIND, id=file_id) for file_id in files),
         DeleteObject(kind=MESSAGE_BATCH_KIND, id=stored.id),
     )

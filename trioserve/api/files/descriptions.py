@@ -76,6 +76,10 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         path_parameter=_PATH,
     ),
     ("DELETE", "/v1/files/{file}"): DescribedOperation(
-        summary="Delete a file", response=FileDeletion, errors=(400, 404, 503), path_parameter=_PATH
+        summary="Delete a file",
+        description="Refused with 409 while a batch that has not ended uses it.",
+        response=FileDeletion,
+        errors=(400, 404, 409, 503),
+        path_parameter=_PATH,
     ),
 }

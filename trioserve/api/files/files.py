@@ -6,14 +6,16 @@ from urllib.parse import quote
 
 import trio
 
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.files.stored_files import (
     FILE_KIND,
     PURPOSES,
     FileRecord,
-    check_room,
     file_not_found,
     file_object,
+    file_quota,
     put_file,
+    quota_refused,
     read_file,
     record_of,
     required_store,
@@ -42,10 +44,12 @@ async def create_file(context: RequestContext) -> None:
         upload = await trio.to_thread.run_sync(
             parsed_upload, body, content_type, limiter=context.uploads, abandon_on_cancel=True
         )
-    await check_room(store, context.owner, len(upload.content))
     file_id = f"file-{context.clock_and_ids.new_request_id()}"
     record = FileRecord(filename=upload.filename, purpose=upload.purpose)
-    await store.write(*put_file(file_id, context.owner, record, upload.content, seconds=upload.seconds))
+    quota = file_quota(store, context.owner, to_come=context.batches.files_to_come(context.owner))
+    with quota_refused():
+        changes = put_file(file_id, context.owner, record, upload.content, seconds=upload.seconds)
+        await store.write(*changes, quotas=(quota,))
     await context.respond_json(file_object(await read_file(store, file_id, context.owner)))
 
 
@@ -113,8 +117,24 @@ async def delete_file(context: RequestContext) -> None:
     store = required_store(context.store)
     file_id = _file_id(context)
     await read_file(store, file_id, context.owner)
-    await store.write(DeleteObject(kind=FILE_KIND, id=file_id))
+    with context.batches.deleting(file_id) as batch_id:
+        if batch_id is not None:
+            raise _in_use(file_id, batch_id)
+        await store.settle(DeleteObject(kind=FILE_KIND, id=file_id))
     await context.respond_json({"id": file_id, "object": "file", "deleted": True})
+
+
+def _in_use(file_id: str, batch_id: str) -> Refusal:
+    return Refusal(
+        ErrorResponse(
+            status=409,
+            type="invalid_request_error",
+            code="file_in_use",
+            message=f"the file {file_id} is used by the batch {batch_id}, which has not ended: wait for its end, or "
+            "cancel it first",
+            headers=((REASON_HEADER, "file_in_use"),),
+        )
+    )
 
 
 def _file_id(context: RequestContext) -> str:

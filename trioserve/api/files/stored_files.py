@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.store.store import BLOB_PIECE_BYTES_MAX, LIST_MAX, Store
-from trioserve.store.stored_objects import AppendBlob, Change, PutObject, StoredObject
+from trioserve.store.store import BLOB_PIECE_BYTES_MAX, Store
+from trioserve.store.stored_objects import AppendBlob, Change, PutObject, Quota, QuotaExceeded, StoredObject
 
 __all__ = [
     "FILE_KIND",
     "PURPOSES",
     "FileRecord",
-    "check_room",
     "file_not_found",
     "file_object",
+    "file_quota",
     "put_file",
+    "quota_refused",
     "read_file",
     "record_of",
     "required_store",
@@ -26,7 +29,7 @@ __all__ = [
 
 FILE_KIND = "file"
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-FILES_OF_ONE_MAX = 1000  # they are counted one page after another at each upload
+FILES_OF_ONE_MAX = 1000  # they are counted at each upload
 SHARE_OF_ONE_MAX = 0.5  # of the store: a caller's files are kept until they expire, and must not fill it for all
 
 
@@ -95,24 +98,38 @@ def file_not_found(file_id: str, *, param: str | None = None) -> Refusal:
     )
 
 
-async def check_room(store: Store, owner: str | None, byte_count: int, *, kind: str = FILE_KIND) -> None:
-    """Whether this caller may keep one more file of so many bytes. Raises InvalidRequest."""
-    kept_count, kept_bytes, after = 0, byte_count, None
-    while page := await store.page(kind, owner=owner, after=after, limit=LIST_MAX):
-        kept_count += len(page)
-        kept_bytes += sum(stored.blob_bytes for stored in page)
-        after = page[-1].id
-        if kept_count >= FILES_OF_ONE_MAX:
+def file_quota(store: Store, owner: str | None, *, to_come: int = 0, kind: str = FILE_KIND) -> Quota:
+    """What one caller may keep in files. To be written with a new file, inside of `quota_refused`.
+
+    Args:
+        to_come: how many files of the caller are promised, and not made yet.
+    """
+    return Quota(
+        kind=kind,
+        owner=owner,
+        objects_max=FILES_OF_ONE_MAX - to_come,
+        blob_bytes_max=int(store.bytes_max * SHARE_OF_ONE_MAX),
+    )
+
+
+@contextmanager
+def quota_refused() -> Iterator[None]:
+    """Turns QuotaExceeded into InvalidRequest."""
+    try:
+        yield
+    except QuotaExceeded as exceeded:
+        quota = exceeded.quota
+        if exceeded.objects > quota.objects_max:
             raise InvalidRequest(
-                f"{kept_count} files are kept for you, and at most {FILES_OF_ONE_MAX} may be: delete some", param="file"
-            )
-    allowed = int(store.bytes_max * SHARE_OF_ONE_MAX)
-    if kept_bytes > allowed:
+                f"with this one {exceeded.objects} files would be kept for you, and at most {quota.objects_max} may "
+                f"be ({FILES_OF_ONE_MAX}, less those that your batches are about to write): delete some",
+                param="file",
+            ) from None
         raise InvalidRequest(
-            f"with this one your files have {kept_bytes} bytes, and at most {allowed} are kept (half of "
-            "--store-max-bytes): delete some",
+            f"with this one your files have {exceeded.blob_bytes} bytes, and at most {quota.blob_bytes_max} are kept "
+            "(half of --store-max-bytes): delete some",
             param="file",
-        )
+        ) from None
 
 
 def required_store(store: Store | None) -> Store:

@@ -376,7 +376,10 @@ class RequestAborts(Response):
 
 
 class Alive(Response):
+    """store: why the disk of the store takes nothing, if it does not."""
+
     status: Literal["alive"]
+    store: str | UnsetType = UNSET
 
 
 class Hangs(Response):
@@ -388,7 +391,10 @@ class Hangs(Response):
 
 
 class Ready(Response):
+    """store: why the disk of the store takes nothing, if it does not. Requests are served all the same."""
+
     ready: Literal[True]
+    store: str | UnsetType = UNSET
 
 
 class NotReady(Response):

@@ -20,7 +20,7 @@ async def read_health(context: EngineContext) -> None:
     """
     overdue = context.engine.step_watch.overdue()
     if overdue is None or not context.engine.step_watch.hangs():
-        await context.respond_json({"status": "alive"})
+        await context.respond_json({"status": "alive", **_store_trouble(context)})
         return
     status = {"status": "hangs", "reason": STEP_OVERDUE, "message": overdue}
     await context.respond_json(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
@@ -46,10 +46,16 @@ async def read_ready(context: EngineContext) -> None:
     elif not context.engine.ready:
         reason = "loading"
     else:
-        await context.respond_json({"ready": True})
+        await context.respond_json({"ready": True, **_store_trouble(context)})
         return
     status = {"ready": False, "reason": reason, **({} if message is None else {"message": message})}
     await context.respond_json(status, status=503, headers=((REASON_HEADER, reason),))
+
+
+def _store_trouble(context: EngineContext) -> dict[str, str]:
+    """Requests are served without the store, so its trouble is no reason to restart, or to send traffic elsewhere."""
+    trouble = context.store_trouble
+    return {} if trouble is None else {"store": trouble}
 
 
 async def read_load(context: EngineContext) -> None:

@@ -20,6 +20,7 @@ import trio
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.responses.events import Event, event_bytes
 from trioserve.api.responses.plan import PlannedResponse
+from trioserve.api.responses.response_object import response_error
 from trioserve.api.responses.response_run import Ended, ResponseRun
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
@@ -40,6 +41,7 @@ __all__ = ["BackgroundResponse", "BackgroundResponses"]
 
 logger = logging.getLogger(__name__)
 
+NOT_KEPT = "the response was complete, and the store had no room for it: ask again"
 BACKGROUND_FULL = "background_full"
 """The reason of a refusal."""
 
@@ -193,15 +195,13 @@ class BackgroundResponses:
             await live.work()
             events = live.publish_end()
             kept = stored_bytes(live.run.stored(live.response))
-            changes = [ReplaceObject(kind=KIND, id=live.id, body=kept, is_evictable=True)]
+            change = ReplaceObject(kind=KIND, id=live.id, body=kept, is_evictable=True)
+            more = [AppendBlob(kind=KIND, id=live.id, data=events)] if events else []
             try:
-                if events:
-                    await store.write(*changes, AppendBlob(kind=KIND, id=live.id, data=events))
-                else:
-                    await store.write(*changes)
+                await store.settle(change, *more)
             except (StoreFull, StoreFault) as error:
-                # Who reads it now still gets it; later it is told as failed.
                 logger.error("background response not kept response=%s error=%s", live.id, error)
+                await self._settle_without_result(live, store)
         except Exception:
             # Its own fault, and nobody else's: those beside it go on.
             logger.exception("background response not kept response=%s", live.id)
@@ -211,6 +211,19 @@ class BackgroundResponses:
                 live.log.is_ended = True
                 live.log.wake()
             self._forget(live)
+
+    async def _settle_without_result(self, live: BackgroundResponse, store: Store) -> None:
+        """There is no room for the result, on the disk or in memory: the response has failed, and says why."""
+        live.response = {
+            **live.run.planned.head.object("failed", output=[], error=response_error(NOT_KEPT, "result_not_kept")),
+            "usage": live.response["usage"],
+        }
+        kept = stored_bytes(live.run.stored(live.response))
+        try:
+            await store.settle(ReplaceObject(kind=KIND, id=live.id, body=kept, is_evictable=True))
+        except (StoreFull, StoreFault) as error:
+            # A reader that is there gets it. Later the response is shown as one that was never finished, so as failed.
+            logger.error("background response has no final state response=%s error=%s", live.id, error)
 
     def _forget(self, live: BackgroundResponse) -> None:
         self._live.pop(live.id, None)

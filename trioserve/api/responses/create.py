@@ -1,7 +1,8 @@
 """POST /v1/responses: whole, streamed, or begun in the background; and POST /v1/responses/input_tokens.
 
 A response is stored when it is complete, and before its client is told so. A client that leaves ends the response like
-everywhere, and nothing of it is kept; a background response goes on.
+everywhere, and nothing of it is kept; a background response goes on. Where the disk is full it is kept in memory until
+there is room; if that is full, too, the client gets the response all the same, with `store` false.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from trioserve.api.responses.response_run import ResponseRun
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.resumption import Resumption
 from trioserve.api.surface import OpenAISurface
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import DiskFull, InvalidRequest, StoreFault
 from trioserve.contracts.output import Delta
-from trioserve.store.stored_objects import DeleteObject, PutObject
+from trioserve.store.stored_objects import Change, DeleteObject, PutObject
 
 __all__ = ["count_input_tokens", "create_response"]
 
@@ -74,10 +75,14 @@ async def create_response(context: RequestContext) -> None:
     if planned.head.stores:
         assert context.store is not None
         kept = PutObject(kind=KIND, id=planned.head.id, owner=context.owner, body=stored_bytes(run.stored(response)))
+        changes: tuple[Change, ...] = (kept,)
         if body.resume is not None and await context.store.get(KIND, kept.id, owner=context.owner) is not None:
-            await context.store.write(DeleteObject(kind=KIND, id=kept.id), kept)  # it was complete, and its client lost
-        else:
-            await context.store.write(kept)
+            changes = (DeleteObject(kind=KIND, id=kept.id), kept)  # it was complete, and its client lost
+        try:
+            await context.store.settle(*changes)
+        except (DiskFull, StoreFault):
+            # The disk takes nothing, and the store's memory is full, too. The client gets what was computed.
+            response["store"] = False  # the last event has the same object
     if body.stream:
         end = b"".join(map(event_bytes, last))
         await context.finish(end if ids is None else ids.last(end))

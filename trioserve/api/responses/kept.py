@@ -44,7 +44,7 @@ async def delete_response(context: RequestContext) -> None:
         await live.done.wait()
     await _kept(context, response_id)
     assert context.store is not None
-    await context.store.write(DeleteObject(kind=KIND, id=response_id))
+    await context.store.settle(DeleteObject(kind=KIND, id=response_id))
     await context.respond_json({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -1,0 +1,209 @@
+"""Batches that meet a full disk: SQLite itself refuses further pages, for as long as a test wants."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from trioserve.api.batches import batch_book
+from trioserve.api.batches.settings import BatchSettings
+from trioserve.store.settings import StoreSettings
+from trioserve.store.stored_objects import DeleteObject
+from trioserve.testing.memory_server import open_memory_server
+
+from .conftest import form
+
+LINES = 60
+MESSAGES = "/v1/messages/batches"
+
+
+async def accounted(owner, batch):
+    """How many lines each file has; every custom_id is there once at most."""
+    output, errors = [await owner.lines_of(batch[f"{name}_file_id"]) for name in ("output", "error")]
+    ids = [line["custom_id"] for line in (*output, *errors)]
+    assert len(ids) == len(set(ids))
+    assert (len(output), len(errors)) == (batch["request_counts"]["completed"], batch["request_counts"]["failed"])
+    return len(output), len(errors)
+
+
+@asynccontextmanager
+async def in_progress(owner_of, batch_line, count=LINES, fields=None, **options):
+    """A server, its owner, and a batch of which some lines are done when the disk becomes full."""
+    async with open_memory_server(step_seconds=0.05, max_num_seqs=8, **options) as server:
+        owner = owner_of(server)
+        made = await owner.batch(*(batch_line(f"r{index}") for index in range(count)), **(fields or {}))
+        await trio.sleep(0.6)
+        batch = await owner.state(made["id"])
+        assert 0 < batch["request_counts"]["completed"] < count
+        server.store.set_disk_full(True)
+        await trio.sleep(2)
+        yield server, owner, made["id"]
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("seconds", [1, 30, 3600])
+async def test_a_batch_resumes_when_there_is_room(owner_of, batch_line, seconds, caplog, autojump_clock):
+    async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
+        await trio.sleep(seconds)
+        assert (await owner.state(batch_id))["status"] == "in_progress"
+        assert server.store.trouble is not None
+        assert caplog.text.count("store cannot be written") == 1
+        server.store.set_disk_full(False)
+        await trio.sleep(15)
+        batch = await owner.state(batch_id)
+        assert batch["status"] == "completed"
+        assert await accounted(owner, batch) == (LINES, 0)
+
+
+async def test_cancelling_works_at_once_and_what_is_done_is_there(owner_of, batch_line, autojump_clock):
+    async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
+        cancelled = await owner.ok(f"/v1/batches/{batch_id}/cancel", b"", method="POST")
+        assert cancelled["status"] == "cancelled"
+        done, _ = await accounted(owner, cancelled)
+        assert done > 0
+        assert server.app.batches.live_count == 0
+        server.store.set_disk_full(False)
+        await trio.sleep(10)
+        assert await owner.state(batch_id) == cancelled
+        assert await accounted(owner, cancelled) == (done, 0)
+        assert server.store.usage().unwritten_bytes == 0
+
+
+async def test_its_window_ends_it_at_once(owner_of, batch_line, autojump_clock):
+    async with in_progress(owner_of, batch_line, fields={"completion_window": "60s"}) as (server, owner, batch_id):
+        await trio.sleep(70)
+        batch = await owner.state(batch_id)
+        assert batch["status"] == "expired"
+        done, dropped = await accounted(owner, batch)
+        assert (done > 0, done + dropped) == (True, LINES)
+        server.store.set_disk_full(False)
+        await trio.sleep(10)
+        assert await owner.state(batch_id) == batch
+        assert await accounted(owner, batch) == (done, dropped)
+
+
+async def test_results_beyond_the_bound_are_reported_as_not_kept(owner_of, batch_line, monkeypatch, autojump_clock):
+    monkeypatch.setattr(batch_book, "WAITING_BYTES_MAX", 1000)
+    async with open_memory_server(step_seconds=0.05, max_num_seqs=16) as server:
+        owner = owner_of(server)
+        # They end one after the other, so that the later ones find the disk full.
+        made = await owner.batch(*(batch_line(f"r{index}", max_tokens=index + 4) for index in range(30)))
+        await trio.sleep(0.3)
+        server.store.set_disk_full(True)
+        await trio.sleep(30)
+        server.store.set_disk_full(False)
+        batch = await owner.ended(made["id"])
+        done, failed = await accounted(owner, batch)
+        assert (done + failed, failed > 0) == (30, True)
+        errors = await owner.lines_of(batch["error_file_id"])
+        assert {line["error"]["code"] for line in errors} == {"result_not_kept"}
+        assert server.store.trouble is None
+
+
+async def test_nothing_new_is_asked_while_it_waits(owner_of, batch_line, autojump_clock):
+    async with in_progress(owner_of, batch_line, count=200) as (server, _, _batch_id):
+        tokens = server.engine.core.stats()
+        await trio.sleep(600)
+        assert server.engine.core.stats() == tokens
+
+
+@pytest.mark.parametrize("is_full_to_the_end", [True, False])
+async def test_a_server_that_leaves_loses_no_line(owner_of, batch_line, tmp_path, is_full_to_the_end, autojump_clock):
+    async with in_progress(owner_of, batch_line, store_directory=tmp_path) as (server, owner, batch_id):
+        server.drain()
+        with trio.move_on_after(30) as scope:
+            await server.app.wait_until_idle()
+        assert not scope.cancelled_caught
+        server.store.set_disk_full(is_full_to_the_end)
+    async with open_memory_server(store_directory=tmp_path) as server:
+        owner = owner_of(server)
+        batch = await owner.ended(batch_id)
+        assert batch["status"] == "completed"
+        assert await accounted(owner, batch) == (LINES, 0)
+
+
+async def test_deleting_makes_room_on_a_full_disk(owner_of, batch_line, autojump_clock):
+    async with open_memory_server() as server:
+        owner = owner_of(server)
+        file_id = await owner.upload(batch_line("a", user="x" * 50_000))
+        server.store.set_disk_full(True)
+        status, _ = await owner.ask(
+            "/v1/batches", {"input_file_id": "none", "endpoint": "/v1/completions", "completion_window": "24h"}
+        )
+        assert status == 404
+        with pytest.raises(AssertionError, match="store_full"):
+            await owner.upload(batch_line("b", user="x" * 50_000))
+        await owner.ok(f"/v1/files/{file_id}", method="DELETE")
+        assert (await owner.ask(f"/v1/files/{file_id}"))[0] == 404
+        await owner.upload(batch_line("b", user="x" * 30_000))  # in what was freed
+
+
+async def test_health_and_metrics_say_so_and_requests_are_served(owner_of, batch_line, autojump_clock):
+    async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
+        for path in ("/health", "/ready"):
+            assert "disk is full" in (await owner.ok(path))["store"]
+        assert (await owner.ask("/v1/completions", {"prompt": "Hi", "max_tokens": 2}))[0] == 200
+        text = (await owner.ok("/metrics")).decode()
+        failures = [line for line in text.splitlines() if line.startswith("trioserve:store_write_failures_total")]
+        assert float(failures[0].split()[-1]) > 0
+        server.store.set_disk_full(False)
+        await trio.sleep(10)
+        assert "store" not in await owner.ok("/health")
+        await owner.ok(f"/v1/batches/{batch_id}/cancel", b"", method="POST")
+
+
+async def test_a_batch_whose_file_is_gone_ends_all_the_same(owner_of, batch_line, autojump_clock):
+    async with open_memory_server(step_seconds=0.1) as server:
+        owner = owner_of(server)
+        made = await owner.batch(*(batch_line(f"r{index}") for index in range(60)))
+        await trio.sleep(0.3)
+        stored = await server.store.get("batch", made["id"], owner=None)
+        record = json.loads(stored.body)
+        await server.store.write(DeleteObject(kind="file", id=record["output_file_id"]))
+        batch = await owner.ended(made["id"])
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "file_gone")
+        assert "lines have no result" in batch["errors"]["data"][0]["message"]
+
+
+async def test_a_batch_of_messages_is_cancelled_with_a_result_for_each(owner_of, autojump_clock):
+    async with open_memory_server(step_seconds=0.05, max_num_seqs=4, batches=BatchSettings(lines_at_once=2)) as server:
+        owner = owner_of(server)
+        params = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+        requests = [{"custom_id": f"r{index}", "params": params} for index in range(40)]
+        made = await owner.ok(MESSAGES, {"requests": requests})
+        await trio.sleep(0.6)
+        server.store.set_disk_full(True)
+        await trio.sleep(2)
+        batch = await owner.ok(f"{MESSAGES}/{made['id']}/cancel", b"", method="POST")
+        assert batch["processing_status"] == "ended"
+        for is_full in (True, False):
+            server.store.set_disk_full(is_full)
+            await trio.sleep(10)
+            lines = [json.loads(line) for line in (await owner.ok(batch["results_url"])).decode().splitlines()]
+            assert sorted(line["custom_id"] for line in lines) == sorted(one["custom_id"] for one in requests)
+            assert {line["result"]["type"] for line in lines} == {"succeeded", "canceled"}
+
+
+# --- at the same time ---
+
+
+async def test_uploads_at_the_same_time_do_not_pass_the_quota_together(owner_of, batch_line, autojump_clock):
+    async with open_memory_server(store_settings=StoreSettings(bytes_max=400_000)) as server:
+        owner = owner_of(server)
+        statuses = []
+
+        async def upload():
+            status, said = await owner.ask(
+                "/v1/files", form(b"x" * 90_000), content_type="multipart/form-data; boundary=b"
+            )
+            assert status == 200 or "half of" in said["error"]["message"]
+            statuses.append(status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(upload)
+        assert sorted(statuses) == [200] * 2 + [400] * 4
+        assert sum(file["bytes"] for file in (await owner.ok("/v1/files"))["data"]) <= 200_000
