@@ -16,6 +16,18 @@ PUBLIC = "93.184.216.34"
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\n"
 
 
+NOT_PUBLIC = (
+    *("10.0.0.1", "100.64.0.1", "100.100.100.200", "127.255.0.1", "168.63.129.16", "172.16.0.1", "192.0.0.8"),
+    *("192.0.0.9", "192.0.0.192", "192.0.2.1", "192.88.99.1", "198.18.0.1", "198.19.255.1", "198.51.100.1"),
+    *("203.0.113.1", "239.255.255.250", "240.0.0.1", "255.255.255.255"),
+    *("::", "::1", "::127.0.0.1", "::8.8.8.8", "::ffff:10.0.0.1", "::ffff:0:127.0.0.1", "::ffff:169.254.169.254"),
+    *("64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b::c0a8:1", "64:ff9b:1::a00:1", "64:ff9b:1::808:808"),
+    *("100::1", "2001::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:2::1", "2001:10::1", "2001:20::1"),
+    *("2001:db8::1", "2002:7f00:1::", "2002:a00:1::", "2002:808:808::1", "3fff::1", "5f00::1", "fc00::1"),
+    *("fd00:ec2::254", "fe80::1", "fe80::1%eth0", "fec0::1", "ff02::1", "ff0e::1", "2606:4700::1%eth0"),
+)
+
+
 class World:
     """One host, what it answers, and what was asked of it."""
 
@@ -83,6 +95,23 @@ async def test_a_body_in_chunks_and_one_that_ends_with_its_connection() -> None:
         "https://127.0.0.1/",
         "https://a.example/" + "x" * 3000,
         "https://a.example/ä",
+        "https://" + "b" * 64 + ".a.example/",
+        "https://" + "b." * 130 + "a.example/",
+        "https://b..a.example/",
+        "https://.a.example/",
+        "https://a.example../",
+        "https://a.example:0/",
+        "https://a.example:-1/",
+        "https://a.example:8x/",
+        "https://a.example%00.evil/",
+        "https://evil%2f.a.example/",
+        "https://[::1].a.example/",
+        "https://a.example\\evil/",
+        "https://evil\\.a.example/",
+        "https://evil#.a.example/",
+        "https://evil?.a.example/",
+        "https://*.a.example/",
+        "https://a.example\x00/",
     ],
 )
 async def test_urls_that_are_not_fetched(url: str) -> None:
@@ -103,6 +132,7 @@ async def test_urls_that_are_not_fetched(url: str) -> None:
         ("::ffff:127.0.0.1",),
         ("0.0.0.0",),
         ("224.0.0.1",),
+        *((address,) for address in NOT_PUBLIC),
         (),
     ],
 )
@@ -113,7 +143,19 @@ async def test_names_that_lead_to_machines_of_ours(addresses: tuple[str, ...]) -
 
 
 def test_public_addresses() -> None:
-    assert public_addresses([PUBLIC, "2606:2800:220:1::1"]) == [PUBLIC, "2606:2800:220:1::1"]
+    public = [PUBLIC, "2606:2800:220:1::1", "64:ff9b::808:808", "2a00:1450:4001::1", "2620:fe::fe"]
+    assert public_addresses(public) == public
+    assert public_addresses(["::ffff:8.8.8.8"]) != []
+
+
+@pytest.mark.parametrize("error", [UnicodeError("label too long"), ValueError("embedded null"), OSError("no")])
+async def test_a_name_that_no_resolver_can_have_is_the_requests_fault(error: Exception) -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        raise error
+
+    fetcher = MediaFetcher(["a.example"], 1000, addresses_of=resolve)
+    with pytest.raises(InvalidRequest, match="could not be fetched"):
+        await fetcher.fetch("https://a.example/", "here")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Collection
 from urllib.parse import urlsplit
@@ -26,6 +27,21 @@ REDIRECTIONS = range(300, 400)
 RECEIVE_BYTES = 65_536
 URL_CHARACTERS_MAX = 2048
 PORTS = {"http": 80, "https": 443}
+HOST_CHARACTERS_MAX = 253
+
+_HOST = re.compile(r"(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
+
+# Of IPv6 only global unicast is public, and in it not what holds or translates to other addresses: protocol assignments
+# with Teredo (2001::/23), documentation, and 6to4, whose IPv4 address a relay would reach.
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NOT_PUBLIC_6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
+# Python takes these for global: protocol assignments, the relays of 6to4, and the host of a virtual machine of Azure.
+_NOT_PUBLIC_4 = tuple(map(ipaddress.IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""In networks without IPv4, public IPv4 addresses are here. 64:ff9b:1::/48 leads to whatever the operator says."""
+
+FAULTS = (OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError, h11.ProtocolError)
+"""What a name, a network or a server may cause; a name that no resolver or certificate can have is a ValueError."""
 
 Connect = Callable[[str, int, str | None], Awaitable[trio.abc.Stream]]
 """A connection to an address and a port, under TLS for this host name, or plain for None."""
@@ -58,8 +74,9 @@ class MediaFetcher:
             with trio.move_on_after(SECONDS_MAX):
                 try:
                     return await self._fetched(scheme, host, port, target, place)
-                except (OSError, trio.BrokenResourceError, h11.RemoteProtocolError, ssl.SSLError) as error:
-                    reason = str(error) or type(error).__name__
+                except FAULTS as error:
+                    reason = "it does not speak HTTP" if isinstance(error, h11.ProtocolError) else str(error)
+                    reason = reason or type(error).__name__
                     raise _refused(place, f"could not be fetched from {host} ({reason[:200]})") from error
         raise _refused(place, f"did not come from {host} within {SECONDS_MAX:g} s")
 
@@ -67,7 +84,7 @@ class MediaFetcher:
         """Scheme, host, port and target."""
         try:
             parts = urlsplit(url)
-            scheme, host, port = parts.scheme.lower(), (parts.hostname or "").lower().rstrip("."), parts.port
+            scheme, host, port = parts.scheme.lower(), (parts.hostname or "").lower().removesuffix("."), parts.port
         except ValueError as error:
             raise _refused(place, f"is no URL ({error})") from error
         if (
@@ -80,6 +97,10 @@ class MediaFetcher:
             raise _refused(place, "is no URL of http or https that is fetched here")
         if " " in url or parts.username is not None:
             raise _refused(place, "has a name of a user, or blanks, in its URL")
+        if len(host) > HOST_CHARACTERS_MAX or _HOST.fullmatch(host) is None:
+            raise _refused(place, f"is at {host[:100]!r}, which is no name of a host")
+        if port == 0:
+            raise _refused(place, "is at port 0, allowed are 1 to 65535")
         if not any(host == domain or host.endswith(f".{domain}") for domain in self._domains):
             raise _refused(place, f"is at {host[:100]}, which is not among --allowed-media-domains: send a data URL")
         target = parts.path or "/"
@@ -130,11 +151,23 @@ class MediaFetcher:
 
 def public_addresses(addresses: Collection[str]) -> list[str]:
     """Those that anybody can reach; none if one of them is not such, since then somebody has made up the name."""
-    found = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses]
-    inner = [getattr(address, "ipv4_mapped", None) or address for address in found]
-    if not all(address.is_global and not address.is_multicast for address in inner):
-        return []
-    return [str(address) for address in found]
+    found = [ipaddress.ip_address(address) for address in addresses]
+    return [str(address) for address in found] if all(map(_is_public, found)) else []
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None:
+            return False
+        if address in _NAT64:
+            return _is_public(ipaddress.IPv4Address(address.packed[-4:]))
+        if address.ipv4_mapped is not None:
+            return _is_public(address.ipv4_mapped)
+        if address not in _GLOBAL_UNICAST or any(address in network for network in _NOT_PUBLIC_6):
+            return False
+    elif any(address in network for network in _NOT_PUBLIC_4):
+        return False
+    return address.is_global and not address.is_multicast
 
 
 async def _addresses_of(host: str, port: int) -> list[str]:
