@@ -12,6 +12,7 @@ from trioserve.connectors.stream.loads import RETRIES_MAX, Load
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.proof import proof_of
+from trioserve.connectors.stream.signature import signed
 from trioserve.connectors.stream.sources import Source, origin_of
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -31,15 +32,19 @@ from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.testing.memory_pages import MemoryPages
 
 HERE = Source("127.0.0.1", 7000, "far")
-FROM_THERE = KVTransferParams(
-    do_remote_prefill=True,
-    remote_engine_id="far",
-    remote_request_id="theirs",
-    remote_block_ids=(4, 2, 0),
-    remote_host="127.0.0.1",
-    remote_port=7000,
-    remote_block_size=4,
-    remote_num_tokens=10,
+KEY = b"of all engines"
+FROM_THERE = signed(
+    KVTransferParams(
+        do_remote_prefill=True,
+        remote_engine_id="far",
+        remote_request_id="theirs",
+        remote_block_ids=(4, 2, 0),
+        remote_host="127.0.0.1",
+        remote_port=7000,
+        remote_block_size=4,
+        remote_num_tokens=10,
+    ),
+    KEY,
 )
 FOR_THERE = KVTransferParams(do_remote_decode=True)
 
@@ -65,7 +70,7 @@ class Books:
     def __init__(self, **options: object) -> None:
         self.wakes = self.works = 0
         setup = ConnectorSetup(engine_id="here", role="both", pages=MemoryPages(8), options={}, wake=self.wake)
-        self.policy = StreamPolicy(setup, msgspec.convert(options, StreamOptions), self.work)
+        self.policy = StreamPolicy(setup, msgspec.convert(options, StreamOptions), self.work, key=KEY)
         self.policy.address = ("127.0.0.1", 7001)
 
     def wake(self) -> None:
@@ -127,7 +132,7 @@ def test_nothing_is_held_where_nobody_can_come_for_it():
 def test_what_is_told_of_a_hold_is_what_a_reader_needs():
     books = Books()
     assert books.hold("a", 9)
-    assert books.policy.transfer_params(RequestId("a")) == KVTransferParams(
+    params = KVTransferParams(
         do_remote_prefill=True,
         remote_engine_id="here",
         remote_request_id="a",
@@ -137,6 +142,7 @@ def test_what_is_told_of_a_hold_is_what_a_reader_needs():
         remote_block_size=4,
         remote_num_tokens=9,
     )
+    assert books.policy.transfer_params(RequestId("a")) == signed(params, KEY)
 
 
 def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
@@ -324,8 +330,33 @@ def test_one_group_of_blocks_is_as_good_as_none():
 )
 def test_a_request_cannot_choose_any_host_to_connect_to(options, host, may):
     books = Books(**options)
-    load = books.load("a", msgspec.structs.replace(FROM_THERE, remote_host=host))
+    load = books.load("a", signed(msgspec.structs.replace(FROM_THERE, remote_host=host), KEY))
     assert (load is not None) == may
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_signature": None},
+        {"remote_signature": ""},
+        {"remote_signature": "0" * 64},
+        {"remote_signature": "\ud800"},
+        {"remote_port": 22},
+        {"remote_host": "localhost"},
+        {"remote_engine_id": "other"},
+        {"remote_request_id": "other"},
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"key": "k" * 16, "peers": ["*"]}])
+def test_nothing_is_connected_to_that_no_engine_of_the_group_has_named(options, change):
+    books = Books(**options)
+    params = msgspec.structs.replace(FROM_THERE, **change)
+    assert books.load("a", params) is None
+    (failed,) = books.reports()
+    assert "remote_signature" in failed.message
+    books.policy.request_finished(request("b", params), [], [], FinishReason.ABORT)
+    assert books.policy.loads.take_urgent() == (), "there is nobody to tell anything"
+    assert books.load("c", FROM_THERE) is not None
 
 
 def test_a_load_that_came_is_reported_and_its_holder_told():
@@ -458,7 +489,7 @@ def test_a_holder_that_listens_no_more_is_given_up_soon():
 def test_what_a_holder_has_to_be_told_is_bounded_and_told_in_pieces():
     books = Books()
     for index in range(1_200):
-        params = msgspec.structs.replace(FROM_THERE, remote_request_id=f"r{index}")
+        params = signed(msgspec.structs.replace(FROM_THERE, remote_request_id=f"r{index}"), KEY)
         books.policy.request_finished(request(f"a{index}", params), [], [], FinishReason.ABORT)
     tells = books.policy.loads.tells(HERE)
     assert len(books.releases()) == 1_000
@@ -495,4 +526,4 @@ def test_a_load_shows_the_tokens_that_it_is_for():
 
 def test_so_many_blocks_are_not_even_looked_at():
     params = msgspec.structs.replace(FROM_THERE, remote_block_ids=(1,) * 100_001)
-    assert "100000 may be named" in str(origin_of(params, StreamOptions()))
+    assert "100000 may be named" in str(origin_of(params, StreamOptions(), KEY))

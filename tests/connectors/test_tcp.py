@@ -18,6 +18,8 @@ import trustme
 from trioserve.connectors.stream import loads
 from trioserve.connectors.stream.frames import Kind, Tell, frame
 from trioserve.connectors.stream.peer_connection import Identity, greet_holder
+from trioserve.connectors.stream.reader import BROKE_OFF
+from trioserve.connectors.stream.signature import signed
 from trioserve.connectors.stream.wire import MayNot, SocketWire
 from trioserve.connectors.tcp import TcpConnector, make_connector
 from trioserve.contracts.errors import StartupError
@@ -97,7 +99,7 @@ def begin(there: Engine, here: Engine, name: str = "r", **change: object) -> Non
     assert there.connector.request_finished(held, blocks, range(count), FinishReason.LENGTH)
     params = there.connector.transfer_params(held.id)
     assert params is not None
-    params = msgspec.structs.replace(params, **change)
+    params = signed(msgspec.structs.replace(params, **change), here.connector.key)
     here.connector.start_load(request(name, count, params), [BlockIndex(39 - b) for b in blocks], 0, count)
 
 
@@ -193,7 +195,7 @@ async def test_nobody_listens_there():
         port = free.getsockname()[1]
     async with engines({}, {}) as (there, here):
         begin(there, here, remote_port=port)
-        assert await here.next_report() == LoadFailed(RequestId("r"), f"127.0.0.1:{port}: nobody listens there")
+        assert await here.next_report() == LoadFailed(RequestId("r"), f"127.0.0.1:{port}: {BROKE_OFF}")
 
 
 async def test_a_port_that_is_taken_is_said_in_a_sentence():
@@ -353,7 +355,7 @@ async def test_who_tells_nothing_any_more_makes_room_for_others():
             do_remote_prefill=True, remote_request_id="x", remote_host="127.0.0.1", remote_port=1, remote_num_tokens=80
         )
         for index in range(64):
-            params = msgspec.structs.replace(nobody, remote_engine_id=f"e{index}")
+            params = signed(msgspec.structs.replace(nobody, remote_engine_id=f"e{index}"), here.connector.key)
             blocks = [BlockIndex(block) for block in range(20)]
             here.connector.start_load(request(f"f{index}", 80, params), blocks, 0, 80)
         for _ in range(64):

@@ -29,7 +29,7 @@ from trioserve.connectors.stream.peer_connection import (
 )
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.proof import proof_of
-from trioserve.connectors.stream.reader import Reader
+from trioserve.connectors.stream.reader import BROKE_OFF, Reader
 from trioserve.connectors.stream.sources import Source
 from trioserve.connectors.stream.wire import MayNot, StreamWire, Wire
 from trioserve.contracts.events import FinishReason
@@ -104,7 +104,8 @@ class Side:
         self.reports: list[object] = []
         self.woken = trio.Event()
         setup = ConnectorSetup(engine_id=name, role="both", pages=self.pages, options={}, wake=self._wake)
-        self.policy = StreamPolicy(setup, msgspec.convert({"chunk_bytes": 40, **options}, StreamOptions), self._work)
+        given = msgspec.convert({"chunk_bytes": 40, **options}, StreamOptions)
+        self.policy = StreamPolicy(setup, given, self._work, key=b"of all sides")
         self.policy.address = ("127.0.0.1", 7000)
         self.identity = Identity(name, self.pages.layout, key)
         self.holder = Holder(self.policy, self.identity, lambda peer, trouble: self.troubles.append(trouble), None)
@@ -350,7 +351,8 @@ async def test_one_that_breaks_again_and_again_fails(autojump_clock):
         both.prepare = prepare
         both.here.load(both.there.hold())
         failed = await both.here.until(LoadFailed)
-        assert "the connection" in failed.message or "closed" in failed.message  # type: ignore[attr-defined]
+        assert failed == LoadFailed(RequestId("load"), f"127.0.0.1:7000: {BROKE_OFF}")
+        assert any("the connection" in trouble or "closed" in trouble for trouble in both.here.troubles)
         assert both.here.policy.counts()["transfers_resumed_total"] > 0
 
 
@@ -361,7 +363,7 @@ async def test_nobody_there_fails_soon(autojump_clock):
         begun = trio.current_time()
         here.load(Side("there").hold())
         failed = await here.until(LoadFailed)
-        assert failed == LoadFailed(RequestId("load"), "127.0.0.1:7000: nobody listens there")
+        assert failed == LoadFailed(RequestId("load"), f"127.0.0.1:7000: {BROKE_OFF}")
         assert trio.current_time() - begun < 1
         here.nursery = None
         nursery.cancel_scope.cancel()
@@ -377,7 +379,8 @@ async def test_a_holder_that_falls_silent_fails_within_what_a_hold_lasts(autojum
         begun = trio.current_time()
         both.here.load(both.there.hold())
         failed = await both.here.until(LoadFailed)
-        assert "nothing came for too long" in failed.message  # type: ignore[attr-defined]
+        assert BROKE_OFF in failed.message  # type: ignore[attr-defined]
+        assert any("nothing came for too long" in trouble for trouble in both.here.troubles)
         assert trio.current_time() - begun < 10.5
 
 
@@ -803,11 +806,12 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(bytes(frames.data_head(1, 0, 0, 2, 2**32 - 1, 0))), "is due"),
     ],
 )
-async def test_a_holder_that_is_not_what_it_should_be_fails_one_load_with_a_sentence(autojump_clock, response, expect):
+async def test_a_holder_that_is_not_what_it_should_be_fails_one_load_and_is_logged(autojump_clock, response, expect):
     params = Side("there").hold()
     here, failed = await impostor(response, params)
-    assert expect in failed.message
-    assert len(failed.message) < 1_200
+    said = here.troubles if BROKE_OFF in failed.message else [failed.message]
+    assert any(expect in each for each in said)
+    assert all(len(each) < 1_200 for each in (failed.message, *said))
     assert list(here.policy.progress()) == []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from trioserve.connectors.nixl_transport import NixlOptions, NixlTransport
 from trioserve.connectors.stream.options import read_options
 from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.signature import signing_key
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, Started
 
@@ -19,7 +20,7 @@ class NixlConnector(StreamPolicy):
     """A RunningConnector (contracts.kv_transfer)."""
 
     def __init__(self, setup: ConnectorSetup, options: NixlOptions) -> None:
-        super().__init__(setup, options, lambda: self._transport.wake())
+        super().__init__(setup, options, lambda: self._transport.wake(), key=signing_key(options))
         self._transport = NixlTransport(self, options)
 
     def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:

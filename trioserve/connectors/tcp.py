@@ -7,6 +7,7 @@ from typing import Any
 
 from trioserve.connectors.stream.options import StreamOptions, read_options
 from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.signature import signing_key
 from trioserve.connectors.stream.transport import StreamTransport
 from trioserve.contracts.kv_transfer import ConnectorSetup, Started
 
@@ -17,7 +18,7 @@ class TcpConnector(StreamPolicy):
     """A RunningConnector (contracts.kv_transfer)."""
 
     def __init__(self, setup: ConnectorSetup, options: StreamOptions) -> None:
-        super().__init__(setup, options, lambda: self._transport.wake())
+        super().__init__(setup, options, lambda: self._transport.wake(), key=signing_key(options))
         self._transport = StreamTransport(self)
 
     def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:

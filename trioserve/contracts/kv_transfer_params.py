@@ -20,6 +20,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     remote_host, remote_port: where its connector listens. remote_block_size, remote_num_tokens: tokens in a block
     there, and tokens whose KV is in the blocks. tp_size: how many machines share its heads. traceparent: of the request
     there, where it is traced (W3C Trace Context), so that whoever takes the KV is found in the same trace.
+    remote_signature: by it a connector of ours sees that an engine of its own group has named host, port, engine and
+    request; see connectors/stream/signature.
     """
 
     do_remote_prefill: bool = False
@@ -33,3 +35,4 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     remote_num_tokens: int | None = None
     tp_size: int = 1
     traceparent: str | None = None
+    remote_signature: str | None = None

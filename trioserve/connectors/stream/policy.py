@@ -14,6 +14,7 @@ from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reports import Reports
 from trioserve.connectors.stream.sends import SendEnd, Sends
+from trioserve.connectors.stream.signature import signed
 from trioserve.connectors.stream.sources import origin_of
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.events import FinishReason
@@ -40,15 +41,18 @@ NAMED_COUNTS = (
 class StreamPolicy:
     """A KVConnector (contracts.kv_transfer).
 
-    on_work: called when the transport has something to do. address: where readers find this engine, once it listens;
-    until then it holds nothing for anybody.
+    on_work: called when the transport has something to do. key: with which engines of this group sign where KV is held.
+    address: where readers find this engine, once it listens; until then it holds nothing for anybody.
     """
 
     knows_windows = True
 
-    def __init__(self, setup: ConnectorSetup, options: StreamOptions, on_work: Callable[[], None]) -> None:
+    def __init__(
+        self, setup: ConnectorSetup, options: StreamOptions, on_work: Callable[[], None], *, key: bytes
+    ) -> None:
         self.setup = setup
         self.options = options
+        self.key = key
         self.reports = Reports(setup.wake)
         self.sends = Sends(self.reports)
         self.loads = Loads(self.reports, on_work)
@@ -62,7 +66,7 @@ class StreamPolicy:
         if params is None or not params.do_remote_prefill:
             return 0
         count = len(request.known_token_ids) - 1
-        origin = origin_of(params, self.options)
+        origin = origin_of(params, self.options, self.key)
         if not isinstance(origin, str) and origin.token_count is not None:
             count = min(count, origin.token_count)
         return max(0, count - computed_count)
@@ -72,7 +76,7 @@ class StreamPolicy:
     ) -> None:
         assert request.kv_transfer is not None, f"{request.id}: nothing was matched"
         self._asked.add(request.id)
-        origin = origin_of(request.kv_transfer, self.options)
+        origin = origin_of(request.kv_transfer, self.options, self.key)
         end = computed_count + token_count
         proof = proof_of(request.cache_salt, request.known_token_ids[:end])
         start = first_position(block_table, self.setup.pages.layout.block_size, computed_count)
@@ -95,7 +99,7 @@ class StreamPolicy:
         if params is None:
             return False
         if params.do_remote_prefill and not was_asked:
-            origin = origin_of(params, self.options)
+            origin = origin_of(params, self.options, self.key)
             if not isinstance(origin, str):
                 self.loads.not_needed(origin)
         is_wanted = params.do_remote_decode and reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -110,7 +114,7 @@ class StreamPolicy:
         if send is None or self.address is None:
             return None
         host, port = self.address
-        return KVTransferParams(
+        params = KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self.setup.engine_id,
             remote_request_id=request_id,
@@ -120,6 +124,7 @@ class StreamPolicy:
             remote_block_size=self.setup.pages.layout.block_size,
             remote_num_tokens=send.token_count,
         )
+        return signed(params, self.key)
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         """Nothing is read from this return on."""

@@ -36,6 +36,8 @@ HEARTBEAT_SECONDS = 2.5  # a quarter of a hold: two may get lost
 TELL_FAILURES_MAX = 3  # in a row; after that a holder learns by its deadlines
 PEER_CONNECTIONS_MAX = 4
 PEERS_MAX = 64
+BROKE_OFF = "this engine cannot be reached, or broke off"
+"""All that a client learns of a connection that failed; the log has the rest. Another program may listen there now."""
 TOLD_LATER_MAX = 1_000  # that wait until one of these has been told; beyond, holders learn by their deadlines
 
 log = logging.getLogger(__name__)
@@ -99,11 +101,10 @@ class Reader:
             except MayNot:
                 return
             except BROKEN as error:
-                if isinstance(error, BadFrame):
-                    self._note(str(peer.source), describe(error))
+                self._note(str(peer.source), describe(error))
                 _close_all(peer.idle)  # where one broke, the others are hardly better
                 is_deaf = isinstance(error, ConnectionRefusedError)
-                seconds = self._loads.broken(load, describe(error), trio.current_time(), is_deaf=is_deaf)
+                seconds = self._loads.broken(load, BROKE_OFF, trio.current_time(), is_deaf=is_deaf)
                 if seconds is not None:
                     await trio.sleep(seconds)
 

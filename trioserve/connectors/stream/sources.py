@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from trioserve.connectors.stream.frames import ID_LENGTH_MAX
 from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.signature import is_signed
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 
 __all__ = ["Origin", "Source", "origin_of"]
@@ -33,8 +34,15 @@ class Origin(NamedTuple):
     token_count: int | None
 
 
-def origin_of(params: KVTransferParams, options: StreamOptions) -> Origin | str:
-    """From what came with a request, which anybody may have written; or what is wrong with it, as a sentence."""
+def origin_of(params: KVTransferParams, options: StreamOptions, key: bytes) -> Origin | str:
+    """Where KV is, from what came with a request, which anybody may have written.
+
+    Args:
+        key: with which engines of this group sign where they are.
+
+    Returns:
+        The origin, or what is wrong with it, as a sentence.
+    """
     host, port = params.remote_host, params.remote_port
     if not host or len(host) > 255 or not host.isprintable():
         return "its kv_transfer_params name no remote_host that could be one"
@@ -71,4 +79,9 @@ def origin_of(params: KVTransferParams, options: StreamOptions) -> Origin | str:
     objection = options.objection_to(host)
     if objection is not None:
         return objection
+    if not is_signed(params, key):
+        return (
+            "its kv_transfer_params have no remote_signature of an engine of this group: pass on all that the other "
+            "engine's response has, and give both the same key"
+        )
     return Origin(Source(host, port, params.remote_engine_id), params.remote_request_id, token_count)

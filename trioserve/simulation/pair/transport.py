@@ -123,7 +123,7 @@ class PairTransport:
         setup = ConnectorSetup(
             engine_id=engine_id, role="both", pages=NoPages(self.layout), options={}, wake=lambda: None
         )
-        self.policy = StreamPolicy(setup, StreamOptions(), lambda: None)
+        self.policy = StreamPolicy(setup, StreamOptions(), lambda: None, key=b"of the pair")
         self.policy.address = (HERE, PORTS[name])
         self.servings: list[Serving] = []
         self._tellers: dict[Source, Teller] = {}

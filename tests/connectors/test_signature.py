@@ -1,0 +1,64 @@
+"""The keys with which engines sign where they hold KV."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.signature import is_signed, machine_key, signed, signing_key
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+
+PLACE = KVTransferParams(
+    do_remote_prefill=True, remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=7
+)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "trioserve" / "kv-key"
+
+
+def test_engines_of_one_user_on_one_machine_have_one_key_that_nobody_else_reads(place):
+    first = machine_key()
+    assert len(first) == 32
+    assert machine_key() == first
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    assert os.listdir(place.parent) == ["kv-key"], "no draft is left"
+    assert is_signed(signed(PLACE, signing_key(StreamOptions())), signing_key(StreamOptions()))
+
+
+def test_a_shared_key_goes_before_that_of_the_machine(place):
+    one, other = (signing_key(StreamOptions(key=letter * 16)) for letter in "ab")
+    assert not place.exists()
+    assert is_signed(signed(PLACE, one), signing_key(StreamOptions(key="a" * 16)))
+    assert not is_signed(signed(PLACE, one), other)
+
+
+@pytest.mark.parametrize("wrong", ["mode", "short", "long", "link", "directory", "pipe"])
+def test_a_file_that_others_could_have_made_is_no_key(place, wrong, caplog):
+    place.parent.mkdir()
+    if wrong == "directory":
+        place.mkdir()
+    elif wrong == "pipe":
+        os.mkfifo(place, 0o600)
+    else:
+        target = place.with_name("elsewhere") if wrong == "link" else place
+        target.write_bytes(bytes({"short": 31, "long": 33}.get(wrong, 32)))
+        target.chmod(0o644 if wrong == "mode" else 0o600)
+        if wrong == "link":
+            place.symlink_to(target)
+    keys = {machine_key(), machine_key()}
+    assert len(keys) == 2
+    assert bytes(32) not in keys
+    assert "give all engines a key or key_file" in caplog.text
+
+
+def test_an_engine_that_can_write_nowhere_has_a_key_of_its_own(tmp_path, caplog):
+    (tmp_path / "file").write_bytes(b"")
+    assert len(machine_key({"XDG_CACHE_HOME": str(tmp_path / "file")})) == 32
+    assert "kv of other engines is not read" in caplog.text
