@@ -47,6 +47,16 @@ async def test_every_address_of_a_host_gets_the_same_port(has_ipv6):
     close(listeners)
 
 
+@pytest.mark.parametrize("host", ["::", "[::]", "0::0"])
+async def test_the_address_of_all_ipv6_interfaces_means_those_of_ipv4_too(has_ipv6, host):
+    listeners = await open_listeners(host, 0)
+    port = listeners[0].socket.getsockname()[1]
+    assert {address.rpartition(":")[0] for address in addresses(listeners)} == {"[::]", "0.0.0.0"}
+    for address in ("127.0.0.1", "::1"):
+        socket.create_connection((address, port), timeout=5).close()
+    close(listeners)
+
+
 async def test_port_in_use_is_one_clear_sentence():
     listeners = await open_listeners("127.0.0.1", 0)
     port = listeners[0].socket.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import ssl
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ BACKLOG = 1024  # connections that the kernel holds for us; it lowers this to it
 async def open_listeners(
     host: str | None, port: int, *, limits: FrontendLimits | None = None, shares_port: bool = False
 ) -> list[trio.SocketListener]:
-    """One listener for each address of `host`: "localhost" has two, for IPv4 and IPv6; None means all interfaces.
+    """One listener for each address of `host`: "localhost" has two, for IPv4 and IPv6; None and "::" mean all
+    interfaces of both.
 
     port 0 lets the kernel choose one, the same for every address. An address family that this machine does not have is
     passed over as long as another one remains. shares_port: others of this user that say so, too, may listen at the
@@ -42,6 +44,8 @@ async def open_listeners(
         raise StartupError(f"port is {port}, allowed is 0 to 65535")
     if host is not None and host.startswith("[") and host.endswith("]"):
         host = host[1:-1]  # as an IPv6 address is written in a URL
+    if host is not None and _is_any_ipv6(host):
+        host = None  # other servers have one socket for both there
     try:
         found = await trio.socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, proto=socket.IPPROTO_TCP
@@ -89,6 +93,13 @@ async def open_shared_listeners(
             listener.socket.close()
         raise
     return opened
+
+
+def _is_any_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.IPv6Address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def inherited_listener(file_descriptor: int) -> trio.SocketListener:
