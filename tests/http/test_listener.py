@@ -109,6 +109,15 @@ def test_tls_files_that_are_missing_wrong_or_do_not_belong_together(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="SO_REUSEPORT spreads connections on Linux alone")
+def test_tls_12_has_no_ciphers_but_those_of_http2(tmp_path):
+    authority = trustme.CA()
+    pem = tmp_path / "server.pem"
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(pem))
+    ciphers = [each for each in tls_context(pem).get_ciphers() if each["protocol"] == "TLSv1.2"]
+    assert ciphers
+    assert all(each["aead"] and each["name"].startswith("ECDHE-") for each in ciphers)
+
+
 async def test_several_listen_at_one_port_and_nobody_else_may_join_them():
     shared = await open_shared_listeners("127.0.0.1", 0, 3)
     try:
