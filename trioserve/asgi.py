@@ -28,6 +28,7 @@ API_OPTIONS = frozenset(
     {
         *("api_key", "admin_api_key", "gateway_api_key", "priority_min", "share_prefix_cache", "metrics_need_key"),
         *("load_needs_key", "cors_origin", "root_path", "max_body_bytes", "stall_timeout", "require_model"),
+        *("allowed_host", "allow_operator_without_key"),
         *("tenant_header", "ui", "access_log", "trust_request_chat_template", "data_dir", "store_max_bytes"),
         *("store_max_objects", "store_ttl", "max_background_responses", "background_timeout", "max_batches"),
         *("batch_concurrency", "detach_timeout_max", "max_detached_streams"),
@@ -172,7 +173,7 @@ class AsgiApplication:
 async def _serving(engine: Engine, config: Config) -> AsyncIterator[AsgiApp]:
     """The whole application, in the engine's Trio run."""
     async with open_store(optional_path(config.data_dir), store_settings(config)) as store:
-        app = engine_app(engine, config, store)
+        app = engine_app(engine, config, store, is_mounted=True)
         async with app.running():
             yield AsgiApp(around_app(app, config), frontend_limits(config))
 
@@ -183,7 +184,7 @@ def _serving_in_its_thread(engine: AsyncioEngine, config: Config) -> AbstractAsy
 
 def _make_app(engine: Engine, config: Config) -> AsgiApp:
     """What needs no lifespan. To be called in the engine's Trio run."""
-    return AsgiApp(around_app(engine_app(engine, config, None), config), frontend_limits(config))
+    return AsgiApp(around_app(engine_app(engine, config, None, is_mounted=True), config), frontend_limits(config))
 
 
 def _check_host(engine: Engine | AsyncioEngine) -> None:

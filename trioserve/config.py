@@ -113,6 +113,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origin: Annotated[tuple[str, ...], _about(
         "web pages that browsers may let use the API, such as https://chat.example.org, or *; default: none",
         "ORIGIN")] = ()
+    allowed_host: Annotated[tuple[str, ...], _about(
+        "names by which clients may call this server in the Host header, besides addresses, localhost and --host; "
+        "*.example.org means all names below it, and * every name; with API keys any name will do; default: none",
+        "NAME")] = ()
+    allow_operator_without_key: Annotated[bool, _about(
+        "let everybody who reaches this server operate it, where it has no API keys and listens at an address that "
+        "other machines reach: pause, sleep, weights, adapters, endpoints, the list of requests, debugging")] = False
     max_connections: Annotated[int, _about(
         "client connections at a time; the next one takes the place of an idle one, or waits", "N", ge=1, le=1000000,
         )] = FrontendLimits().connections_max

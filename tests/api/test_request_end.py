@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.api.caller import AccessRules
 from trioserve.api.request_end import end_line
 from trioserve.contracts.errors import Overloaded, RequestFailed
 from trioserve.http.cross_origin import CrossOrigin
@@ -170,7 +171,8 @@ async def test_preflights_are_counted_like_other_responses(api: Any, lines) -> N
     assert len(lines()) == 4
 
 
-async def test_what_is_no_preflight_is_counted_once(api: Any) -> None:
+async def test_what_is_no_preflight_is_counted_once(make_api: Any) -> None:
+    api = make_api(access=AccessRules(page_origins=("https://chat.example.org",)))
     app = api.app
     handler = CrossOrigin(app, ["https://chat.example.org"], on_preflight=app.note_preflight)
     await handler(api.exchange("OPTIONS", "/health", headers={"origin": "https://chat.example.org"}))

@@ -309,7 +309,7 @@ async def test_the_paths_of_vllm_and_of_sglang(autojump_clock):
         assert await ask("/reset_prefix_cache?reset_running_requests=true") == (200, {"status": "ok"})
         assert await ask("/continue_generation", {}) == (200, continued)
         assert await ask("/reset_prefix_cache") == (200, {"status": "ok"})
-        assert await ask("/flush_cache", method="GET") == (200, {"message": "Cache flushed.", "status": "ok"})
+        assert await ask("/flush_cache", method="POST") == (200, {"message": "Cache flushed.", "status": "ok"})
         assert (await ask("/reset_prefix_cache?reset_running_requests=true"))[0] == 400
         assert (await ask("/reset_prefix_cache?reset_external=true"))[0] == 400
         assert (await ask("/pause?clear_cache=maybe"))[0] == 400

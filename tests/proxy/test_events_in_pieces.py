@@ -7,6 +7,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.caller import AccessRules
+
 TEXT = "/v1/completions"
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True}
 LONG = {"prompt": "a prompt that is long enough to be computed elsewhere " * 4}
@@ -89,7 +91,8 @@ async def test_what_ends_without_an_empty_line_comes_all_the_same(open_pair):
 
 
 async def test_what_an_endpoint_allows_to_web_pages_is_not_what_the_router_allows(open_pair):
-    async with open_pair("w") as pair:
+    access = AccessRules(page_origins=("https://chat.example.org",))
+    async with open_pair("w", access=access) as pair:
         page = {"origin": "https://chat.example.org"}
         async with pair.client().ask(TEXT, {**BODY, "stream": False}, headers=page) as response:
             ask = await pair.ask_of("w")

@@ -6,6 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.caller import AccessRules
 from trioserve.api.openai.request_types import decode_body
 from trioserve.proxy.routed_body import RoutedBody
 from trioserve.proxy.router_context import RoutingRules
@@ -501,3 +502,17 @@ async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_w
 )
 def test_prompts_are_counted_however_they_are_written(prompt, count):
     assert decode_body(b'{"prompt": ' + prompt + b"}", RoutedBody).prompt_count == count
+
+
+@pytest.mark.parametrize("headers", [{}, {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}])
+async def test_a_router_reaches_engines_by_any_name_and_answers_for_its_pages_itself(open_setup, headers):
+    """Neither has keys, other machines reach both, and the engine knows no name of its own."""
+    strangers = AccessRules(host_names=(), operates_without_key=False)
+    own = AccessRules(host_names=("memory",), page_origins=("https://chat.example",), operates_without_key=False)
+    async with open_setup("a", engine={"access": strangers}, access=own) as setup:
+        client = setup.client(headers=headers)
+        response = await client.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert response.status == 200
+        aborted = await client.post("/v1/requests/abort", {"ids": ["unknown"], "return_partial": True})
+        assert aborted.status == 200
+        await setup.assert_all_free()

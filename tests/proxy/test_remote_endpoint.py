@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
-from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint, Unreachable
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -56,7 +56,8 @@ async def test_a_request_goes_out_as_it_was_given():
     server = Server()
     assert await server.ask(OK) == b"ok"
     assert await server.ends[0].receive_some(1000) == (
-        b"POST /base/v1/x HTTP/1.1\r\nhost: far\r\nauthorization: Bearer key\r\nx-a: b\r\ncontent-length: 2\r\n\r\n{}"
+        b"POST /base/v1/x HTTP/1.1\r\nhost: far\r\nsec-trioserve-client: router\r\n"
+        b"authorization: Bearer key\r\nx-a: b\r\ncontent-length: 2\r\n\r\n{}"
     )
 
 
@@ -131,3 +132,10 @@ async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_tha
         nursery.start_soon(remove)
         assert await server.ask(OK) == b"ok"
     assert not server.remote._idle
+
+
+async def test_a_host_that_no_resolver_can_have_is_not_reached():
+    remote = RemoteEndpoint(EndpointId("a"), EndpointAddress.parse("http://" + "a" * 64 + ".example:8000"))
+    with pytest.raises(Unreachable, match="cannot be reached"):
+        async with remote.request("GET", "/load", [], b""):
+            pass

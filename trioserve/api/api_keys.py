@@ -38,7 +38,14 @@ class ApiKeys:
                 raise StartupError("an admin key is set, but no API key: without those, everybody sees every request")
             self._add(admin_key, CallerKind.ADMIN)
         self._check_rules(has_admin=admin_key is not None)
-        self._nobody = msgspec.structs.replace(ANYBODY, priority_min=self.rules.priority_min)
+        self._nobody = msgspec.structs.replace(
+            ANYBODY, priority_min=self.rules.priority_min, may_operate=self.rules.operates_without_key
+        )
+
+    @property
+    def are_set(self) -> bool:
+        """Whether callers are told apart by keys."""
+        return bool(self._callers)
 
     def caller(self, authorization: str | None, own_header: str | None = None) -> Caller:
         """Who sends these values of the Authorization and of the X-Api-Key header. If both hold a key, the former

@@ -12,8 +12,9 @@ import msgspec
 import trio
 
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.caller import check_is_admin
+from trioserve.api.caller import check_is_admin, check_may_operate
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
+from trioserve.api.gate import PageGate
 from trioserve.api.http_counts import HttpCounts
 from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.request_end import Outcome, end_line
@@ -35,20 +36,39 @@ logger = logging.getLogger(__name__)
 ContextType = TypeVar("ContextType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
+JSON = "application/json"
+READS = ("GET", "HEAD")
 NEAREST_CHARACTERS_MAX = 64  # of a path for which a similar one is looked up: a comparison takes the product of both
 
 Operation = Callable[[ContextType], Awaitable[None]]
 
 
 class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
-    """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it. The operator may close
-    others, too (see AccessRules). is_polled: machines ask it again and again, so it has no trace, and a line in the log
-    at the level of debugging unless it fails."""
+    """One path of the API.
+
+    An operation of GET never changes anything: a link or an image of any web page can send one.
+
+    Args:
+        path: also its name in metrics.
+        operations: by method.
+        needs_key: whether API keys, if there are any, guard it. The operator may close others, too (see AccessRules).
+        is_polled: machines ask it again and again, so it has no trace, and a line in the log at the level of debugging
+            unless it fails.
+        is_operators: it changes how the server works for everybody, or shows what only the operator needs. Strangers
+            may not use it (see check_may_operate), and without keys its bodies are JSON and say so.
+        has_open_reads: of such a route, GET is for everybody all the same.
+    """
 
     path: str
     operations: dict[str, Operation[ContextType]]
     needs_key: bool = True
     is_polled: bool = False
+    is_operators: bool = False
+    has_open_reads: bool = False
+
+    def operates(self, method: str) -> bool:
+        """Whether a request of this method is the operator's."""
+        return self.is_operators and not (self.has_open_reads and method in READS)
 
     def operation(self, method: str) -> Operation[ContextType]:
         """Raises Refusal (405)."""
@@ -93,6 +113,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._tracer = tracer
         self._logs_requests = logs_requests
         self._keys = keys
+        rules = keys.rules
+        self._gate = None if keys.are_set else PageGate(rules.host_names, rules.page_origins)
         self._metrics = metrics
         self._counts = HttpCounts(metrics)
 
@@ -194,12 +216,23 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             headers = context.exchange.headers
             context.surface = surface_of(context.exchange)
             context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
+            if self._gate is not None and not is_own:
+                self._gate.check(
+                    context.exchange,
+                    is_open=route is not None and not route.needs_key,
+                    is_operators=route is not None and route.operates(context.exchange.method),
+                )
             if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
                 context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
             if route is None:
                 raise self.not_found(context.exchange.path)
             self._check_may_read(context, route.path)
-            await self.operate(context, route.operation(context.exchange.method))
+            operation = route.operation(context.exchange.method)
+            if route.operates(context.exchange.method) and not is_own:
+                check_may_operate(context.caller)
+                if self._gate is not None:
+                    await _check_is_json(context.exchange)
+            await self.operate(context, operation)
 
         await self.handle(context, respond)
 
@@ -249,6 +282,26 @@ def _name(route: Route[ContextType] | None) -> str | None:
 
 def _is_polled(route: Route[ContextType] | None) -> bool:
     return route is not None and route.is_polled
+
+
+async def _check_is_json(exchange: Exchange) -> None:
+    """Raise Refusal (415) for a body that does not say it is JSON. A browser asks the server first whether a page of
+    another site may send JSON; other bodies it sends at once, and an old one does not say from where."""
+    if exchange.method in READS:
+        return
+    content_type = exchange.headers.get("content-type") or ""
+    if content_type.partition(";")[0].strip().lower() == JSON or not await exchange.body():
+        return
+    raise Refusal(
+        ErrorResponse(
+            status=415,
+            type="invalid_request_error",
+            code="not_json",
+            message=f'the body has the content-type "{content_type[:80]}": send JSON to this path with the header '
+            f'"Content-Type: {JSON}", or no body where none is needed',
+            headers=((REASON_HEADER, "not_json"),),
+        )
+    )
 
 
 def _not_found(path: str, paths: Iterable[str]) -> Refusal:

@@ -18,8 +18,9 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin", "check_model"]
+__all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin", "check_may_operate", "check_model"]
 
+NOBODY = ""  # an owner that no key is
 SALT_BYTES = 16  # as many as a block's name has
 
 
@@ -32,6 +33,11 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     metrics_need_key, load_needs_key: these pages are closed to callers without a key.
     model_is_required: a request that names no model is refused.
     loads_adapters: LoRA adapters may be loaded and unloaded while the server runs.
+
+    These count where there are no keys:
+    host_names: what the Host header may be; None: anything. See PageGate.
+    page_origins: of web pages that may use the API.
+    operates_without_key: anybody may use the routes that operate the server.
     """
 
     gateway_api_keys: tuple[str, ...] = ()
@@ -41,6 +47,9 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     load_needs_key: bool = False
     model_is_required: bool = False
     loads_adapters: bool = False
+    host_names: tuple[str, ...] | None = None
+    page_origins: tuple[str, ...] = ()
+    operates_without_key: bool = True
 
 
 class CallerKind(enum.Enum):
@@ -53,12 +62,19 @@ class CallerKind(enum.Enum):
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """owner: whose requests it may see and abort, and to whom its own belong; None: all, and nobody's. priority_min:
     the best that it may ask for; None: any. salt_key: what its cache salts are derived with; None: they count as they
-    are. It is derived from the API key and shown to nobody."""
+    are. It is derived from the API key and shown to nobody. may_operate: False for a stranger, who has no key at a
+    server that other machines reach: see check_may_operate."""
 
     kind: CallerKind = CallerKind.ANYBODY
     owner: str | None = None
     priority_min: int | None = None
     salt_key: bytes | None = None
+    may_operate: bool = True
+
+    @property
+    def lists(self) -> str | None:
+        """Whose live requests it may list; None: all. A stranger lists none: who knows an id can abort its request."""
+        return self.owner if self.may_operate else NOBODY
 
     def tenant(self, named: str | None) -> str:
         """With whom it shares one turn in the queue. named: in the request's tenant header."""
@@ -125,5 +141,21 @@ def check_is_admin(caller: Caller, message: str) -> None:
                 code="not_admin",
                 message=message,
                 headers=((REASON_HEADER, "not_admin"),),
+            )
+        )
+
+
+def check_may_operate(caller: Caller) -> None:
+    """Raise Refusal (403) for a caller without a key, where a stranger may be one."""
+    if not caller.may_operate:
+        raise Refusal(
+            ErrorResponse(
+                status=403,
+                type="invalid_request_error",
+                code="operator_routes_off",
+                message="this is for the operator of the server, and it is off: other machines reach the server, and "
+                "no API key says who asks. Start it with --api-key and --admin-api-key, or with "
+                "--allow-operator-without-key if everybody who reaches it may operate it",
+                headers=((REASON_HEADER, "operator_routes_off"),),
             )
         )

@@ -27,14 +27,15 @@ def engine_app(
     *,
     tracer: Tracer = NO_TRACER,
     is_behind_router: bool = False,
+    is_mounted: bool = False,
 ) -> App:
     """store: None: nothing is kept beyond a request. is_behind_router: of this process, which asks for keys, shows the
-    page and logs requests itself."""
+    page and logs requests itself. is_mounted: another program listens, and nobody knows where."""
     return App(
         engine,
         api_keys=() if is_behind_router else config.api_key,
         admin_api_key=None if is_behind_router else config.admin_api_key,
-        access=None if is_behind_router else _access_rules(config),
+        access=None if is_behind_router else _access_rules(config, is_mounted=is_mounted),
         trust_request_chat_template=config.trust_request_chat_template,
         tenant_header=config.tenant_header,
         store=store,
@@ -48,8 +49,11 @@ def engine_app(
     )
 
 
-def _access_rules(config: Config) -> AccessRules:
-    return msgspec.structs.replace(access_rules(config), loads_adapters=config.allow_runtime_lora_updating)
+def _access_rules(config: Config, *, is_mounted: bool) -> AccessRules:
+    rules = msgspec.structs.replace(access_rules(config), loads_adapters=config.allow_runtime_lora_updating)
+    if is_mounted:
+        rules = msgspec.structs.replace(rules, operates_without_key=config.allow_operator_without_key)
+    return rules
 
 
 def store_settings(config: Config) -> StoreSettings:

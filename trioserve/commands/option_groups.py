@@ -37,12 +37,13 @@ GROUPS = {
         "enable_lora lora_modules max_loras max_cpu_loras max_lora_rank allow_runtime_lora_updating allowed_lora_path"
     ),
     "server": _words(
-        "host port ui uds root_path served_model_name cors_origin frontend max_connections max_body_bytes "
+        "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections max_body_bytes "
         "stall_timeout drain_timeout require_model log_level"
     ),
     "keys and TLS": _words(
         "api_key admin_api_key gateway_api_key priority_min share_prefix_cache metrics_need_key load_needs_key "
-        "trust_request_chat_template tenant_header ssl_certfile ssl_keyfile ssl_ca_certs ssl_client_certs"
+        "allow_operator_without_key trust_request_chat_template tenant_header "
+        "ssl_certfile ssl_keyfile ssl_ca_certs ssl_client_certs"
     ),
     "queue and deadlines": _words(
         "max_queued_requests max_queued_tokens max_queue_wait queue_timeout ttft_timeout request_timeout "

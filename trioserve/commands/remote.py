@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from trioserve.api.gate import NOT_A_PAGE_HEADER
 from trioserve.contracts.errors import TrioserveError
 
 __all__ = ["DEFAULT_URL", "Event", "RemoteServer", "ServerFailed"]
@@ -45,7 +46,7 @@ class RemoteServer:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerFailed(f"{url!r} is no URL of a server: name one like {DEFAULT_URL}")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
+        self._headers = {"content-type": "application/json", NOT_A_PAGE_HEADER: "trioserve"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         # A proxy that is meant for the outside does not know this machine.

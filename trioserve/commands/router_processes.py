@@ -228,7 +228,7 @@ async def _run(config: RouteConfig) -> int:
                 is_told = True
                 pids = ", ".join(str(process.pid) for process in processes.values())
                 print(f"the router is {count} processes: {pids}", file=sys.stderr, flush=True)
-                tell_serving("a router", urls, has_page=config.ui)
+                tell_serving("a router", urls, config)
             if lives.is_stopping and not is_late_awaited:
                 is_late_awaited = True
                 nursery.start_soon(wait_for_the_late)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
@@ -18,6 +19,7 @@ import trio
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
+from trioserve.api.gate import checked_host_names, is_loopback_host
 from trioserve.api.page.settings import PageSettings
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.commands.log_lines import logging_to
@@ -67,10 +69,12 @@ def run_until_signal(
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
     with logging_to(level=config.log_level, form=config.log_format):
-        return trio.run(_serve_until_signal, serve, what, config.ui, on_serving)
+        return trio.run(_serve_until_signal, serve, what, config, on_serving)
 
 
-async def _serve_until_signal(serve: Serve, what: str, has_page: bool, on_serving: Callable[[], None] | None) -> int:
+async def _serve_until_signal(
+    serve: Serve, what: str, config: ServerConfig, on_serving: Callable[[], None] | None
+) -> int:
     sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
     is_serving = trio.Event()
 
@@ -89,7 +93,7 @@ async def _serve_until_signal(serve: Serve, what: str, has_page: bool, on_servin
         if on_serving is not None:
             on_serving()
         else:
-            tell_serving(what, urls, has_page=has_page)
+            tell_serving(what, urls, config)
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
@@ -101,13 +105,16 @@ async def _serve_until_signal(serve: Serve, what: str, has_page: bool, on_servin
     return 0 if is_serving.is_set() else EXIT_INTERRUPTED
 
 
-def tell_serving(what: str, urls: list[str], *, has_page: bool) -> None:
-    """Tell people on stderr where `what` is served."""
+def tell_serving(what: str, urls: list[str], config: ServerConfig) -> None:
+    """Tell people on stderr where `what` is served, and what strangers may do there."""
     seconds = _process_seconds()
     for url in urls:
         print(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)", file=sys.stderr, flush=True)
-        if has_page and url.startswith("http"):
+        if config.ui and url.startswith("http"):
             print(f"watch it in a browser: {url}/", file=sys.stderr, flush=True)
+    warning = strangers_warning(config)
+    if warning is not None:
+        print(warning, file=sys.stderr, flush=True)
 
 
 def _process_seconds() -> float:
@@ -141,6 +148,9 @@ class NativeFrontEnd:
 
 def access_rules(config: ServerConfig) -> AccessRules:
     """What callers may do, beside the keys."""
+    names = None
+    if config.uds is None:  # no browser reaches a Unix domain socket by itself
+        names = (*_own_names(config), *checked_host_names(config.allowed_host))
     return AccessRules(
         gateway_api_keys=config.gateway_api_key,
         priority_min=config.priority_min,
@@ -148,6 +158,38 @@ def access_rules(config: ServerConfig) -> AccessRules:
         metrics_need_key=config.metrics_need_key,
         load_needs_key=config.load_needs_key,
         model_is_required=config.require_model,
+        host_names=names,
+        page_origins=config.cors_origin,
+        operates_without_key=config.allow_operator_without_key or not _is_reached_by_others(config),
+    )
+
+
+def _own_names(config: ServerConfig) -> tuple[str, ...]:
+    """By which other machines know this one, where they reach the server: --host, and the machine's name."""
+    if is_loopback_host(config.host):
+        return ()
+    machine = socket.gethostname().lower()
+    return tuple(filter(None, (config.host.strip("[]").lower(), machine, machine.partition(".")[0])))
+
+
+def _is_reached_by_others(config: ServerConfig) -> bool:
+    """Whether other machines may reach the server."""
+    return config.uds is None and not is_loopback_host(config.host)
+
+
+def strangers_warning(config: ServerConfig) -> str | None:
+    """What anybody may do who reaches the server; None where there are keys, or only this machine reaches it."""
+    if config.api_key or config.gateway_api_key or not _is_reached_by_others(config):
+        return None
+    operates = (
+        "They may also operate it: pause it, put it to sleep, load weights and adapters, have a router send prompts to "
+        "another server (--allow-operator-without-key)."
+        if config.allow_operator_without_key
+        else "What operates the server is off (--allow-operator-without-key)."
+    )
+    return (
+        f"warning: there is no --api-key, and other machines may reach {config.host}. Anybody who does may send "
+        f"requests, and read and delete what others have stored here. {operates}"
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from trioserve.api.caller import check_may_operate
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody, decode_body
 from trioserve.api.operations.live_requests import REQUEST_PATH, checked_ids, unknown_request
 from trioserve.contracts.endpoint import EndpointId, Stage
@@ -74,7 +75,8 @@ async def abort_for_vllm(context: RouterContext) -> None:
 
 
 def _live_ids(context: RouterContext) -> list[str]:
-    """Of this caller."""
+    """Of this caller. Raises Refusal (403) where it may not know them."""
+    check_may_operate(context.caller)
     live = context.fleet.dispatch.live_admissions(owner=context.owner)
     return [admission.id for admission in live if admission.id is not None]
 

@@ -17,6 +17,7 @@ __all__ = ["owner_of", "request_headers", "response_headers", "session_told"]
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
 CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
+BROWSER_PREFIX = "sec-"  # what a browser says of the page that asks; the router has looked at it
 SESSION_HEADER = "x-session-id"
 STAGE_HEADER = "x-trioserve-stage"
 """Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
@@ -93,6 +94,7 @@ def request_headers(context: RouterContext, stage: Stage | None, *, with_body: b
         for name, value in context.exchange.headers.items()
         if name not in NOT_FORWARDED
         and name != tenant_header
+        and not name.startswith(BROWSER_PREFIX)
         and (with_body or not name.startswith("content-"))
         and not (trace and name in TRACE_HEADERS)
     ]

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
+from trioserve.api.gate import NOT_A_PAGE_HEADER
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
 from trioserve.proxy.response_reader import BadResponse, ResponseHead, ResponseReader
@@ -130,7 +131,7 @@ class RemoteEndpoint:
     ) -> None:
         self.id = id
         self.address = address
-        self._headers = [("host", address.authority), *headers]
+        self._headers = [("host", address.authority), (NOT_A_PAGE_HEADER, "router"), *headers]
         self._ssl_context = ssl_context
         if address.scheme == "https" and ssl_context is None:
             self._ssl_context = ssl.create_default_context()
@@ -206,7 +207,7 @@ class RemoteEndpoint:
             raise Unreachable(
                 f'the endpoint "{self.id}" ({self.address}) took no connection within {CONNECT_SECONDS_MAX:g} s'
             ) from None
-        except (OSError, trio.BrokenResourceError) as error:
+        except (OSError, ValueError, trio.BrokenResourceError) as error:  # ValueError: no resolver can have such a name
             raise Unreachable(
                 f'the endpoint "{self.id}" ({self.address}) cannot be reached: {error.__cause__ or error}'
             ) from error

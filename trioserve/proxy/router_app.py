@@ -303,22 +303,27 @@ ROUTES = {
         Route[RouterContext](path="/v1/batches", operations={"GET": forward_batch, "POST": forward_batch}),
         Route[RouterContext](path=MESSAGE_BATCHES_PATH, operations={"GET": forward_home, "POST": forward_home}),
         Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
-        Route[RouterContext](path="/v1/load_lora_adapter", operations={"POST": load_adapter}),
-        Route[RouterContext](path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}),
+        Route[RouterContext](path="/v1/load_lora_adapter", operations={"POST": load_adapter}, is_operators=True),
+        Route[RouterContext](path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}, is_operators=True),
         Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
         Route[RouterContext](path="/api/tags", operations={"GET": list_tags}),
         Route[RouterContext](path="/api/ps", operations={"GET": list_running}),
         Route[RouterContext](
             path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True
         ),
-        Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
-        Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}),
+        Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}, is_operators=True),
+        Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}, is_operators=True),
         Route[RouterContext](path=ABORTS_PATH, operations={"POST": abort_requests}),
         Route[RouterContext](path="/abort_request", operations={"POST": abort_one_or_all}),
         Route[RouterContext](path="/abort_requests", operations={"POST": abort_for_vllm}),
-        Route[RouterContext](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
+        Route[RouterContext](
+            path=ENDPOINTS_PATH,
+            operations={"GET": list_endpoints, "POST": add_endpoint},
+            is_operators=True,
+            has_open_reads=True,
+        ),
         Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False, is_polled=True),
-        Route[RouterContext](path="/peers", operations={"GET": list_peers}),
+        Route[RouterContext](path="/peers", operations={"GET": list_peers}, is_operators=True),
         Route[RouterContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
         Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
         Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
@@ -348,7 +353,9 @@ TEMPLATES: tuple[Route[RouterContext], ...] = (
 )
 """About what an endpoint keeps, and the page's files. Each segment in braces stands for any text."""
 ENDPOINT = Route[RouterContext](
-    path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint, "POST": drain_endpoint}
+    path=ENDPOINT_PATH + "{endpoint}",
+    operations={"DELETE": drain_endpoint, "POST": drain_endpoint},
+    is_operators=True,
 )
 
 

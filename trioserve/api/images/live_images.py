@@ -8,7 +8,7 @@ __all__ = ["list_image_requests"]
 
 
 async def list_image_requests(context: ImageContext) -> None:
-    views = context.engine.live_requests(owner=context.owner)
+    views = context.engine.live_requests(owner=context.caller.lists)
     await context.respond_json(
         {
             "object": "list",

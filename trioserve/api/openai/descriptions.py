@@ -113,9 +113,6 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/flush_cache"): DescribedOperation(
         summary="As /reset_prefix_cache, with SGLang's name", response=response_types.PauseChanged, errors=(400, 403)
     ),
-    ("GET", "/flush_cache"): DescribedOperation(
-        summary="The same", response=response_types.PauseChanged, errors=(400, 403)
-    ),
     ("POST", "/resume"): DescribedOperation(
         summary="Go on after a pause", response=response_types.PauseStatus, errors=(400, 403)
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trioserve.api.caller import check_may_operate
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody
 from trioserve.api.operations.live_requests import checked_ids
 from trioserve.api.resume_body import resume_body, shown_logprobs
@@ -34,6 +35,7 @@ async def cut_off_request(context: RequestContext) -> None:
         raise InvalidRequest("send either the id of a request as rid, or abort_all", param="rid")
     ids = [body.rid]
     if body.abort_all:
+        check_may_operate(context.caller)
         ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
     cut = context.engine.cut_off(ids, owner=context.owner)
     await _respond(context, cut, with_partials=body.return_partial)
@@ -45,6 +47,7 @@ async def abort_for_vllm(context: RequestContext) -> None:
     if ids:
         checked_ids(ids)
     else:
+        check_may_operate(context.caller)
         ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
     outcomes = context.engine.abort(ids, owner=context.owner)
     aborted = sum(outcome is AbortOutcome.ABORTED for outcome in outcomes.values())

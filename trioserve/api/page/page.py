@@ -86,7 +86,7 @@ class Page:
         feed = self._feed()
         if feed.leaving.is_set():
             raise Draining("the server is leaving", reason="draining", retry_after_seconds=RETRY_SECONDS)
-        owner = context.owner
+        owner = context.caller.lists
         with self._reading(owner), feed.watching():
             await context.start_events()
             if context.exchange.method != "HEAD":

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
+from trioserve.api.gate import NOT_A_PAGE_HEADER
 from trioserve.bench.client import Failure, stream_opener
 from trioserve.bench.http1 import Http1Client
 from trioserve.bench.settings import Target
@@ -79,6 +80,7 @@ class ServerAnswers:
         """Raises StartupError for what is no URL."""
         self._target = Target.from_url(url)
         headers = [("host", self._target.authority), ("content-type", "application/json")]
+        headers.append((NOT_A_PAGE_HEADER, "trioserve"))
         if api_key:
             headers.append(("authorization", f"Bearer {api_key}"))
         self._client = Http1Client(stream_opener(self._target, 1), headers)

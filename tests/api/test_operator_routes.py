@@ -1,0 +1,211 @@
+"""Every route of every server: which of them change something, whom they are for, and what a web page gets there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from trioserve.api import routes
+from trioserve.api.app import Route
+from trioserve.api.caller import AccessRules
+from trioserve.api.images import image_routes
+from trioserve.proxy import router_app
+from trioserve.testing.memory_client import MemoryClient
+from trioserve.testing.memory_router import open_memory_router
+from trioserve.testing.memory_server import open_memory_image_server, open_memory_server
+
+TABLES: dict[str, list[Route[Any]]] = {
+    "engine": [*routes.ROUTES.values(), *routes.TEMPLATES, routes.MODEL, routes.REQUEST, routes.REQUEST_HAND_OVER],
+    "images": [
+        *image_routes.IMAGE_ROUTES.values(),
+        *image_routes.IMAGE_TEMPLATES,
+        image_routes.MODEL,
+        image_routes.REQUEST,
+    ],
+    "router": [
+        *router_app.ROUTES.values(),
+        *router_app.TEMPLATES,
+        router_app.MODEL,
+        router_app.REQUEST,
+        router_app.ENDPOINT,
+    ],
+}
+ROUTES = [pytest.param(route, id=f"{server} {route.path}") for server, table in TABLES.items() for route in table]
+SERVERS = pytest.mark.parametrize("kind", list(TABLES))
+
+FORWARDS = frozenset({"forward_anywhere", "forward_batch", "forward_home", "forward_kept", "forward_stream"})
+"""They pass a request on with its own method, so what they do at GET is what an engine's route does at GET."""
+READS = frozenset(
+    {
+        *("greet", "list_batches", "list_endpoints", "list_files", "list_image_models", "list_image_requests"),
+        *("list_input_items", "list_message_batches", "list_models", "list_peers", "list_requests", "list_running"),
+        *("list_tags", "read_api_version", "read_file_content", "read_health", "read_image_model"),
+        *("read_image_openapi", "read_is_paused", "read_is_sleeping", "read_kept_stream", "read_load"),
+        *("read_message_batch", "read_message_results", "read_metrics", "read_model", "read_openapi", "read_ready"),
+        *("read_response", "read_steps", "read_stream", "read_tasks", "read_tokenizer_info", "read_version"),
+        *("read_weight_version", "read_world_size", "retrieve_batch", "retrieve_file", "show_file"),
+        *("show_image_page", "show_page", "stream_kv_events", "stream_load", "stream_page_events"),
+    }
+)
+"""Handlers of GET. Add one only if a link in any web page may call it: it changes nothing."""
+OF_CLIENTS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/decisions"),
+        *("/v1/messages/batches", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens", "/v1/files"),
+        *("/v1/batches", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize", "/detokenize"),
+        *("/v1/images/generations", "/v1/images/edits"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
+        # About one's own, which takes its id:
+        *("/v1/requests/abort", "/abort_request", "/abort_requests", "/v1/requests/{request}"),
+        *("/v1/requests/{request}/hand-over", "/v1/responses/{response}", "/v1/responses/{response}/cancel"),
+        *("/v1/files/{file}", "/v1/messages/batches/{batch}", "/v1/messages/batches/{batch}/cancel"),
+        *("/v1/batches/{batch}/cancel", "/v1/streams/{stream}", "/v1/kept_streams/{stream}"),
+    }
+)
+"""Paths whose POST and DELETE are for every client. All others have to be the operator's."""
+
+HOST = "memory"
+"""By which the clients here call the server."""
+PAGE = {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "content-type": "text/plain"}
+OWN_PAGE = {"origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_get_changes_nothing_and_what_changes_something_is_the_operators_or_a_clients(route):
+    for method, operation in route.operations.items():
+        name = operation.__name__
+        if method == "GET":
+            assert name in READS | FORWARDS, f"GET {route.path} calls {name}: does that change nothing?"
+        else:
+            assert method in ("POST", "DELETE")
+            assert name not in READS
+            assert route.operates(method) or route.path in OF_CLIENTS, (
+                f"{method} {route.path}: give the route is_operators=True, unless every client may do it"
+            )
+            assert not (route.operates(method) and route.path in OF_CLIENTS)
+            assert route.needs_key, "what needs no key is open to links of other sites"
+
+
+def test_sglangs_flush_cache_takes_post_alone():
+    assert set(routes.ROUTES["/flush_cache"].operations) == {"POST"}
+
+
+@asynccontextmanager
+async def served(kind: str, rules: AccessRules) -> AsyncIterator[MemoryClient]:
+    async with AsyncExitStack() as stack:
+        if kind == "images":
+            yield (await stack.enter_async_context(open_memory_image_server(access=rules))).client(http=2)
+            return
+        server = await stack.enter_async_context(open_memory_server(access=rules if kind == "engine" else None))
+        if kind == "engine":
+            yield server.client(http=2)
+            return
+
+        async def connect() -> Any:
+            return server.connect()
+
+        yield (await stack.enter_async_context(open_memory_router({"a": connect}, access=rules))).client(http=2)
+
+
+def changes(kind: str) -> Iterable[tuple[Route[Any], str, str]]:
+    """Route, method and a path of each operation that is not GET."""
+    for route in TABLES[kind]:
+        for method in route.operations.keys() - {"GET"}:
+            path = "/".join("x" if part.startswith("{") else part for part in route.path.split("/"))
+            yield route, method, path
+
+
+async def asked(
+    client: MemoryClient, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Status and code."""
+    async with client.ask(path, body, method=method, headers=headers) as response:
+        status = await response.head()
+        await response.read()
+    return status, response.headers.get("x-trioserve-reason", "")
+
+
+@SERVERS
+async def test_no_page_of_another_site_changes_anything(autojump_clock, kind):
+    async with served(kind, AccessRules(host_names=(HOST,))) as client:
+        for _, method, path in changes(kind):
+            for headers in (PAGE, {"origin": "null"}, {"sec-fetch-site": "same-site"}):
+                async with client.ask(path, b"{}", method=method, headers=headers) as response:
+                    assert await response.head() == 403, (method, path, headers)
+                    assert response.headers["x-trioserve-reason"] == "other_site"
+                    await response.read()
+
+
+@SERVERS
+async def test_a_page_with_a_name_that_leads_here_reads_nothing(autojump_clock, kind):
+    async with served(kind, AccessRules(host_names=())) as client:
+        for route in TABLES[kind]:
+            path = "/".join("x" if part.startswith("{") else part for part in route.path.split("/"))
+            for method in {"GET", *route.operations}:
+                async with client.ask(path, method=method, headers=OWN_PAGE) as response:
+                    assert await response.head() == 403, path
+                    assert response.headers["x-trioserve-reason"] == "unknown_host"
+                    await response.read()
+
+
+@SERVERS
+async def test_strangers_operate_nothing_and_use_the_rest(autojump_clock, kind):
+    async with served(kind, AccessRules(operates_without_key=False)) as client:
+        for route, method, path in changes(kind):
+            status, code = await asked(client, method, path)
+            assert ((status, code) == (403, "operator_routes_off")) is route.operates(method), (method, path, status)
+        for path in ("/debug/tasks",) if kind == "images" else ("/debug/tasks", "/v1/requests"):
+            assert await asked(client, "GET", path) == (403, "operator_routes_off")
+        for path in ("/v1/models", "/health"):
+            assert (await asked(client, "GET", path))[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["engine", "router"])
+async def test_strangers_abort_by_an_id_that_they_know_and_not_all(autojump_clock, kind):
+    async with served(kind, AccessRules(operates_without_key=False)) as client:
+        for path, body in (("/abort_request", {"abort_all": True}), ("/abort_requests", {})):
+            assert await asked(client, "POST", path, body) == (403, "operator_routes_off")
+        for path, body in (
+            ("/abort_request", {"rid": "x"}),
+            ("/abort_requests", {"request_ids": ["x"]}),
+            ("/v1/requests/abort", {"ids": ["x"]}),
+        ):
+            assert (await asked(client, "POST", path, body))[0] == 200
+
+
+@SERVERS
+async def test_what_operates_the_server_is_json_or_has_no_body(autojump_clock, kind):
+    async with served(kind, AccessRules()) as client:
+        for route, method, path in changes(kind):
+            for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+                headers = {"content-type": content_type}
+                async with client.ask(path, b"{}", method=method, headers=headers) as response:
+                    assert (await response.head() == 415) is route.operates(method), (path, content_type)
+                    await response.read()
+            async with client.ask(path, b"", method=method, headers={"content-type": "text/plain"}) as response:
+                assert await response.head() not in (403, 415), path
+                await response.read()
+
+
+async def test_with_keys_the_key_decides(autojump_clock):
+    rules = AccessRules(host_names=(), operates_without_key=False)
+    async with open_memory_server(api_keys=("a",), admin_api_key="admin", access=rules) as server:
+        client = server.client(headers={"authorization": "Bearer admin"})
+        assert (await asked(client, "POST", "/pause", b"", OWN_PAGE))[0] == 200
+        assert (await asked(client, "POST", "/continue_generation", b"{}", PAGE))[0] == 200
+        assert (await asked(server.client(), "POST", "/pause", b"", OWN_PAGE))[0] == 401
+
+
+async def test_strangers_see_no_ids_on_the_live_page(autojump_clock):
+    for rules, shown in ((AccessRules(operates_without_key=False), False), (AccessRules(), True)):
+        async with open_memory_server(access=rules, paused=True) as server:
+            ask = {"prompt": "x", "max_tokens": 4, "stream": True}
+            async with (
+                server.client().ask("/v1/completions", ask, headers={"x-request-id": "mine-7"}),
+                server.client().ask("/ui/events") as events,
+            ):
+                await events.__anext__()
+                assert (b"mine-7" in events.body) is shown

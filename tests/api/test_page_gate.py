@@ -1,0 +1,213 @@
+"""Which requests of browsers reach a server without API keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trioserve.api.error_responses import Refusal
+from trioserve.api.gate import HOSTS_REMEMBERED_MAX, PageGate, checked_host_names, is_loopback_host
+from trioserve.contracts.errors import StartupError
+from trioserve.http.headers import Headers
+
+OWN = "127.0.0.1:8000"
+LINK = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}
+
+
+class Request:
+    """The head of a request, as the gate sees it. Keywords are header fields; None leaves one out."""
+
+    def __init__(self, method: str = "POST", **fields: str | None) -> None:
+        given = {"host": OWN, **fields}
+        self.method = method
+        self.headers = Headers((name.replace("_", "-"), value) for name, value in given.items() if value is not None)
+
+
+def refusal(
+    gate: PageGate, method: str = "POST", *, is_open: bool = False, is_operators: bool = False, **fields: Any
+) -> str | None:
+    """The code of the refusal; None: the request passes."""
+    request: Any = Request(method, **fields)
+    try:
+        gate.check(request, is_open=is_open, is_operators=is_operators)
+    except Refusal as refused:
+        return refused.response.code
+    return None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8000",
+        "localhost.:8000",
+        "a.localhost:8000",
+        "127.0.0.1",
+        "127.0.0.1:8000",
+        "127.1:8000",
+        "2130706433",
+        "0x7f.1",
+        "10.1.2.3:8000",
+        "[::1]:8000",
+        "[::1]",
+        "[2001:db8::7]:8000",
+        "[fe80::1%25eth0]:8000",
+        "gpubox:8000",
+        "GPUBOX.:8000",
+        "llm.example.org",
+        "a.b.inner.example.org:1",
+        "",
+        None,
+    ],
+)
+def test_addresses_localhost_and_the_names_that_were_given_are_hosts(host):
+    gate = PageGate(("gpubox", "llm.example.org", "*.inner.example.org"))
+    for _ in range(2):  # the second time the gate remembers it
+        assert refusal(gate, host=host) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example:8000",
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost@evil.example",
+        "evil.example/localhost",
+        "notlocalhost",
+        "gpubox.evil.example",
+        "inner.example.org",
+        "evilinner.example.org",
+        "localhost, evil.example",
+        "[evil.example]:8000",
+        "[::1]evil:8000",
+        "localhost:80:80",
+        "localhost:x",
+        "1.2.3.4.5",
+        "::1",
+        ".localhost.evil",
+        "evil\u00e4.example",
+    ],
+)
+def test_other_hosts_are_refused_so_that_no_page_reads_by_a_name_of_its_own(host):
+    gate = PageGate(("gpubox", "*.inner.example.org"))
+    for method in ("GET", "POST"):
+        for _ in range(2):
+            assert refusal(gate, method, host=host, is_open=True) == "unknown_host"
+
+
+def test_a_router_reaches_its_endpoints_by_any_name_and_a_page_cannot_pretend_to_be_one():
+    assert refusal(PageGate(()), host="engine-a:8000", sec_trioserve_client="router") is None
+    page = {"origin": "http://evil.example", "sec_fetch_site": "cross-site"}
+    assert refusal(PageGate(()), host="engine-a:8000", sec_trioserve_client="router", **page) == "other_site"
+
+
+@pytest.mark.parametrize("names", [None, ("*",)])
+def test_any_host_will_do_where_it_is_not_checked(names):
+    assert refusal(PageGate(names), host="evil.example") is None
+
+
+def test_clients_that_invent_hosts_are_not_remembered_without_bound():
+    gate = PageGate(())
+    for number in range(2 * HOSTS_REMEMBERED_MAX):
+        assert refusal(gate, host=f"{number}.localhost") is None
+    assert refusal(gate, host="x" * 60_000 + ".localhost") is None
+    assert len(gate._hosts) == HOSTS_REMEMBERED_MAX
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        {},
+        {"sec_fetch_site": "same-origin", "origin": "http://127.0.0.1:8000"},
+        {"sec_fetch_site": "same-origin"},
+        {"sec_fetch_site": "none"},
+        {"origin": "http://127.0.0.1:8000"},
+        {"origin": "https://127.0.0.1:8000"},  # a proxy in front speaks TLS
+        {"origin": "http://localhost", "host": "localhost:80"},
+        {"origin": "http://localhost:80", "host": "localhost"},
+        {"origin": "https://LOCALHOST", "host": "localhost:443"},
+        {"origin": "http://[::1]:8000", "host": "[::1]:8000"},
+        {"origin": "https://chat.example.org", "sec_fetch_site": "cross-site"},
+        {"origin": "https://chat.example.org", "sec_fetch_site": "cross-site", "host": "localhost"},
+    ],
+)
+def test_own_pages_named_pages_and_other_clients_pass(page):
+    gate = PageGate((), ["https://chat.example.org"])
+    for method in ("GET", "POST", "DELETE", "OPTIONS"):
+        assert refusal(gate, method, is_operators=True, **page) is None
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        {"sec_fetch_site": "cross-site", "origin": "https://evil.example"},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site", "origin": "http://127.0.0.1:3000"},
+        {"sec_fetch_site": "same-site"},
+        {"sec_fetch_site": "Cross-Site"},
+        {"sec_fetch_site": "none, cross-site"},
+        {"sec_fetch_site": ""},
+        {"sec_fetch_site": "something-new"},
+        {"origin": "https://evil.example"},
+        {"origin": "http://127.0.0.1"},
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": "http://localhost:8000"},  # another site than 127.0.0.1 for a browser
+        {"origin": "http://127.0.0.1:8000", "host": None},
+        {"origin": "null"},
+        {"origin": "null", "sec_fetch_site": "same-origin"},
+        {"origin": "file://"},
+        {"origin": ""},
+        {"origin": "chrome-extension://127.0.0.1:8000", "sec_fetch_site": "none"},
+        {"origin": "http://127.0.0.1:8000, https://evil.example"},
+        {"origin": "https://evil.example", "sec_fetch_site": "same-origin"},
+        {"origin": "https://chat.example.org:444", "sec_fetch_site": "cross-site"},
+        {**LINK, "sec_fetch_dest": "iframe"},
+        {**LINK, "origin": "https://evil.example"},
+        {"sec_fetch_site": "cross-site", "sec_fetch_mode": "websocket", "origin": "https://evil.example"},
+    ],
+)
+def test_pages_of_other_sites_are_refused(page):
+    gate = PageGate((), ["https://chat.example.org"])
+    for method in ("GET", "HEAD", "POST", "DELETE", "OPTIONS"):
+        assert refusal(gate, method, is_open=True, **page) == "other_site"
+
+
+def test_a_link_of_another_site_leads_to_what_is_open_and_nowhere_else():
+    gate = PageGate(())
+    assert refusal(gate, "GET", is_open=True, **LINK) is None
+    assert refusal(gate, "HEAD", is_open=True, **LINK) is None
+    assert refusal(gate, "POST", is_open=True, **LINK) == "other_site", "a form"
+    assert refusal(gate, "GET", is_open=False, **LINK) == "other_site"
+
+
+def test_a_star_lets_every_page_use_the_server_and_none_operate_it():
+    gate = PageGate((), ["*", "https://admin.example.org"])
+    for origin in ("https://evil.example", "null"):
+        page = {"origin": origin, "sec_fetch_site": "cross-site"}
+        assert refusal(gate, **page) is None
+        assert refusal(gate, is_operators=True, **page) == "other_site"
+    assert refusal(gate, is_operators=True, origin="https://admin.example.org", sec_fetch_site="cross-site") is None
+    assert refusal(gate, is_operators=True, origin=f"http://{OWN}") is None
+
+
+def test_names_of_hosts_are_checked_at_the_start():
+    assert checked_host_names(["LLM.example.org.", "*.example.org", "*", "10.0.0.1", "my_box"]) == (
+        "llm.example.org",
+        "*.example.org",
+        "*",
+        "10.0.0.1",
+        "my_box",
+    )
+    for wrong in ("http://llm.example.org", "llm.example.org:8000", "a/b", "", "a b", "*x"):
+        with pytest.raises(StartupError, match="--allowed-host"):
+            checked_host_names([wrong])
+
+
+def test_which_hosts_only_this_machine_reaches():
+    for host in ("127.0.0.1", "localhost", "::1", "[::1]", "127.9.9.9", "::ffff:127.0.0.1", "a.localhost"):
+        assert is_loopback_host(host), host
+    for host in ("0.0.0.0", "::", "", "10.0.0.1", "gpubox", "[::]", "::ffff:10.0.0.1", "localhost.evil.example"):
+        assert not is_loopback_host(host), host

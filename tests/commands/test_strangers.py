@@ -1,0 +1,56 @@
+"""What the options of a server say about callers without a key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trioserve.commands.serving import access_rules, check_front, strangers_warning, tell_serving
+from trioserve.config import Config, RouteConfig, make_config
+from trioserve.contracts.errors import StartupError
+
+OTHERS_REACH = ("0.0.0.0", "::", "10.0.0.7", "gpubox", "[::]")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+def test_only_this_machine_reaches_a_server_at_loopback_so_it_may_be_operated(host):
+    config = make_config(host=host)
+    assert access_rules(config).operates_without_key
+    assert strangers_warning(config) is None
+
+
+@pytest.mark.parametrize("host", OTHERS_REACH)
+def test_what_operates_a_server_that_others_reach_is_off_until_it_is_allowed(host):
+    config = make_config(host=host)
+    assert not access_rules(config).operates_without_key
+    warning = strangers_warning(config)
+    assert warning is not None
+    assert "--api-key" in warning
+    assert "is off (--allow-operator-without-key)" in warning
+    allowed = make_config(host=host, allow_operator_without_key=True)
+    assert access_rules(allowed).operates_without_key
+    assert "load weights" in str(strangers_warning(allowed))
+
+
+@pytest.mark.parametrize("keys", [{"api_key": ("a",)}, {"gateway_api_key": ("a",)}, {"uds": "/run/x"}])
+def test_nothing_is_said_of_strangers_where_keys_or_files_keep_them_out(keys: dict[str, Any]):
+    assert strangers_warning(make_config(host="0.0.0.0", **keys)) is None
+
+
+def test_a_server_answers_to_its_host_its_machines_name_and_the_names_that_it_is_given(monkeypatch):
+    assert access_rules(make_config()).host_names == ()
+    monkeypatch.setattr("socket.gethostname", lambda: "Box7.lab.example")
+    names = access_rules(make_config(host="GPUbox", allowed_host=("LLM.example.org",))).host_names
+    assert names == ("gpubox", "box7.lab.example", "box7", "llm.example.org")
+    assert access_rules(make_config(uds="/run/x")).host_names is None
+    with pytest.raises(StartupError, match="--allowed-host is 'http://x'"):
+        check_front(make_config(allowed_host=("http://x",)))
+
+
+@pytest.mark.parametrize("kind", [Config, RouteConfig])
+def test_the_warning_comes_with_the_address_at_which_is_served(kind, capsys):
+    for host, is_told in (("0.0.0.0", True), ("127.0.0.1", False)):
+        tell_serving("x", [f"http://{host}:8000"], kind(host=host))
+        told = capsys.readouterr().err
+        assert ("warning: there is no --api-key, and other machines may reach" in told) is is_told
