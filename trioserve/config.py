@@ -121,8 +121,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "let everybody who reaches this server operate it, where it has no API keys and listens at an address that "
         "other machines reach: pause, sleep, weights, adapters, endpoints, the list of requests, debugging")] = False
     max_connections: Annotated[int, _about(
-        "client connections at a time; the next one takes the place of an idle one, or waits", "N", ge=1, le=1000000,
-        )] = FrontendLimits().connections_max
+        "client connections at a time; the next one takes the place of an idle one, or waits; at most what the limit "
+        "of open files allows. Where keys are set, a quarter is kept for connections on which a key was shown", "N",
+        ge=1, le=1000000)] = FrontendLimits().connections_max
+    max_connections_per_address: Annotated[Annotated[int, Meta(ge=1, le=1000000)] | None, _about(
+        "of these, connections from one address (IPv6: one /64) on which no API key was shown; Unix sockets have no "
+        "such bound; default: all but one in 64", "N")] = None
     max_body_bytes: Annotated[int, _about(
         "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
         )] = FrontendLimits().body_bytes_max

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
@@ -13,7 +13,7 @@ from h2.errors import ErrorCodes
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.listener import open_listeners
+from trioserve.http.listener import open_listeners, open_unix_listener
 from trioserve.http.server import FrontendServer
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
@@ -24,10 +24,10 @@ async def respond_ok(exchange):
 
 
 @asynccontextmanager
-async def listening(handler, **limits) -> AsyncIterator[tuple[FrontendServer, tuple[str, int]]]:
+async def listening(handler, *, knows_caller=None, **limits) -> AsyncIterator[tuple[FrontendServer, tuple[str, int]]]:
     """A server on a real socket, and its address. On the way out it is drained; the clients have to have closed."""
     listeners = await open_listeners("127.0.0.1", 0)
-    server = FrontendServer(handler, limits=FrontendLimits(**limits))
+    server = FrontendServer(handler, limits=FrontendLimits(**limits), knows_caller=knows_caller)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.serve, listeners)
         with trio.fail_after(30):
@@ -43,7 +43,12 @@ async def ask(stream) -> None:
 
 @pytest.mark.parametrize("first_asks", [True, False])
 async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_asks):
-    limits = {"connections_max": 2, "crowded_idle_seconds_min": 1e-6, "close_seconds_max": 1000}
+    limits = {
+        "connections_max": 2,
+        "crowded_idle_seconds_min": 1e-6,
+        "crowded_head_seconds_min": 1e-6,
+        "close_seconds_max": 1000,
+    }
     async with listening(respond_ok, **limits) as (server, address):
         first, second = [await trio.open_tcp_stream(*address) for _ in range(2)]
         if first_asks:  # otherwise it is silent, and has not even said which protocol it speaks
@@ -84,6 +89,156 @@ async def test_connection_with_a_request_keeps_its_place_until_it_is_idle():
         assert (await second.receive_some()).endswith(b"ok")
         for stream in (first, second):
             await stream.aclose()
+
+
+HALF_HEADS = [
+    REQUEST[:20],
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\1\1\0\0\0\0\1\x82",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0",
+]
+
+
+@pytest.mark.parametrize("sent", HALF_HEADS, ids=["HTTP/1.1", "HTTP/2", "HTTP/2 without a request"])
+async def test_connection_with_half_a_head_makes_room(sent):
+    limits = {
+        "connections_max": 1,
+        "crowded_head_seconds_min": 1e-6,
+        "crowded_idle_seconds_min": 1e-6,
+        "head_seconds_max": 1000,
+        "idle_seconds_max": 1000,
+    }
+    async with listening(respond_ok, **limits) as (server, address):
+        slow = await trio.open_tcp_stream(*address)
+        await slow.send_all(sent)
+        await wait_until(lambda: server.counters().connections_open)
+        new = await trio.open_tcp_stream(*address)
+        await ask(new)
+        with suppress(trio.BrokenResourceError):
+            while await slow.receive_some():
+                pass
+        assert server.counters().connections_refused_total["crowded"] == 1
+        for stream in (slow, new):
+            await stream.aclose()
+
+
+async def wait_until(condition) -> None:
+    while not condition():
+        await trio.lowlevel.checkpoint()
+
+
+KEY = "Bearer k"
+KEYED = REQUEST.replace(b"host", b"authorization: Bearer k\r\nhost")
+
+
+def knows(headers) -> bool:
+    return headers.get("authorization") == KEY
+
+
+@pytest.mark.parametrize("is_http2", [False, True])
+async def test_connection_that_showed_a_key_keeps_its_place_while_strangers_come(is_http2, h2_client):
+    limits = {"connections_max": 4, "crowded_idle_seconds_min": 1e-6, "crowded_head_seconds_min": 1e-6}
+    async with listening(respond_ok, knows_caller=knows, **limits) as (server, address):
+        known = await trio.open_tcp_stream(*address)
+        if is_http2:
+            client = h2_client(known)
+            await client.open()
+            await client.response(await client.request(headers=(("authorization", KEY),)))
+        else:
+            await known.send_all(KEYED)
+            assert (await known.receive_some()).endswith(b"ok")
+        strangers = []
+        for _ in range(12):
+            strangers.append(await trio.open_tcp_stream(*address))
+            await ask(strangers[-1])
+        counters = server.counters()
+        assert (counters.connections_known_open, counters.connections_max) == (1, 4)
+        assert counters.connections_refused_total["crowded"] == 9
+        if is_http2:
+            await client.response(await client.request(headers=(("authorization", KEY),)))
+        else:
+            await known.send_all(KEYED)
+            assert (await known.receive_some()).endswith(b"ok")
+        for stream in (known, *strangers):
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("is_http2", [False, True])
+async def test_strangers_request_that_takes_long_makes_room_where_keys_are_asked_for(is_http2, h2_client):
+    async def handler(exchange):
+        if exchange.path == "/wait":
+            await exchange.start(200, [])
+            await trio.sleep_forever()
+        await respond_ok(exchange)
+
+    limits = {"connections_max": 1, "crowded_exchange_seconds_min": 1e-6, "close_seconds_max": 0.01}
+    async with listening(handler, knows_caller=knows, **limits) as (server, address):
+        slow = await trio.open_tcp_stream(*address)
+        if is_http2:
+            client = h2_client(slow)
+            await client.open()
+            await client.request("/wait")
+        else:
+            await slow.send_all(REQUEST.replace(b"/ ", b"/wait "))
+        await wait_until(lambda: server.counters().exchanges_open)
+        new = await trio.open_tcp_stream(*address)
+        await new.send_all(KEYED)
+        assert (await new.receive_some()).endswith(b"ok")
+        assert server.counters().exchanges_open == 0
+        for stream in (slow, new):
+            await stream.aclose()
+
+
+async def test_address_may_not_hold_all_places():
+    async with listening(respond_ok, connections_max=4, connections_per_address_max=2) as (_, address):
+        first, second, third = [await connect_from("127.0.0.1", address) for _ in range(3)]
+        await ask(second)
+        await ask(third)  # the oldest one of this address ended for it
+        with suppress(trio.BrokenResourceError):
+            assert await first.receive_some() == b""
+        other = await connect_from("127.0.0.2", address)
+        await ask(other)
+        for stream in (first, second, third, other):
+            await stream.aclose()
+
+
+async def test_address_with_requests_on_all_its_connections_is_refused_and_counted():
+    async def handler(exchange):
+        if exchange.path == "/wait":
+            await trio.sleep_forever()
+        await respond_ok(exchange)
+
+    async with listening(handler, connections_max=4, connections_per_address_max=1) as (server, address):
+        first = await connect_from("127.0.0.1", address)
+        await first.send_all(REQUEST.replace(b"/ ", b"/wait "))
+        await wait_until(lambda: server.counters().exchanges_open)
+        second = await connect_from("127.0.0.1", address)
+        with suppress(trio.BrokenResourceError):
+            assert await second.receive_some() == b""
+        assert server.counters().connections_refused_total["address"] == 1
+        other = await connect_from("127.0.0.2", address)
+        await ask(other)
+        for stream in (first, second, other):
+            await stream.aclose()
+
+
+async def connect_from(host: str, address: tuple[str, int]) -> trio.SocketStream:
+    connecting = trio.socket.socket()
+    await connecting.bind((host, 0))
+    await connecting.connect(address)
+    return trio.SocketStream(connecting)
+
+
+async def test_unix_socket_has_no_bound_by_address(tmp_path):
+    listener = await open_unix_listener(tmp_path / "socket")
+    server = FrontendServer(respond_ok, limits=FrontendLimits(connections_max=8, connections_per_address_max=1))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, [listener])
+        streams = [await trio.open_unix_socket(tmp_path / "socket") for _ in range(5)]
+        for stream in streams:
+            await ask(stream)
+        for stream in streams:
+            await stream.aclose()
+        server.drain()
 
 
 async def test_idle_http_2_connection_makes_room_with_a_goaway(h2_client):
@@ -243,11 +398,11 @@ async def test_tcp_is_told_to_notice_a_machine_that_vanished(monkeypatch):
     options: dict[str, int] = {}
     serve_connection = FrontendServer.serve_connection
 
-    async def look(self, stream, *, peer):
+    async def look(self, stream, *, peer, place):
         options["keepalive"] = stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT"):
             options[name] = stream.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
-        await serve_connection(self, stream, peer=peer)
+        await serve_connection(self, stream, peer=peer, place=place)
 
     monkeypatch.setattr(FrontendServer, "serve_connection", look)
     async with listening(respond_ok, stall_seconds_max=7) as (_, address):

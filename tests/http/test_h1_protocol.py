@@ -19,7 +19,7 @@ BODILESS = b"GET /a?b HTTP/1.1\r\nhost: test\r\n\r\n"
 
 
 def protocol() -> H1Protocol:
-    return H1Protocol(peer="test", head_bytes_max=4096)
+    return H1Protocol(peer="test", head_bytes_max=4096, fields_max=256)
 
 
 def read_request(http: H1Protocol, sent: bytes, piece_bytes: int) -> tuple[RequestHead, bytes]:
@@ -199,3 +199,57 @@ def test_broken_chunks_are_an_invalid_request():
     http.drop_body()
     http.respond(400, [*FIELDS, (b"connection", b"close"), (b"content-length", b"0")], b"", is_ordinary=False)
     assert not http.next_cycle()
+
+
+MANY = b"".join(b"x-%d: 1\r\n" % number for number in range(255))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100_000])
+@pytest.mark.parametrize("request_line", [b"GET / HTTP/1.1", b"GET / HTTP/1.0"], ids=["by hand", "by h11"])
+def test_head_of_too_many_fields_is_refused(request_line, piece_bytes):
+    head = request_line + b"\r\nhost: a\r\n" + MANY
+    assert len(read_request(large_protocol(), head + b"\r\n", piece_bytes)[0].headers) == 256
+    with pytest.raises(BadHead, match="at most 256") as caught:
+        read_request(large_protocol(), head + b"y: 1\r\n\r\n", piece_bytes)
+    assert caught.value.status == 431
+
+
+def test_too_many_fields_are_refused_before_the_head_is_whole():
+    http = large_protocol()
+    http.receive(b"GET / HTTP/1.1\r\nhost: a\r\n" + MANY + b"y: 1\r\nz: 1\r\n")
+    with pytest.raises(BadHead, match="at most 256"):
+        http.next_request()
+
+
+def test_too_many_fields_behind_another_request_are_refused():
+    http = large_protocol()
+    http.receive(OLD.replace(b"HTTP/1.0", b"HTTP/1.1").replace(b"host", b"expect: 100-continue\r\nhost"))
+    head = http.next_request()
+    http.begin_body(head)
+    while http.next_body_piece() is not None:
+        pass
+    http.receive(b"GET / HTTP/1.0\r\n" + MANY + b"y: 1\r\nz: 1\r\n\r\n")
+    http.respond(200, FIELDS, b"", is_ordinary=False)
+    assert http.next_cycle()
+    with pytest.raises(BadHead, match="at most 256"):
+        http.next_request()
+
+
+def test_body_with_lines_like_fields_is_no_head():
+    http = large_protocol()
+    body = b"a: b\r\n" * 300
+    sent = b"POST / HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    assert read_request(http, sent, 100_000)[1] == body
+
+
+def test_trailers_are_bounded():
+    head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    next_one = b"GET / HTTP/1.1\r\nhost: a\r\n" + MANY + b"\r\n"
+    for piece_bytes in (1, 7, 100_000):
+        assert read_request(large_protocol(), head + MANY + b"\r\n" + next_one, piece_bytes)[1] == b"a"
+        with pytest.raises(InvalidRequest, match="at most 256 trailers"):
+            read_request(large_protocol(), head + MANY + b"y: 1\r\nz: 1\r\n\r\n", piece_bytes)
+
+
+def large_protocol() -> H1Protocol:
+    return H1Protocol(peer="test", head_bytes_max=65536, fields_max=256)

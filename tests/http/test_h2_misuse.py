@@ -195,11 +195,11 @@ async def test_control_frame_flood_ends_the_connection(autojump_clock, front, wa
 def test_each_frame_of_a_response_allows_two_control_frames_once():
     gate = FrameGate(FrontendLimits(control_frames_burst_max=10, control_frames_per_second_max=1), now=0.0)
     ping = frames.PingFrame(0).serialize()
-    gate.pass_on(frames.SettingsFrame(0).serialize() + 9 * ping, now=0.0)
+    list(gate.pieces(frames.SettingsFrame(0).serialize() + 9 * ping, now=0.0))
     gate.data_frames_sent += 3
-    gate.pass_on(6 * ping, now=0.0)
+    list(gate.pieces(6 * ping, now=0.0))
     with pytest.raises(Flood):
-        gate.pass_on(ping, now=0.0)
+        list(gate.pieces(ping, now=0.0))
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -15,7 +15,7 @@ GET = b"GET / HTTP/1.1\r\nhost: a\r\naccept: */*\r\nx-empty:\r\nx-twice: 1\r\nX-
 
 
 def plain(data: bytes, *, head_bytes_max: int = 1000) -> tuple[RequestHead, int, int] | None:
-    return plain_request(bytearray(data), peer="p", head_bytes_max=head_bytes_max)
+    return plain_request(bytearray(data), peer="p", head_bytes_max=head_bytes_max, fields_max=256)
 
 
 def read_with_h11(data: bytes) -> h11.Request:

@@ -7,7 +7,14 @@ import random
 import h11
 import pytest
 
-from trioserve.proxy.response_reader import CHUNK_LINE_BYTES_MAX, HEAD_BYTES_MAX, BadResponse, ResponseReader
+from trioserve.proxy.response_reader import (
+    CHUNK_LINE_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    INTERIM_RESPONSES_MAX,
+    TRAILERS_MAX,
+    BadResponse,
+    ResponseReader,
+)
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -163,3 +170,17 @@ def test_events_that_have_come_together_are_one_piece():
 def test_what_is_no_response_or_breaks_off_is_told(data, closes, why):
     with pytest.raises(BadResponse, match=why):
         read(data, closes=closes)
+
+
+@pytest.mark.parametrize(
+    "before, repeated, count_max, behind",
+    [
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", INTERIM_RESPONSES_MAX, b"HTTP/1.1 204 No Content\r\n\r\n"),
+        (CHUNKED + b"1\r\na\r\n0\r\n", b"a: b\r\n", TRAILERS_MAX, b"\r\n"),
+    ],
+    ids=["interim responses", "trailers"],
+)
+def test_what_may_be_repeated_has_a_bound(before, repeated, count_max, behind):
+    assert read(before + repeated * count_max + behind)[0] in (200, 204)
+    with pytest.raises(BadResponse, match=f"more than {count_max}"):
+        read(before + repeated * (count_max + 1) + behind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import h11
 import pytest
 
-from trioserve.trio_tools.http1_client import Http1ClientProtocol
+from trioserve.trio_tools.http1_client import INTERIM_RESPONSES_MAX, Http1ClientProtocol
 from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n"
@@ -103,3 +103,10 @@ def test_what_a_server_may_not_send_is_refused(client, sent):
     ask(client)
     with pytest.raises(h11.RemoteProtocolError):
         client.receive(sent)
+
+
+def test_interim_responses_without_end_are_refused(client):
+    ask(client)
+    client.receive(b"HTTP/1.1 103 Early Hints\r\n\r\n" * INTERIM_RESPONSES_MAX)
+    with pytest.raises(h11.RemoteProtocolError, match="interim"):
+        client.receive(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -10,7 +10,7 @@ import h2.exceptions
 import h2.settings
 import pytest
 
-from trioserve.trio_tools.http2_client import Http2ClientProtocol
+from trioserve.trio_tools.http2_client import ANSWERED_FRAMES_MAX, INTERIM_RESPONSES_MAX, Http2ClientProtocol
 from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 OK = [(":status", "200"), ("x-name", "value")]
@@ -232,3 +232,47 @@ def test_withheld_credit_of_the_connection_comes_back_at_the_end(ends):
 def test_what_a_server_may_not_send_is_refused(sent):
     with pytest.raises(h2.exceptions.ProtocolError):
         Http2ClientProtocol(authority="test").receive(sent)
+
+
+def settings_frame(values) -> bytes:
+    payload = b"".join(number.to_bytes(2) + value.to_bytes(4) for number, value in values)
+    return len(payload).to_bytes(3) + b"\x04\x00\x00\x00\x00\x00" + payload
+
+
+def test_unknown_settings_of_a_server_are_not_kept(pair):
+    for start in range(9, 65536, 2700):
+        pair.client.receive(settings_frame((number, 1) for number in range(start, min(start + 2700, 65536))))
+        pair.client.take_unsent()
+    assert len(pair.client._h2.remote_settings) <= 7
+
+
+def test_table_that_a_server_offers_is_used_up_to_the_default(pair):
+    for size in (2**32 - 1, 0) * 50:
+        pair.client.receive(settings_frame([(1, size)]))
+        pair.client.take_unsent()
+    assert pair.client._h2.encoder.header_table_size <= 4096
+    assert len(pair.client._h2.encoder.table_size_changes) <= 2
+    pair.ask()
+    pair.turn()  # what the other side reads without an error
+
+
+@pytest.mark.parametrize("kind", [4, 6])
+def test_answers_that_a_server_does_not_read_are_bounded(pair, kind):
+    control = settings_frame([]) if kind == 4 else b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + bytes(8)
+    for _ in range(3):
+        pair.client.receive(control * 5000)
+        pair.client.take_unsent()
+    pair.client.receive(control * ANSWERED_FRAMES_MAX)
+    with pytest.raises(h2.exceptions.ProtocolError, match="does not read"):
+        pair.client.receive(control)
+
+
+def test_interim_responses_of_a_server_are_bounded(pair):
+    stream_id, _ = pair.ask()
+    pair.turn()
+    for _ in range(INTERIM_RESPONSES_MAX):
+        pair.server.send_headers(stream_id, [(":status", "103")])
+    pair.turn()
+    pair.server.send_headers(stream_id, [(":status", "103")])
+    with pytest.raises(h2.exceptions.ProtocolError, match="interim"):
+        pair.turn()

@@ -163,6 +163,7 @@ async def test_a_name_that_no_resolver_can_have_is_the_requests_fault(error: Exc
     [
         (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1/\r\n\r\n", "redirected"),
         (b"HTTP/1.1 404 Not Found\r\n\r\n", "answered 404"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n" * 101, "more than 100 interim responses"),
         (OK + b"content-length: 2000\r\n\r\n", "2000 bytes, at most 1000"),
         (OK + b"\r\n" + bytes(1500), "more than 1000 bytes"),
         (OK + b"content-length: 10\r\n\r\nhello", "could not be fetched"),

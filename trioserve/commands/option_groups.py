@@ -37,8 +37,8 @@ GROUPS = {
         "enable_lora lora_modules max_loras max_cpu_loras max_lora_rank allow_runtime_lora_updating allowed_lora_path"
     ),
     "server": _words(
-        "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections max_body_bytes "
-        "stall_timeout drain_timeout require_model log_level"
+        "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections "
+        "max_connections_per_address max_body_bytes stall_timeout drain_timeout require_model log_level"
     ),
     "keys and TLS": _words(
         "api_key admin_api_key gateway_api_key priority_min share_prefix_cache metrics_need_key load_needs_key "

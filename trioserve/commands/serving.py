@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -23,7 +24,7 @@ from trioserve.api.gate import checked_host_names, is_loopback_host
 from trioserve.api.page.settings import PageSettings
 from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.commands.log_lines import logging_to
-from trioserve.config import ServerConfig
+from trioserve.config import Config, ServerConfig
 from trioserve.contracts.errors import StartupError
 from trioserve.http.counter_metrics import show_counters
 from trioserve.http.cross_origin import CrossOrigin, checked_origins
@@ -34,6 +35,7 @@ from trioserve.http.root_path import RootPath, checked_root_path
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.file_limit import connections_within
 from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
 
 __all__ = [
@@ -198,11 +200,32 @@ def page_settings(config: ServerConfig) -> PageSettings:
 
 
 def frontend_limits(config: ServerConfig) -> FrontendLimits:
+    """The front end's limits, with no more connections than the limit of open files allows."""
+    file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections_max = connections_within(config.max_connections, file_limit, files_each=_files_each(config))
+    of_address = config.max_connections_per_address
     return FrontendLimits(
-        connections_max=config.max_connections,
+        connections_max=connections_max,
+        connections_per_address_max=of_address or max(1, connections_max - max(1, connections_max // 64)),
         body_bytes_max=config.max_body_bytes,
         stall_seconds_max=config.stall_timeout,
     )
+
+
+def _files_each(config: ServerConfig) -> int:
+    """Files for one client's connection and what is opened for its request."""
+    if not isinstance(config, Config):
+        return 2  # a router, with a connection to an endpoint
+    routes = (
+        config.endpoint
+        or config.prefill_endpoint
+        or config.decode_endpoint
+        or config.endpoints_file
+        or config.endpoints_dns
+        or config.endpoints_kubernetes
+        or config.endpoints_ray
+    )
+    return 3 if routes else 1  # the engine beside a router is reached over a socket pair
 
 
 @asynccontextmanager

@@ -17,12 +17,15 @@ def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> Non
     def show() -> None:
         counters = read()
         metrics.connections_open.set(counters.connections_open)
+        metrics.connections_known_open.set(counters.connections_known_open)
+        metrics.connections_max.set(counters.connections_max)
         metrics.clients_slow.set(counters.exchanges_behind)
         metrics.answer_bytes_held.set(counters.answer_bytes_held)
         metrics.request_body_bytes_held.set(counters.request_body_bytes_held)
         # These only grow, and prometheus_client's counters can only be added to.
         totals = {
             "connections_total": counters.connections_total,
+            "accepts_failed_total": counters.accepts_failed_total,
             "clients_left_total": counters.exchanges_left_total,
             "clients_stalled_total": counters.exchanges_stalled_total,
             "request_body_bytes_total": counters.request_body_bytes_total,

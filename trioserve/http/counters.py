@@ -18,11 +18,15 @@ class ConnectionRefusal(enum.StrEnum):
 
     RESPONSES_UNREAD = "answers_unread"
     """It does not read the responses to its control frames."""
+    ADDRESS = "address"
+    """Its address holds as many connections as it may, and all of them are in use."""
     BODY_TIMEOUT = "body_timeout"
     """A body fell too far behind its pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
     CONTROL_FRAMES = "control_frames"
     CROWDED = "crowded"
-    """Idle while others waited for a place."""
+    """It was idle, or had sent half a head, while others waited for a place."""
+    FRAME_WORK = "frame_work"
+    """Its HTTP/2 frames cost too much CPU time."""
     FRAME_TOO_LARGE = "frame_too_large"
     HEAD_TIMEOUT = "head_timeout"
     HEAD_TOO_LARGE = "head_too_large"
@@ -53,6 +57,11 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     """One moment. `_open` and `_held` can fall, `_total` counts since the server was made."""
 
     connections_open: int
+    connections_known_open: int
+    """Of those that were accepted, on which an API key was shown where keys are asked for."""
+    connections_max: int
+    accepts_failed_total: int
+    """For want of files or memory."""
     exchanges_open: int
     exchanges_unknown_open: int
     """Of those, whose caller has shown no API key where keys are asked for."""
@@ -83,6 +92,7 @@ class Tally:
     """The counts in the making; shared by all connections of a server. Names as in FrontendCounters."""
 
     connections_open: int = 0
+    accepts_failed_total: int = 0
     exchanges_open: int = 0
     exchanges_unknown_open: int = 0
     connections_total: int = 0
@@ -99,9 +109,19 @@ class Tally:
         default_factory=lambda: dict.fromkeys(StreamRefusal, 0)
     )
 
-    def snapshot(self, bodies: BodyBudget, *, answer_bytes_held: int, exchanges_behind: int) -> FrontendCounters:
+    def snapshot(
+        self,
+        bodies: BodyBudget,
+        *,
+        answer_bytes_held: int,
+        exchanges_behind: int,
+        connections_known_open: int = 0,
+        connections_max: int = 0,
+    ) -> FrontendCounters:
         return FrontendCounters(
             **dataclasses.asdict(self),
+            connections_known_open=connections_known_open,
+            connections_max=connections_max,
             request_body_bytes_held=bodies.bytes_held,
             request_body_bytes_total=bodies.bytes_total,
             answer_bytes_held=answer_bytes_held,

@@ -29,6 +29,11 @@ class ExchangeSlots:
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
 
+    @property
+    def takes_all_alike(self) -> bool:
+        """Whether any caller is as good as another."""
+        return self._knows_caller is None
+
     def knows(self, headers: Headers) -> bool:
         return self._knows_caller is None or self._knows_caller(headers)
 

@@ -21,11 +21,22 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     # --- connections ---
     connections_max: int = 1024
-    """Open at a time. The next one takes the place of whichever has been idle longest, or waits in the kernel's backlog
-    if none is. The usual soft limit of 1,024 open files comes first where it was not raised, and an accept that fails
-    for want of files is tried again."""
+    """Open at a time. The next one takes the place of one that is of no use at the moment (idle, or with half a head),
+    or waits in the kernel's backlog. `trioserve` lowers it to what the limit of open files allows."""
+    connections_per_address_max: int = 1008
+    """Of connections_max, from one address that has shown no API key. The rest is for other addresses. Generous, since
+    many clients may come through one proxy. Unix sockets have no address and no such bound."""
+    unknown_connections_share_max: float = 0.75
+    """Of connections_max, for connections on which no API key was shown where keys are asked for: the rest is kept for
+    those that have shown one."""
     crowded_idle_seconds_min: float = 1.0
     """Idle for so long, a connection may have to make room for another one; shorter is a pause between two requests."""
+    crowded_head_seconds_min: float = 0.5
+    """Without a whole request for so long (a TLS handshake, silence, half a head), a connection may have to make room:
+    a head is one round trip, and nobody else should wait for a slow one."""
+    crowded_exchange_seconds_min: float = 5.0
+    """With a request under way for so long, a connection that has shown no API key where keys are asked for may have to
+    make room: without a key there are only short responses."""
     exchanges_max: int = 4096
     """Requests under way on all connections together: each is a task, of about 20 KB. Many times what an engine lets
     wait; without it, connections_max times streams_max would be the bound."""
@@ -44,6 +55,9 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     # --- one request ---
     head_bytes_max: int = 64 * 1024
     """Request line and header fields. Larger than any cookie and token we know of."""
+    fields_max: int = 256
+    """Header fields of one request, and trailers: each costs us some 5 us, however short it is. Browsers and proxies
+    send some 30, and most servers take 100."""
     head_seconds_max: float = 10.0
     """From the first byte of an HTTP/1.1 request, or of an HTTP/2 header block, to its last, however it comes."""
     body_bytes_max: int = 32 * 1024 * 1024
@@ -89,6 +103,12 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     DATA frame we sent: they cost us work and bring nothing."""
     control_frames_burst_max: int = 4096
     """Above the sustained rate."""
+    frame_cpu_share_max: float = 0.05
+    """Of one core, sustained, that reading one connection's frames may cost beyond what its requests and bodies are
+    worth. It is measured, since what a frame costs may depend on what earlier ones have left behind. Beyond it the
+    connection ends with ENHANCE_YOUR_CALM."""
+    frame_cpu_burst_seconds_max: float = 0.5
+    """Above the sustained share: some twenty heads of the largest size at once."""
     control_bytes_max: int = 256 * 1024
     """Answers (PING, SETTINGS, WINDOW_UPDATE) to a client that does not read them."""
 
@@ -97,9 +117,9 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if not 0 < value < 2**31:
                 raise StartupError(f"{field} is {value}, allowed is more than 0 and less than 2**31")
-        share = self.unknown_exchanges_share_max
-        if share > 1:
-            raise StartupError(f"unknown_exchanges_share_max is {share}, allowed is more than 0 and at most 1")
+        for field in ("unknown_exchanges_share_max", "unknown_connections_share_max", "frame_cpu_share_max"):
+            if getattr(self, field) > 1:
+                raise StartupError(f"{field} is {getattr(self, field)}, allowed is more than 0 and at most 1")
         # h11 and h2 need room for at least one ordinary request and one frame.
         for field, least in (("head_bytes_max", 1024), ("stream_buffer_bytes_max", 1024)):
             if getattr(self, field) < least:

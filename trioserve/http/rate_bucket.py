@@ -16,13 +16,13 @@ class RateBucket:
         self._left = float(burst)
         self._seen_at = now
 
-    def take(self, now: float) -> bool:
-        """Count one event at `now` (monotonic seconds). False when it is one too many."""
+    def take(self, now: float, amount: float = 1.0) -> bool:
+        """Count an event at `now` (monotonic seconds), or `amount` of them. False when that is too many."""
         self._left = min(self._burst, self._left + (now - self._seen_at) * self._per_second)
         self._seen_at = now
-        if self._left < 1.0:
+        if self._left < amount:
             return False
-        self._left -= 1.0
+        self._left -= amount
         return True
 
     def give(self, count: int) -> None:

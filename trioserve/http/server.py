@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import logging
-import math
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
@@ -24,18 +23,12 @@ from trioserve.http.http1.connection import H11Connection
 from trioserve.http.http2.connection import H2Connection
 from trioserve.http.http2.frames import PREFACE
 from trioserve.http.limits import FrontendLimits
+from trioserve.trio_tools.places import Place, Places, remote_address
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["FrontendServer"]
 
 logger = logging.getLogger(__name__)
-
-ACCEPT_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-# What accept(2) reports of the connection that it would have returned; the next one may be well.
-ACCEPT_MISHAPS = frozenset(
-    {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
-)
-ACCEPT_RETRY_SECONDS = 0.1  # a shortage ends when a connection does
 
 # TCP asks a silent client whether it is there: a machine that lost power sends no FIN. Gone after 15 + 3 * 5 seconds.
 KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -72,9 +65,17 @@ class FrontendServer:
             flusher=Flusher(),
         )
         self._connections: set[H2Connection | H11Connection] = set()
-        self._unidentified: dict[trio.CancelScope, float] = {}  # since when
+        self._unidentified: set[trio.CancelScope] = set()
         self._accepting = trio.CancelScope()
-        self._connection_limit = trio.CapacityLimiter(self._limits.connections_max)
+        connections_max = self._limits.connections_max
+        strangers_share = 1.0 if knows_caller is None else self._limits.unknown_connections_share_max
+        self._places = Places(
+            places_max=connections_max,
+            strangers_max=max(1, int(connections_max * strangers_share)),
+            per_address_max=self._limits.connections_per_address_max,
+            on_crowded=lambda: self._count_refusal(ConnectionRefusal.CROWDED),
+            on_shortage=self._count_shortage,
+        )
 
     @property
     def draining(self) -> bool:
@@ -92,6 +93,8 @@ class FrontendServer:
         unsent = [connection.unsent() for connection in self._connections]
         return self._setup.tally.snapshot(
             self._setup.body_budget,
+            connections_known_open=self._places.known_count,
+            connections_max=self._limits.connections_max,
             answer_bytes_held=sum(byte_count for byte_count, _ in unsent),
             exchanges_behind=sum(exchange_count for _, exchange_count in unsent),
         )
@@ -118,25 +121,38 @@ class FrontendServer:
                         listener.socket.close()
             helpers.cancel_scope.cancel()
 
-    async def serve_connection(self, stream: trio.abc.Stream, *, peer: str = "unknown") -> None:
+    async def serve_connection(
+        self, stream: trio.abc.Stream, *, peer: str = "unknown", place: Place | None = None
+    ) -> None:
         """Serve one client's stream, in memory or from a listener of one's own; closes it. TLS comes first if set up.
 
-        Raises nothing but cancellation: a fault is one line in the log.
+        Args:
+            peer: the client's address, for the log and for handlers.
+            place: among the server's connections; None takes one that no other connection waits for.
+
+        Raises:
+            Cancelled: nothing else. A fault is one line in the log.
         """
         tally = self._setup.tally
         tally.connections_total += 1
         tally.connections_open += 1
+        entered, place = place, place or Place(None)
         try:
             connection = None
             with trio.CancelScope() as scope:
-                self._unidentified[scope] = trio.current_time()
+                self._unidentified.add(scope)
+                may_end_at = trio.current_time() + self._limits.crowded_head_seconds_min
+                place.may_end_at, place.end = (lambda: may_end_at), scope.cancel
                 try:
                     if not self.draining:
                         connection = await self._identify(stream, peer)
                 finally:
-                    del self._unidentified[scope]
+                    self._unidentified.discard(scope)
             if connection is not None:
                 self._connections.add(connection)
+                if entered is not None and not self._setup.slots.takes_all_alike:
+                    connection.on_known = functools.partial(self._places.know, entered)
+                place.may_end_at, place.end = connection.may_end_at, connection.make_room
                 try:
                     if self.draining:
                         connection.drain()
@@ -150,55 +166,25 @@ class FrontendServer:
             tally.connections_open -= 1
             await close_now(stream, b"", seconds_max=self._limits.close_seconds_max)
 
+    def _count_refusal(self, reason: ConnectionRefusal) -> None:
+        self._setup.tally.connections_refused_total[reason] += 1
+
+    def _count_shortage(self) -> None:
+        self._setup.tally.accepts_failed_total += 1
+
     # --- accepting ---
 
     async def _accept(self, listener: trio.SocketListener, connections: trio.Nursery) -> None:
         while True:
-            await self._wait_for_place(listener, borrower := object())
-            accepted = False
-            try:
-                stream = await listener.accept()
-                connections.start_soon(self._serve_accepted, stream, borrower)
-                accepted = True
-            except OSError as error:
-                if error.errno in ACCEPT_MISHAPS:
-                    logger.debug("client gone before accept error=%s", errno.errorcode[error.errno])
-                elif error.errno in ACCEPT_SHORTAGES:
-                    logger.error("accept failed, trying again error=%s", errno.errorcode[error.errno])
-                    await trio.sleep(ACCEPT_RETRY_SECONDS)
-                else:
-                    raise
-            finally:
-                if not accepted:
-                    self._connection_limit.release_on_behalf_of(borrower)
+            stream = await self._places.accept(listener)
+            place = self._places.enter(remote_address(stream))
+            if place is None:
+                self._count_refusal(ConnectionRefusal.ADDRESS)
+                stream.socket.close()
+            else:
+                connections.start_soon(self._serve_accepted, stream, place)
 
-    async def _wait_for_place(self, listener: trio.SocketListener, borrower: object) -> None:
-        try:
-            self._connection_limit.acquire_on_behalf_of_nowait(borrower)
-            return
-        except trio.WouldBlock:
-            await trio.lowlevel.wait_readable(listener.socket)  # nobody has to leave before somebody has come
-        while True:
-            self._end_longest_idle()
-            with trio.move_on_after(ACCEPT_RETRY_SECONDS):
-                await self._connection_limit.acquire_on_behalf_of(borrower)
-                return
-
-    def _end_longest_idle(self) -> None:
-        """End the connection that has been without a request for longest, if it is long enough."""
-        idle: list[tuple[float, Callable[[], None]]] = [
-            (since, scope.cancel) for scope, since in self._unidentified.items() if not scope.cancel_called
-        ]
-        for connection in self._connections:
-            since = connection.idle_since
-            if since is not None:
-                idle.append((since, connection.make_room))
-        since, end = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
-        if end is not None and since <= trio.current_time() - self._limits.crowded_idle_seconds_min:
-            self._setup.tally.connections_refused_total[ConnectionRefusal.CROWDED] += 1
-            end()
-
-    async def _serve_accepted(self, stream: trio.SocketStream, borrower: object) -> None:
+    async def _serve_accepted(self, stream: trio.SocketStream, place: Place) -> None:
         peer = _peer_name(stream)
         try:
             with contextlib.suppress(OSError):  # the client may be gone already; its stream will tell
@@ -208,9 +194,9 @@ class FrontendServer:
                     if hasattr(socket, name):
                         stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream
-            await self.serve_connection(served, peer=peer)
+            await self.serve_connection(served, peer=peer, place=place)
         finally:
-            self._connection_limit.release_on_behalf_of(borrower)
+            self._places.leave(place)
 
     # --- finding out what a connection speaks ---
 

@@ -143,6 +143,9 @@ class Metrics:
     kv_transfer_holds_refused_total: Counter
     requests_rejected_total: Counter
     connections_open: Gauge
+    connections_known_open: Gauge
+    connections_max: Gauge
+    accepts_failed_total: Counter
     connections_total: Counter
     connections_refused_total: Counter
     streams_refused_total: Counter

@@ -13,6 +13,8 @@ import re
 __all__ = ["ResponseHead", "ResponseReader", "BadResponse"]
 
 HEAD_BYTES_MAX = 65536
+INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
+TRAILERS_MAX = 256  # lines behind the last chunk
 CHUNK_LINE_BYTES_MAX = 4096  # a size and what servers may say of a chunk besides
 
 _STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\0\r\n]*)?")
@@ -57,6 +59,8 @@ class ResponseReader:
         self._left_bytes = 0  # of the body, or of the chunk
         self._at_end = False
         self._goes_on = True
+        self._interim_count = 0
+        self._trailer_count = 0
 
     @property
     def can_go_on(self) -> bool:
@@ -72,6 +76,7 @@ class ResponseReader:
         """A request is sent: a response is to come."""
         assert self.can_go_on
         self._stage = _Stage.HEAD
+        self._interim_count = self._trailer_count = 0
 
     def feed(self, data: bytes) -> None:
         """What was received; nothing is the end of the connection."""
@@ -102,6 +107,9 @@ class ResponseReader:
                 raise BadResponse("it changes to a protocol that nobody asked for")
             if status >= 200:
                 break
+            self._interim_count += 1
+            if self._interim_count > INTERIM_RESPONSES_MAX:
+                raise BadResponse(f"more than {INTERIM_RESPONSES_MAX} interim responses came")
         headers = []
         if line_end:
             for line in head[len(first) + 2 :].split("\r\n"):
@@ -207,8 +215,12 @@ class ResponseReader:
         if self._stage is _Stage.TRAILER:
             if not line:
                 self._stage = _Stage.ENDED
-            elif _TRAILER.fullmatch(line) is None:
+                return
+            if _TRAILER.fullmatch(line) is None:
                 raise BadResponse("what follows its last chunk is no header field")
+            self._trailer_count += 1
+            if self._trailer_count > TRAILERS_MAX:
+                raise BadResponse(f"more than {TRAILERS_MAX} lines follow its last chunk")
             return
         size = _CHUNK_SIZE.fullmatch(line)
         if size is None:

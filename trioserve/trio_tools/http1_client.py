@@ -10,6 +10,9 @@ from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListen
 
 __all__ = ["Http1ClientProtocol"]
 
+INTERIM_RESPONSES_MAX = 100
+"""Heads with a status of 1xx before a response. A server in earnest sends one or two; h11 takes any number."""
+
 
 class Http1ClientProtocol:
     """An HttpClientProtocol. Each request has a parser of its own. There is no flow control but that of the transport,
@@ -100,6 +103,9 @@ class Http1ClientProtocol:
                 return False
             if isinstance(event, h11.InformationalResponse):
                 self.informational_count += 1
+                request.interim_count += 1
+                if request.interim_count > INTERIM_RESPONSES_MAX:
+                    raise h11.RemoteProtocolError(f"more than {INTERIM_RESPONSES_MAX} interim responses came")
             elif isinstance(event, h11.Response):
                 request.listener.on_head(event.status_code, list(event.headers))
             elif isinstance(event, h11.Data):
@@ -117,5 +123,6 @@ class Http1ClientProtocol:
 class _Request:
     def __init__(self, number: int, listener: ResponseListener) -> None:
         self.number = number
+        self.interim_count = 0
         self.listener = listener
         self.parser = h11.Connection(h11.CLIENT)

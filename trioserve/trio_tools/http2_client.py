@@ -1,6 +1,7 @@
 """A client's side of HTTP/2 on h2, without I/O: requests, resets, flow control, and a server that goes away.
 
-It gives credit for what it takes in at once, unless it is told to withhold it.
+It gives credit for what it takes in at once, unless it is told to withhold it. The server may be hostile: what it can
+make this client keep is bounded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import h2.exceptions
 import h2.settings
 import hyperframe.frame
 
+from trioserve.trio_tools.http2_settings import known_settings
 from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListener, ResponseResult
 
 __all__ = ["Goaway", "Http2ClientProtocol"]
@@ -23,7 +25,11 @@ __all__ = ["Goaway", "Http2ClientProtocol"]
 DEFAULT_WINDOW_BYTES = 65_535  # of HTTP/2 itself
 FRAME_HEADER_BYTES = 9
 FRAME_BYTES_MAX = 16_384  # the HTTP/2 default, which this client does not raise
-GOAWAY = 0x07
+SETTINGS, PING, GOAWAY = 0x04, 0x06, 0x07
+ACK = 0x1
+ANSWERED_FRAMES_MAX = 10_000
+"""PING and SETTINGS of a server between two writes of ours: each has an answer, which waits here."""
+INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
 
 
 class Goaway(NamedTuple):
@@ -52,7 +58,7 @@ class Http2ClientProtocol:
         self.is_settled = False
         self.goaway: Goaway | None = None
         self._pseudo = [(":scheme", scheme), (":authority", authority)]
-        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        self._h2 = _H2Connection(h2.config.H2Configuration(client_side=True))
         codes = h2.settings.SettingCodes
         values = {codes.ENABLE_PUSH: 0, codes.INITIAL_WINDOW_SIZE: window_bytes}
         self._h2.local_settings = h2.settings.Settings(client=True, initial_values=values)
@@ -126,6 +132,9 @@ class Http2ClientProtocol:
             return
         for event in self._h2.receive_data(self._frames.feed(data)):
             self._handle(event)
+        changes = self._h2.encoder.table_size_changes
+        if len(changes) > 2:  # RFC 7541, 4.2: the smallest and the last are enough
+            self._h2.encoder.table_size_changes = [min(changes), changes[-1]]
         goaway = self._frames.goaway
         if goaway is not None and goaway is not self.goaway:
             self.goaway = goaway
@@ -135,6 +144,7 @@ class Http2ClientProtocol:
 
     def take_unsent(self) -> bytes:
         unsent = self._h2.data_to_send()
+        self._frames.answered_count = 0
         if self._goaway_bytes:
             unsent, self._goaway_bytes = unsent + self._goaway_bytes, b""
         return unsent
@@ -160,6 +170,12 @@ class Http2ClientProtocol:
                 fields = list(event.headers or ())
                 _name, status = fields.pop(0)  # :status, as h2 has checked
                 stream.listener.on_head(int(status), fields)
+        elif isinstance(event, h2.events.InformationalResponseReceived):
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:
+                stream.interim_count += 1
+                if stream.interim_count > INTERIM_RESPONSES_MAX:
+                    raise h2.exceptions.ProtocolError(f"more than {INTERIM_RESPONSES_MAX} interim responses came")
         elif isinstance(event, h2.events.StreamReset):
             self._end(event.stream_id, ResponseResult.RESET, _error_name(event.error_code))
         elif isinstance(event, h2.events.RemoteSettingsChanged):
@@ -200,44 +216,70 @@ class _Stream:
     """unsent: of the body, what the server's windows have not yet let go; ends: with it the body ends. withheld_bytes:
     have come and are not credited; None: credited as they come."""
 
-    __slots__ = ("ends", "is_sent", "listener", "unsent", "withheld_bytes")
+    __slots__ = ("ends", "interim_count", "is_sent", "listener", "unsent", "withheld_bytes")
 
     def __init__(self, listener: ResponseListener, *, is_sent: bool) -> None:
         self.listener = listener
+        self.interim_count = 0
         self.unsent = memoryview(b"")
         self.ends = is_sent
         self.is_sent = is_sent
         self.withheld_bytes: int | None = None
 
 
+class _H2Connection(h2.connection.H2Connection):
+    MAX_CLOSED_STREAMS = 4096  # remembered to tell late frames from wrong ones; h2's 65,536 are megabytes
+
+
 class _FrameSplitter:
-    """Whole frames from pieces cut anywhere, GOAWAY taken out: h2 refuses every frame that follows one, although a
-    server that leaves gracefully first finishes the streams it has (RFC 9113, section 6.8)."""
+    """Cuts pieces into whole frames for h2.
+
+    It takes GOAWAY out, since h2 refuses every frame behind one, although a server that leaves gracefully first
+    finishes the streams it has (RFC 9113, 6.8); and unknown settings, which h2 would keep for ever.
+
+    goaway: the latest. answered_count: frames that h2 answers, since the last write.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
-        self.goaway: Goaway | None = None  # the latest
+        self.goaway: Goaway | None = None
+        self.answered_count = 0
 
     def feed(self, piece: bytes) -> bytes:
-        """The frames that this piece completes. A frame that is too long is passed on as it is, for h2 to refuse."""
+        """The frames that this piece completes. A frame that is too long is passed on as it is, for h2 to refuse.
+
+        Raises:
+            ProtocolError: the server sends PING or SETTINGS faster than it takes the answers.
+        """
         buffer = self._rest + piece
         kept: list[bytes] = []
         position, kept_to = 0, 0
         while len(buffer) - position >= FRAME_HEADER_BYTES:
             length = int.from_bytes(buffer[position : position + 3])
-            end = position + FRAME_HEADER_BYTES + length
+            kind, flags = buffer[position + 3], buffer[position + 4]
+            payload_at = position + FRAME_HEADER_BYTES
+            end = payload_at + length
             if length > FRAME_BYTES_MAX:
                 position = len(buffer)
-            elif end > len(buffer):
+                continue
+            if end > len(buffer):
                 break
-            elif buffer[position + 3] == GOAWAY and length >= 8:
+            if kind in (SETTINGS, PING) and not flags & ACK:
+                self.answered_count += 1
+                if self.answered_count > ANSWERED_FRAMES_MAX:
+                    raise h2.exceptions.ProtocolError("the server does not read the answers to its control frames")
+            if kind == GOAWAY and length >= 8:
                 kept.append(buffer[kept_to:position])
-                payload = buffer[position + FRAME_HEADER_BYTES : end]
-                code = int.from_bytes(payload[4:8])
-                self.goaway = Goaway(int.from_bytes(payload[:4]) & 0x7FFF_FFFF, _error_name(code))
-                position = kept_to = end
-            else:
-                position = end
+                code = int.from_bytes(buffer[payload_at + 4 : payload_at + 8])
+                last_stream_id = int.from_bytes(buffer[payload_at : payload_at + 4]) & 0x7FFF_FFFF
+                self.goaway = Goaway(last_stream_id, _error_name(code))
+                kept_to = end
+            elif kind == SETTINGS and length and not flags & ACK:
+                kept.append(buffer[kept_to:position])
+                payload = known_settings(buffer[payload_at:end])
+                kept.append(len(payload).to_bytes(3) + buffer[position + 3 : payload_at] + payload)
+                kept_to = end
+            position = end
         self._rest = buffer[position:]
         kept.append(buffer[kept_to:position])
         return b"".join(kept)

@@ -1,9 +1,11 @@
-"""How Python itself is set up in a program that serves. The benchmarks do the same, to measure what serves."""
+"""How Python and its process are set up in a program that serves. Benchmarks do the same, to measure what serves."""
 
 from __future__ import annotations
 
 import gc
 import sys
+
+from trioserve.trio_tools.file_limit import raise_file_limit
 
 __all__ = ["keep_what_is_loaded", "prepare_interpreter"]
 
@@ -16,6 +18,7 @@ requests. Nearly all are gone by reference counting before a step has ended, so 
 def prepare_interpreter() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.set_threshold(YOUNG_OBJECTS_MAX)
+    raise_file_limit()
 
 
 def keep_what_is_loaded() -> None:

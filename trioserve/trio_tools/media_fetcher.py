@@ -25,6 +25,7 @@ FETCHES_MAX = 16  # at a time, of all requests; others wait
 SECONDS_MAX = 10.0  # for each, the wait for a place left out
 REDIRECTIONS = range(300, 400)
 RECEIVE_BYTES = 65_536
+INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response; h11 takes any number
 URL_CHARACTERS_MAX = 2048
 PORTS = {"http": 80, "https": 443}
 HOST_CHARACTERS_MAX = 253
@@ -124,6 +125,7 @@ class MediaFetcher:
         end = parser.send(h11.EndOfMessage())
         await stream.send_all((request or b"") + (end or b""))
         body = bytearray()
+        interim_count = 0
         while True:
             event = parser.next_event()
             if event is h11.NEED_DATA:
@@ -136,7 +138,11 @@ class MediaFetcher:
                     raise _refused(place, f"has more than {self._bytes_max} bytes")
             elif isinstance(event, h11.EndOfMessage):
                 return bytes(body)
-            elif not isinstance(event, h11.InformationalResponse):
+            elif isinstance(event, h11.InformationalResponse):
+                interim_count += 1
+                if interim_count > INTERIM_RESPONSES_MAX:
+                    raise _refused(place, f"sent more than {INTERIM_RESPONSES_MAX} interim responses")
+            else:
                 raise _refused(place, "broke off")
 
     def _check_head(self, head: h11.Response, place: str) -> None:

@@ -10,6 +10,7 @@ nobody.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import trio
 
@@ -39,6 +40,10 @@ TOO_MANY = {
 TURN_BYTES = 4096  # so much at most goes out without a turn for the others
 
 
+def _nothing() -> None:
+    pass
+
+
 class H11Connection:
     """One client's connection, from its first request to its end.
 
@@ -51,11 +56,19 @@ class H11Connection:
         self._tally = setup.tally
         self._transport = transport
         self._peer = peer
-        self.protocol = H1Protocol(peer=peer, head_bytes_max=setup.limits.head_bytes_max, received=received)
+        self.protocol = H1Protocol(
+            peer=peer,
+            head_bytes_max=setup.limits.head_bytes_max,
+            fields_max=setup.limits.fields_max,
+            received=received,
+        )
         self._changed: trio.Event | None = None  # of what has arrived
         self._whole = trio.CancelScope()  # reader and conversation
         self._exchange: H11Exchange | None = None
+        self.on_known: Callable[[], None] = _nothing  # called when a request shows a key
         self._responded_at = trio.current_time()  # the last request
+        self._head_began_at = self._responded_at  # of this request
+        self._exchange_began_at = self._responded_at
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
         self._pace = ResponsePace(setup.limits, now=self._responded_at)  # of all that is written
@@ -81,11 +94,18 @@ class H11Connection:
             raise
         await self._close(wait=True)
 
-    @property
-    def idle_since(self) -> float | None:
-        """None while a request is under way, or the connection is on its way out."""
-        is_busy = self._exchange is not None or self._draining or self.protocol.request_begun
-        return None if is_busy else self._responded_at
+    def may_end_at(self) -> float | None:
+        """From when on this connection may have to end for another one; None while it is in use."""
+        limits = self._limits
+        if self._exchange is not None:
+            if self._is_known or self._setup.slots.takes_all_alike:
+                return None
+            return self._exchange_began_at + limits.crowded_exchange_seconds_min
+        if self._draining:
+            return None
+        if self.protocol.request_begun:
+            return self._head_began_at + limits.crowded_head_seconds_min
+        return self._responded_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
         """How many bytes wait here for the client, and in how many responses."""
@@ -102,9 +122,10 @@ class H11Connection:
         self._tell_change()
 
     def make_room(self) -> None:
-        """End an idle connection whose place is needed, without waiting for the client to close, too."""
+        """End a connection whose place is needed, without waiting for the client to close, too."""
         self._lingers = False
-        self.drain()
+        self._draining = True
+        self._whole.cancel()
 
     # --- for the exchange ---
 
@@ -225,6 +246,7 @@ class H11Connection:
             try:
                 while not protocol.request_begun:
                     await self._change()
+                self._head_began_at = trio.current_time()
                 head = protocol.next_request()
                 self._tell_change()
                 if head is None:
@@ -263,6 +285,8 @@ class H11Connection:
             self._tally.connections_refused_total[ConnectionRefusal.MALFORMED] += 1
             return 400, "the length of the body is given twice: send either transfer-encoding or content-length", ()
         self._is_known = self._setup.slots.knows(head.headers)
+        if self._is_known:
+            self.on_known()
         refusal = self._setup.slots.refusal(is_known=self._is_known)
         if refusal is not None:
             self._tally.streams_refused_total[refusal] += 1
@@ -276,6 +300,7 @@ class H11Connection:
         slots.take(is_known=self._is_known)
         exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
         self._exchange = exchange
+        self._exchange_began_at = trio.current_time()
         try:
             with exchange.scope:
                 if not await call_handler(self._setup.handler, exchange, exchange.response):

@@ -20,11 +20,13 @@ _LENGTH = re.compile(r"[0-9]{1,15}")
 _NOT_PLAIN = frozenset({"transfer-encoding", "expect", "upgrade", "connection"})
 
 
-def plain_request(held: bytearray, *, peer: str, head_bytes_max: int) -> tuple[RequestHead, int, int] | None:
+def plain_request(
+    held: bytearray, *, peer: str, head_bytes_max: int, fields_max: int
+) -> tuple[RequestHead, int, int] | None:
     """The request that begins here, how long its head is, and its body, in bytes; None if it is not an ordinary one or
     its head is not whole."""
     end = held.find(b"\r\n\r\n", 0, head_bytes_max)
-    if end < 0:
+    if end < 0 or held.count(b"\n", 0, end) > fields_max:
         return None
     head = held[:end].decode("latin-1")
     line, _, rest = head.partition("\r\n")

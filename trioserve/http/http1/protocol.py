@@ -6,6 +6,8 @@ all others are h11's. Which one has seen what is settled here, and nobody else n
 
 from __future__ import annotations
 
+import re
+
 import h11
 
 from trioserve.contracts.errors import InvalidRequest
@@ -19,7 +21,11 @@ __all__ = ["BadHead", "H1Protocol"]
 EncodedFields = list[tuple[bytes, bytes]]
 
 CHUNKS_A_PIECE_MAX = 32  # of a body; h11 needs about 10 us for each, however small it is, and others want their turn
+FED_BODY_BYTES_MAX = 8192  # at a time, of a chunked body: each of its chunks costs us about a microsecond
 DROPPED_PIECES_MAX = 32  # of a body that nobody will read: whoever sends it in more crumbs gets a new connection
+
+
+BLANK_LINE = re.compile(rb"\n\r?\n")  # the end of a head, as h11 sees it
 
 
 class BadHead(Exception):
@@ -31,7 +37,13 @@ class BadHead(Exception):
 
 
 class H1Protocol:
-    """One connection's side of it. received: what was read already.
+    """One connection's side of it.
+
+    Args:
+        peer: the client's address.
+        head_bytes_max: size of a request line and header fields.
+        fields_max: header fields of a request, and trailers.
+        received: what was read already.
 
     A request is next_request, begin_body, and as much of its body as is wanted; a response is respond, or
     start_response, any number of send_data, then end_response. When both are over, next_cycle.
@@ -39,10 +51,11 @@ class H1Protocol:
     request_ended: the whole request has been read.
     """
 
-    def __init__(self, *, peer: str, head_bytes_max: int, received: bytes = b"") -> None:
+    def __init__(self, *, peer: str, head_bytes_max: int, fields_max: int, received: bytes = b"") -> None:
         self.request_ended = False
         self._peer = peer
         self._head_bytes_max = head_bytes_max
+        self._fields_max = fields_max
         self._h11 = self._new_h11()
         self._held = bytearray(received)  # arrived, and neither read by hand nor given to h11
         self._passed_h11 = False  # a response did, or a request: it does not know where the conversation is
@@ -76,10 +89,15 @@ class H1Protocol:
         if head is not None:
             return head
         try:
-            while (event := self._h11.next_event()) is h11.NEED_DATA:
+            while True:
+                # h11 reads any number of fields, also of a head that came behind the last request.
+                self._check_field_count(bytes(self._h11.trailing_data[0]))
+                event = self._h11.next_event()
+                if event is not h11.NEED_DATA:
+                    break
                 if not self._held:
                     return None
-                # h11 looks at the size of a head only when it wants more of it.
+                # It looks at the size of a head only when it wants more of it.
                 self._feed(self._head_bytes_max + 1 - len(self._h11.trailing_data[0]))
         except h11.RemoteProtocolError as error:
             raise BadHead(f"the request cannot be read: {error}", status=error.error_status_hint) from None
@@ -128,6 +146,8 @@ class H1Protocol:
         chunks: list[bytes] = []
         try:
             while not self.request_ended and len(chunks) < CHUNKS_A_PIECE_MAX:
+                if self._chunk_sizes is not None and self._chunk_sizes.trailer_count > self._fields_max:
+                    raise h11.RemoteProtocolError(f"at most {self._fields_max} trailers are allowed")
                 event = self._h11.next_event()
                 if isinstance(event, h11.Data):
                     chunks.append(bytes(event.data))
@@ -135,7 +155,7 @@ class H1Protocol:
                     assert isinstance(event, h11.EndOfMessage), event
                     self.request_ended = True
                 elif self._held:
-                    self._feed(len(self._held))
+                    self._feed(len(self._held) if self._chunk_sizes is None else FED_BODY_BYTES_MAX)
                 else:
                     break
         except h11.RemoteProtocolError as error:
@@ -231,7 +251,9 @@ class H1Protocol:
         """The next request, if it is an ordinary one whose head is here and h11 has nothing of it."""
         if not self._held or self._h11.our_state is not h11.IDLE or self._h11.trailing_data[0]:
             return None
-        plain = plain_request(self._held, peer=self._peer, head_bytes_max=self._head_bytes_max)
+        plain = plain_request(
+            self._held, peer=self._peer, head_bytes_max=self._head_bytes_max, fields_max=self._fields_max
+        )
         if plain is None:
             return None
         head, head_bytes, self._plain_body_bytes = plain
@@ -239,6 +261,15 @@ class H1Protocol:
         del self._held[:head_bytes]
         self._is_plain = self._passed_h11 = True
         return head
+
+    def _check_field_count(self, head: bytes) -> None:
+        """Of what has come of a head, which may have other bytes behind it."""
+        line_count_max = self._fields_max + 2  # the request line and the empty one
+        if head.count(b"\n") <= line_count_max:
+            return
+        end = BLANK_LINE.search(head)
+        if head.count(b"\n", 0, end.end() if end else len(head)) > line_count_max:
+            raise BadHead(f"the request has too many header fields: at most {self._fields_max} are allowed", status=431)
 
     def _take_plain_body(self) -> bytes:
         piece = bytes(self._held[: self._plain_body_bytes])

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 
 import h2.events
 import h2.exceptions
 import trio
 from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
 
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.closing import break_off, close_after, close_now
@@ -36,9 +38,16 @@ __all__ = ["H2Connection"]
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 16384  # one read is at most 1,800 frames, about 20 ms of work, before other connections have their turn
+READ_BYTES = 16384
 WRITE_BYTES = 65536  # DATA taken from the streams for one write; also what has to leave within one stall limit
 CREDIT_BYTES_MIN = 16384
+# CPU time that reading is worth, which is not charged: of a request that is opened, and of a byte of its body.
+REQUEST_CPU_SECONDS = 0.001
+BODY_BYTE_CPU_SECONDS = 1e-7
+
+
+def _nothing() -> None:
+    pass
 
 
 class H2Connection:
@@ -59,6 +68,8 @@ class H2Connection:
         self._protocol = initiated_protocol(limits)
         self._gate = FrameGate(limits, now=now)
         self._resets = RateBucket(per_second=limits.resets_per_second_max, burst=limits.resets_burst_max, now=now)
+        self._cpu = RateBucket(per_second=limits.frame_cpu_share_max, burst=limits.frame_cpu_burst_seconds_max, now=now)
+        self._cpu_earned = 0.0  # seconds, by what the frames of this piece brought
         self._streams: dict[int, H2Stream] = {}
         self._outbox = H2Outbox(self._protocol, self._gate, self._more_to_write)
         self._tcp = transport if isinstance(transport, TcpStream) else None  # which the flusher can write to
@@ -70,6 +81,9 @@ class H2Connection:
         self._patience = trio.CancelScope()  # of the reader; its deadline ends a connection without streams
         self._whole = trio.CancelScope()  # reader, writer and streams
         self._uncredited_bytes = 0
+        self.on_known: Callable[[], None] = _nothing  # called when a request shows a key
+        self._has_known = False  # a request on it has shown a key
+        self._busy_since = now  # there are streams, if there are any
         self._ended_at = now  # of the last stream
         self._last_stream_id: int | None = None  # of our GOAWAY; set when no more streams are taken
         self._client_gone = False
@@ -98,10 +112,18 @@ class H2Connection:
         else:
             await close_after(self._transport, self._final_bytes(), seconds_max=close_seconds_max, more_expected=True)
 
-    @property
-    def idle_since(self) -> float | None:
-        """None while streams run, or the connection is on its way out."""
-        return None if self._streams or self._last_stream_id is not None else self._ended_at
+    def may_end_at(self) -> float | None:
+        """From when on this connection may have to end for another one; None while it is in use."""
+        limits = self._limits
+        if self._last_stream_id is not None:
+            return None
+        if self._streams:
+            if self._has_known or self._setup.slots.takes_all_alike:
+                return None
+            return self._busy_since + limits.crowded_exchange_seconds_min
+        if self._gate.header_block_since is not None:
+            return self._gate.header_block_since + limits.crowded_head_seconds_min
+        return self._ended_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
         """How many bytes wait here for the client, and in how many streams."""
@@ -119,9 +141,12 @@ class H2Connection:
                 stream.wake()
 
     def make_room(self) -> None:
-        """End an idle connection whose place is needed: a GOAWAY, and no waiting for the client to close, too."""
+        """End a connection whose place is needed: a GOAWAY, and no waiting for the client to close, too."""
         self._lingers = False
-        self.drain()
+        if self._streams:
+            self._end(ErrorCodes.ENHANCE_YOUR_CALM)
+        else:
+            self.drain()
 
     # --- for the streams ---
 
@@ -172,7 +197,7 @@ class H2Connection:
                 self._protocol.receive_data(self._received[: len(PREFACE)])
                 received: bytes | bytearray = self._received[len(PREFACE) :]
                 while True:
-                    self._take(received)
+                    await self._take(received)
                     received = await self._transport.receive_some(READ_BYTES)
                     if not received:
                         self._client_left()
@@ -181,7 +206,7 @@ class H2Connection:
                 self._client_left()
             except h2.exceptions.ProtocolError as error:
                 self._tally.connections_refused_total[refusal_of(error)] += 1
-                logger.info("connection ended peer=%s reason=%s", self._peer, error)
+                logger.info("connection ended peer=%s reason=%s", self._peer, printable(str(error)))
                 self._protocol.clear_outbound_data_buffer()  # h2's own GOAWAY, for which it knows fewer codes
                 self._end(error_code_of(error))
         if self._patience.cancelled_caught:
@@ -189,15 +214,25 @@ class H2Connection:
                 self._tally.connections_refused_total[ConnectionRefusal.HEAD_TIMEOUT] += 1
             self._end(ErrorCodes.NO_ERROR)
 
-    def _take(self, received: bytes | bytearray) -> None:
+    async def _take(self, received: bytes | bytearray) -> None:
+        """Act on all frames that a read brought, with a turn for other tasks after each few milliseconds of work."""
         now = trio.current_time()
-        passed = self._gate.pass_on(received, now)
-        if passed:
-            for event in self._protocol.receive_data(passed):
+        cpu_clock = self._setup.clock_and_ids.cpu_clock
+        began_at = cpu_clock()
+        is_first = True
+        for piece in self._gate.pieces(received, now):
+            if not is_first:
+                await trio.lowlevel.checkpoint()
+                began_at = cpu_clock()
+            is_first = False
+            self._cpu_earned = 0.0
+            for event in self._protocol.receive_data(piece):
                 self._act_on(event, now)
-        self._outbox.collect()
-        if self._outbox.framed_bytes > self._limits.control_bytes_max:
-            raise Flood("the client does not read the responses to its frames", ConnectionRefusal.RESPONSES_UNREAD)
+            self._outbox.collect()
+            if self._outbox.framed_bytes > self._limits.control_bytes_max:
+                raise Flood("the client does not read the responses to its frames", ConnectionRefusal.RESPONSES_UNREAD)
+            if not self._cpu.take(trio.current_time(), max(0.0, cpu_clock() - began_at - self._cpu_earned)):
+                raise Flood("the frames of this connection cost too much work", ConnectionRefusal.FRAME_WORK)
         self._set_patience()
 
     def _act_on(self, event: h2.events.Event, now: float) -> None:
@@ -218,7 +253,8 @@ class H2Connection:
                 stream.leave()
             self._count_reset(now)
         elif isinstance(event, h2.events.RemoteSettingsChanged):
-            self._window_opened(0)
+            if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
+                self._window_opened(0)
         elif isinstance(event, h2.events.TrailersReceived) and event.headers and event.headers[0][0].startswith(b":"):
             raise h2.exceptions.ProtocolError("a request's head came for trailers")  # FieldDecoder took it for a head
 
@@ -229,6 +265,9 @@ class H2Connection:
             return
         head = request_head(event, self._peer)
         is_known = self._setup.slots.knows(head.headers)
+        if is_known and not self._has_known:
+            self._has_known = True
+            self.on_known()
         refusal = self._setup.slots.refusal(is_known=is_known)
         if refusal is not None:
             self._refuse_stream(event.stream_id, refusal, now)
@@ -247,7 +286,10 @@ class H2Connection:
             request_ended=event.stream_ended is not None,
             is_known=is_known,
         )
+        if not self._streams:
+            self._busy_since = now
         self._streams[stream.id] = stream
+        self._cpu_earned += REQUEST_CPU_SECONDS
         self._setup.slots.take(is_known=is_known)
         self._nursery.start_soon(self._run_stream, stream)
 
@@ -272,7 +314,9 @@ class H2Connection:
             self._uncredited_bytes = 0
         stream = self._streams.get(event.stream_id)
         if stream is not None:
-            stream.data_arrived(event.data or b"", window_bytes)
+            data = event.data or b""
+            self._cpu_earned += len(data) * BODY_BYTE_CPU_SECONDS
+            stream.data_arrived(data, window_bytes)
 
     def _window_opened(self, stream_id: int) -> None:
         """stream_id 0: the connection's window, or through a changed setting every stream's."""

@@ -1,13 +1,15 @@
 """Which bytes of an HTTP/2 connection reach the h2 library, and when a client sends too much of what is useless.
 
-h2 decides what frames mean. This gate stands before it for four reasons: h2 holds a frame of any announced size until
-it is complete; it takes a GOAWAY for the end of the connection, although streams may go on; PRIORITY, which RFC 9113
-deprecates, would only cost time; and floods have to be seen before they are paid for. Knows bytes, does no I/O.
+h2 decides what frames mean. This gate stands before it for six reasons: h2 holds a frame of any announced size until it
+is complete; it takes a GOAWAY for the end of the connection, although streams may go on; PRIORITY, which RFC 9113
+deprecates, would only cost time; it keeps every setting that a client invents; floods have to be seen before they are
+paid for; and one read may be so much work that other tasks need a turn in between. Knows bytes, does no I/O.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import h2.exceptions
 from h2.errors import ErrorCodes
@@ -15,6 +17,7 @@ from h2.errors import ErrorCodes
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.rate_bucket import RateBucket
+from trioserve.trio_tools.http2_settings import known_settings
 
 __all__ = [
     "CONTINUATION",
@@ -41,6 +44,16 @@ CRUMB_BYTES_MAX = 128  # DATA that small costs as much as a full frame, and a bo
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
+
+
+# What h2 and we need for a frame, in microseconds, measured on one core and rounded up. The block of a head is charged
+# to the frame that ends it.
+PIECE_WORK_US_MAX = 2000
+FRAME_WORK_US = 20
+SETTINGS_WORK_US = 60
+HEAD_WORK_US = 150
+HEAD_BYTES_A_US = 4  # in Huffman's code, which hpack reads in Python
+DATA_BYTES_A_US = 1000
 
 
 class Flood(h2.exceptions.ProtocolError):
@@ -90,11 +103,21 @@ class FrameGate:
             return self._frame_since
         return self._header_block_since
 
-    def pass_on(self, received: bytes | bytearray, now: float) -> bytes:
-        """Take what arrived, return the whole frames for h2. Holds at most one incomplete frame.
+    def pieces(self, received: bytes | bytearray, now: float) -> Iterator[bytes]:
+        """Cut what arrived into whole frames for h2. Holds at most one incomplete frame.
 
-        Raises Flood, or FrameTooLargeError as soon as a frame announces more than FRAME_BYTES_MAX; ProtocolError for
-        what h2 does not object to, or not with the code that RFC 9113 asks for.
+        Args:
+            received: what one read brought.
+            now: when, in monotonic seconds.
+
+        Yields:
+            Frames that are about PIECE_WORK_US_MAX of work together. The caller may let other tasks run between two of
+            these pieces. All of them have to be taken before the next call.
+
+        Raises:
+            Flood: the client sends too much of something useless.
+            FrameTooLargeError: a frame announces more than FRAME_BYTES_MAX.
+            ProtocolError: what h2 does not object to, or not with the code that RFC 9113 asks for.
         """
         held = self._held
         if not held:
@@ -103,23 +126,45 @@ class FrameGate:
         position = 0
         kept_from = 0
         kept: list[bytes] = []
-        while len(held) - position >= HEAD_BYTES:
-            byte_count = int.from_bytes(held[position : position + 3], "big")
-            if byte_count > FRAME_BYTES_MAX:
-                raise h2.exceptions.FrameTooLargeError(
-                    f"a frame of {byte_count} bytes came, at most {FRAME_BYTES_MAX} are allowed"
-                )
-            end = position + HEAD_BYTES + byte_count
-            if end > len(held):
-                break
-            if not self._wanted(held, position, byte_count, now):
-                kept.append(bytes(held[kept_from:position]))
-                kept_from = end
-            position = end
-            self._frame_since = now  # of the next one
-        kept.append(bytes(held[kept_from:position]))
-        del held[:position]
-        return b"".join(kept)
+        work_us = 0
+        try:
+            while len(held) - position >= HEAD_BYTES:
+                byte_count = int.from_bytes(held[position : position + 3], "big")
+                if byte_count > FRAME_BYTES_MAX:
+                    raise h2.exceptions.FrameTooLargeError(
+                        f"a frame of {byte_count} bytes came, at most {FRAME_BYTES_MAX} are allowed"
+                    )
+                end = position + HEAD_BYTES + byte_count
+                if end > len(held):
+                    break
+                work_us += self._work_us(held, position, byte_count)
+                if not self._wanted(held, position, byte_count, now):
+                    kept.append(bytes(held[kept_from:position]))
+                    kept_from = end
+                elif held[position + KIND_AT] == SETTINGS and byte_count:
+                    kept.append(bytes(held[kept_from:position]))
+                    kept.append(_known(bytes(held[position:end])))
+                    kept_from = end
+                position = end
+                self._frame_since = now  # of the next one
+                if work_us >= PIECE_WORK_US_MAX:
+                    kept.append(bytes(held[kept_from:position]))
+                    yield b"".join(kept)
+                    kept.clear()
+                    kept_from, work_us = position, 0
+            kept.append(bytes(held[kept_from:position]))
+            if piece := b"".join(kept):
+                yield piece
+        finally:
+            del held[:position]
+
+    def _work_us(self, held: bytearray, position: int, byte_count: int) -> int:
+        kind = held[position + KIND_AT]
+        if kind == DATA:
+            return FRAME_WORK_US + byte_count // DATA_BYTES_A_US
+        if kind in (HEADERS, CONTINUATION) and held[position + 4] & END_HEADERS:
+            return HEAD_WORK_US + (self._header_block_bytes + byte_count) // HEAD_BYTES_A_US
+        return SETTINGS_WORK_US if kind == SETTINGS else FRAME_WORK_US
 
     def _wanted(self, held: bytearray, position: int, byte_count: int, now: float) -> bool:
         kind = held[position + KIND_AT]
@@ -165,3 +210,13 @@ class FrameGate:
         self.data_frames_sent = 0
         if not self._control_frames.take(now):
             raise Flood("too many control frames", ConnectionRefusal.CONTROL_FRAMES)
+
+
+def _known(settings_frame: bytes) -> bytes:
+    """A SETTINGS frame with the settings that h2 may keep."""
+    flags = settings_frame[4]
+    payload = settings_frame[HEAD_BYTES:]
+    if flags & ACK:
+        return settings_frame
+    stream_id = int.from_bytes(settings_frame[5:9], "big")
+    return frame(SETTINGS, flags, stream_id, known_settings(payload))

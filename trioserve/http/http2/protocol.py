@@ -68,7 +68,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     )
     protocol = H2Protocol(config)
     protocol.encoder = FieldEncoder()  # type: ignore[assignment]
-    protocol.decoder = FieldDecoder(config, list_bytes_max=limits.head_bytes_max)
+    protocol.decoder = FieldDecoder(config, list_bytes_max=limits.head_bytes_max, fields_max=limits.fields_max)
     settings: dict[SettingCodes, int] = {
         SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_max,
         SettingCodes.MAX_HEADER_LIST_SIZE: limits.head_bytes_max,

@@ -23,6 +23,7 @@ from trioserve.http.response_state import ResponseState
 __all__ = ["H2Stream", "StreamOwner"]
 
 CREDIT_BYTES_MIN = 16384  # window updates are worth sending for a quarter of the window, not for every frame
+MERGED_BYTES_MAX = 4096
 TURN_BYTES = 4096  # about 100 us of small events
 
 
@@ -179,9 +180,14 @@ class H2Stream(Exchange):
 
     def data_arrived(self, data: bytes, window_bytes: int) -> None:
         """`window_bytes` counts padding, too. At most one flow-control window of it is held here at a time."""
-        if not (self.gone or self.started):
-            self._arrived.append((data, window_bytes))
-            self.wake()
+        if self.gone or self.started:
+            return
+        if self._arrived and len(self._arrived[-1][0]) + len(data) <= MERGED_BYTES_MAX:
+            # An entry for each byte would be a hundred times what the window allows.
+            last, last_window_bytes = self._arrived.pop()
+            data, window_bytes = last + data, last_window_bytes + window_bytes
+        self._arrived.append((data, window_bytes))
+        self.wake()
 
     def request_end_arrived(self) -> None:
         self.request_ended = True

@@ -54,7 +54,11 @@ class HttpServer:
         before_abort: Callable[[str], bool],
     ) -> None:
         ids = map((MADE_UP + "{}").format, itertools.count())
-        clock_and_ids = ClockAndIds(wall_clock=lambda: BEGAN_AT + trio.current_time(), new_request_id=lambda: next(ids))
+        clock_and_ids = ClockAndIds(
+            wall_clock=lambda: BEGAN_AT + trio.current_time(),
+            new_request_id=lambda: next(ids),
+            cpu_clock=lambda: 0.0,  # the real one would have a seed end differently on a slower machine
+        )
         self.fake = fake
         self.nursery = nursery
         self.tell, self.count, self.check_all = tell, count, check

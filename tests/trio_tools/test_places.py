@@ -1,0 +1,287 @@
+"""Which connection ends for a new one, by state, age, address and key; and accepts that fail."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import socket
+
+import pytest
+import trio
+import trio.testing
+
+from trioserve.trio_tools import file_limit
+from trioserve.trio_tools.file_limit import connections_within, raise_file_limit
+from trioserve.trio_tools.places import Place, Places, remote_address
+
+
+class Connections:
+    """Connections of a server with such places. Each leaves as soon as it has to."""
+
+    def __init__(self, **bounds: int) -> None:
+        places_max = bounds.get("places_max", 4)
+        bounds = {"places_max": 4, "strangers_max": places_max, "per_address_max": places_max} | bounds
+        self.crowded_count = self.shortage_count = 0
+        self.places = Places(**bounds, on_crowded=self._crowded, on_shortage=self._short)
+        self.ended: list[str] = []
+        self.open: dict[str, Place] = {}
+
+    def _crowded(self) -> None:
+        self.crowded_count += 1
+
+    def _short(self) -> None:
+        self.shortage_count += 1
+
+    def come(self, name: str, address: str | None = None, *, may_end_at: float | None = 0.0) -> Place | None:
+        place = self.places.enter(address)
+        if place is None:
+            return None
+        place.may_end_at = lambda: may_end_at
+        place.end = lambda: self._end(name)
+        self.open[name] = place
+        return place
+
+    def _end(self, name: str) -> None:
+        self.ended.append(name)
+        self.places.leave(self.open.pop(name))
+
+
+class Listener:
+    """accept fails with each of the errors, then gives as many connections as there are to come, then waits."""
+
+    def __init__(self, *errors: int, connection_count: int = 1000) -> None:
+        self.socket, self._other = socket.socketpair()
+        self._other.send(b"x")  # somebody has come
+        self._errors = list(errors)
+        self.left = connection_count
+
+    async def accept(self) -> object:
+        await trio.lowlevel.checkpoint()
+        if self._errors:
+            raise OSError(self._errors.pop(0), "accept failed")
+        if not self.left:
+            await trio.sleep_forever()
+        self.left -= 1
+        return object()
+
+    def close(self) -> None:
+        self.socket.close()
+        self._other.close()
+
+
+@pytest.fixture
+def listener():
+    made = Listener()
+    yield made
+    made.close()
+
+
+async def test_connection_that_has_been_useless_longest_ends_first(autojump_clock, listener):
+    connections = Connections()
+    await trio.sleep(10)
+    for name, may_end_at in (("busy", None), ("idle", 3.0), ("half a head", 2.0), ("young", 1000.0)):
+        connections.come(name, may_end_at=may_end_at)
+    await connections.places.accept(listener)
+    connections.come("new", may_end_at=None)
+    assert connections.ended == ["half a head"]
+    await connections.places.accept(listener)
+    assert (connections.ended, connections.crowded_count) == (["half a head", "idle"], 2)
+
+
+async def test_while_all_are_in_use_the_next_one_waits(autojump_clock, listener, nursery):
+    connections = Connections(places_max=1)
+    connections.come("busy", may_end_at=None)
+    accepted = trio.Event()
+
+    async def accept() -> None:
+        await connections.places.accept(listener)
+        accepted.set()
+
+    nursery.start_soon(accept)
+    await trio.sleep(60)
+    assert not accepted.is_set()
+    connections._end("busy")
+    await trio.testing.wait_all_tasks_blocked()
+    assert accepted.is_set()
+
+
+async def test_address_with_most_connections_gives_one_up(autojump_clock, listener):
+    connections = Connections()
+    connections.come("honest", "192.0.2.1", may_end_at=0.0)
+    for name in "abc":
+        connections.come(name, "192.0.2.2", may_end_at=1.0)
+    await trio.sleep(10)
+    await connections.places.accept(listener)
+    assert connections.ended == ["a"]
+
+
+async def test_connections_that_showed_a_key_have_places_of_their_own(autojump_clock, listener):
+    connections = Connections(places_max=4, strangers_max=3)
+    known = connections.come("known", may_end_at=0.0)
+    connections.places.know(known)
+    connections.places.know(known)
+    for name in "abc":
+        connections.come(name, may_end_at=5.0)
+    await trio.sleep(10)
+    for _ in range(5):
+        await connections.places.accept(listener)
+        connections.come(f"new {len(connections.ended)}", may_end_at=6.0)
+    assert "known" not in connections.ended
+    assert (connections.places.count, connections.places.known_count) == (4, 1)
+    connections._end("known")
+    assert connections.places.known_count == 0
+
+
+async def test_known_connections_beyond_their_share_make_room_when_idle(autojump_clock, listener):
+    connections = Connections(places_max=3, strangers_max=2)
+    for name in "abc":
+        connections.places.know(connections.come(name, may_end_at=1.0))
+    await trio.sleep(10)
+    await connections.places.accept(listener)
+    assert connections.ended == ["a"]
+
+
+def test_address_at_its_bound_gives_its_oldest_up():
+    connections = Connections(per_address_max=2)
+    connections.come("other", "192.0.2.1")
+    connections.come("first", "192.0.2.2", may_end_at=100.0)
+    connections.come("second", "192.0.2.2", may_end_at=101.0)
+    assert connections.come("third", "192.0.2.2") is not None
+    assert connections.ended == ["first"]
+
+
+def test_address_whose_connections_are_all_in_use_gets_no_more(caplog):
+    async def main() -> None:
+        connections = Connections(per_address_max=2)
+        for name in "ab":
+            connections.come(name, "192.0.2.2", may_end_at=None)
+        for _ in range(10):
+            assert connections.come("c", "192.0.2.2") is None
+        assert connections.come("d", "192.0.2.3") is not None
+        assert connections.come("e", None) is not None
+        connections._end("a")
+        assert connections.come("f", "192.0.2.2", may_end_at=None) is not None
+        connections.places.know(connections.open["b"])  # and then it does not count
+        assert connections.come("g", "192.0.2.2", may_end_at=None) is not None
+
+    trio.run(main)
+    assert len([record for record in caplog.records if "address=192.0.2.2 max=2" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
+async def test_shortage_of_files_ends_an_idle_connection_and_is_told_once(autojump_clock, caplog, number):
+    made = Listener(*[number] * 50)
+    connections = Connections(places_max=1000)
+    for index in range(100):
+        connections.come(f"idle {index}", may_end_at=1e9)  # however young
+    with caplog.at_level(logging.ERROR):
+        await connections.places.accept(made)
+    assert connections.ended[0] == "idle 0"
+    assert connections.shortage_count == 50
+    assert len(caplog.records) == 1
+    assert errno.errorcode[number] in caplog.text
+    made.close()
+
+
+async def test_shortage_without_an_idle_connection_is_no_busy_loop(autojump_clock):
+    made = Listener(*[errno.EMFILE] * 50)
+    connections = Connections(places_max=1000)
+    connections.come("busy", may_end_at=None)
+    began_at = trio.current_time()
+    await connections.places.accept(made)
+    assert trio.current_time() - began_at >= 50 * 0.099
+    made.close()
+
+
+async def test_looking_for_room_is_shared_by_many_newcomers(autojump_clock, listener):
+    """With 6,400 places a look at all of them makes room for a hundred."""
+    connections = Connections(places_max=6400, strangers_max=6400, per_address_max=6400)
+    looks = 0
+
+    def may_end_at() -> float:
+        nonlocal looks
+        looks += 1
+        return 0.0
+
+    for number in range(6400):
+        connections.come(str(number)).may_end_at = may_end_at
+    for _ in range(100):
+        await connections.places.accept(listener)
+        connections.come("new", may_end_at=None)
+    assert looks <= 6400
+
+
+async def test_two_listeners_share_the_places(autojump_clock, nursery):
+    connections = Connections(places_max=10)
+    listeners = [Listener(connection_count=20) for _ in range(2)]
+
+    async def serve(own: Listener) -> None:
+        while True:
+            await connections.places.accept(own)
+            connections.come(f"{id(own)} {own.left}", may_end_at=None)
+
+    for each in listeners:
+        nursery.start_soon(serve, each)
+    await trio.sleep(10)
+    assert connections.places.count == 10
+    nursery.cancel_scope.cancel()
+    for each in listeners:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "family, host, expected",
+    [
+        (socket.AF_INET, "192.0.2.7", "192.0.2.7"),
+        (socket.AF_INET6, "2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        (socket.AF_INET6, "fe80::1%eth0", "fe80::"),
+        (socket.AF_INET6, "::ffff:192.0.2.7", "::ffff:192.0.2.7"),
+        (socket.AF_UNIX, "", None),
+    ],
+)
+def test_address_is_a_host_or_a_network_of_one_customer(family, host, expected):
+    class Socket:
+        def __init__(self) -> None:
+            self.family = family
+
+        def getpeername(self) -> tuple[str, int]:
+            return host, 1
+
+    class Stream:
+        socket = Socket()
+
+    assert remote_address(Stream()) == expected
+
+
+def test_soft_limit_of_files_is_raised_to_the_hard_one(monkeypatch):
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
+    assert raise_file_limit() == 4096
+    assert limits == [(1024, 4096), (4096, 4096)]
+    assert raise_file_limit() == 4096
+    assert len(limits) == 2
+
+
+def test_hard_limit_that_may_not_be_used_leaves_the_soft_one(monkeypatch):
+    def refuse(which, pair):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert raise_file_limit() == 256
+
+
+def test_connections_beyond_the_limit_of_files_are_lowered_with_a_warning(caplog):
+    connections_within.cache_clear()
+    assert connections_within(1024, 65536) == 1024
+    assert not caplog.records
+    assert connections_within(1024, 1024) == 1024 - file_limit.OWN_FILES
+    assert connections_within(1024, 1024) == 1024 - file_limit.OWN_FILES
+    (record,) = caplog.records
+    assert "--max-connections is 1024" in record.getMessage()
+    assert f"allows {1024 - file_limit.OWN_FILES}:" in record.getMessage()
+    assert connections_within(1024, 1024, files_each=2) == (1024 - file_limit.OWN_FILES) // 2
+    assert connections_within(1024, 20) == 10
+    assert connections_within(5000, resource.RLIM_INFINITY) == 5000
