@@ -65,7 +65,7 @@ ROOMS = {
         waits=False,
     ),
     "connectors": Room(
-        rooms=words("contracts"),
+        rooms=words("contracts trio_tools"),
         packages=words("torch trio nixl numpy"),
         only_in={
             "trio": words("loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl_transport.py"),

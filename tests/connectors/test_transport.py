@@ -10,13 +10,16 @@ from types import UnionType
 import msgspec
 import pytest
 import trio
-from trio.testing import memory_stream_pair
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock, memory_stream_pair
 
 from trioserve.connectors.stream import frames
 from trioserve.connectors.stream.chunks import Chunk
 from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, Told, frame, head_of
 from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_proof
-from trioserve.connectors.stream.holder import GREETINGS_MAX, Holder
+from trioserve.connectors.stream.holder import GREETINGS_MAX, GREETINGS_OF_ADDRESS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
@@ -627,11 +630,12 @@ def heads(content: bytes) -> list[frames.Head]:
     return found
 
 
-async def test_a_stranger_that_says_nothing_is_gone_after_a_while_and_cannot_fill_the_house(autojump_clock):
+async def test_silent_strangers_end_after_a_while_or_when_others_come(autojump_clock):
     side = Side("there")
+    count = GREETINGS_OF_ADDRESS_MAX + 3
     async with trio.open_nursery() as nursery:
         ends = []
-        for _ in range(GREETINGS_MAX + 3):
+        for _ in range(count):
             ours, theirs = memory_stream_pair()
             between = Between(theirs)
 
@@ -642,13 +646,95 @@ async def test_a_stranger_that_says_nothing_is_gone_after_a_while_and_cannot_fil
             ends.append(ours)
         await trio.sleep(0.1)
         assert side.policy.counts()["peers_refused_total"] == 3
+        for end in ends[:3]:
+            assert await end.receive_some() == b"", "the oldest ones have ended"
         await trio.sleep(6)
-        assert side.policy.counts()["peers_refused_total"] == GREETINGS_MAX + 3
-        closed_count = 0
+        assert side.policy.counts()["peers_refused_total"] == count
         for end in ends:
-            with trio.move_on_after(1):
-                closed_count += await end.receive_some() == b""
-        assert closed_count == GREETINGS_MAX  # the others were never opened, and are closed by who accepted them
+            assert await end.receive_some() == b""
+        assert side.holder.strangers.count == 0
+
+
+@pytest.mark.parametrize("address_count", [1, 5, 100])
+async def test_silent_strangers_keep_no_reader_out(autojump_clock, address_count):
+    side = Side("there")
+    side.hold()
+    async with trio.open_nursery() as nursery:
+        for number in range(3 * GREETINGS_MAX):
+            ours, theirs = memory_stream_pair()
+            nursery.start_soon(side.holder.serve, opening(Between(theirs)), f"192.0.2.{number % address_count}")
+            if number % 7 == 0:
+                await ours.send_all(frame(Kind.HELLO, GREETING))
+        await trio.testing.wait_all_tasks_blocked()
+        assert side.holder.strangers.count <= GREETINGS_MAX
+        _, wire = await greeted(side, nursery)
+        await wire.send([frame(Kind.TELL, Tell(keep=("held",)))])
+        assert (await receive_head(wire)).kind is Kind.TOLD
+        wire.close()
+        nursery.cancel_scope.cancel()
+    assert side.holder.strangers.count == 0
+
+
+async def test_readers_have_places_that_strangers_do_not_take(autojump_clock):
+    side = Side("there")
+    async with trio.open_nursery() as nursery:
+        wires = [(await greeted(side, nursery))[1] for _ in range(GREETINGS_OF_ADDRESS_MAX + 4)]
+        assert side.holder.strangers.count == 0
+        for wire in wires:
+            await wire.send([frame(Kind.TELL, Tell())])
+            assert (await receive_head(wire)).kind is Kind.TOLD
+            wire.close()
+
+
+def opening(between: Between) -> Callable[[], Awaitable[Wire]]:
+    async def open_wire() -> Wire:
+        return StreamWire(between, 5.0, between.close)
+
+    return open_wire
+
+
+CONVERSATIONS = [
+    frame(Kind.HELLO, GREETING) + frame(Kind.PROOF, Proof(b"\0" * 32)),
+    frame(Kind.HELLO, GREETING) + frame(Kind.READ, Read("held", 0, 11, PROOF, 40)),
+    frame(Kind.HELLO, b"\x91" * 3_000),
+    frame(Kind.ABORT, Abort("no")),
+    frame(Kind.HELLO, msgspec.msgpack.encode({"version": 2**64 - 1, "engine_id": "e", "nonce": [[[]]], "layout": -1})),
+]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(
+    conversation=st.sampled_from(CONVERSATIONS),
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=8)), max_size=4),
+    length=st.floats(0, 1),
+    hangs_up=st.booleans(),
+)
+def test_any_bytes_of_a_stranger_end_without_a_fault(conversation, changes, length, hangs_up):
+    content = bytearray(conversation)
+    for where, new in changes:
+        start = int(where * len(content))
+        content[start : start + len(new)] = new
+    sides: list[Side] = []
+
+    async def talk() -> None:
+        side = Side("there")
+        sides.append(side)
+        ours, theirs = memory_stream_pair()
+        between = Between(theirs)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.holder.serve, opening(between), "stranger")
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await ours.send_all(bytes(content[: int(length * len(content))]))
+                if hangs_up:
+                    await ours.aclose()
+                while await ours.receive_some():
+                    pass
+            await ours.aclose()
+
+    trio.run(talk, clock=MockClock(autojump_threshold=0))
+    assert sides[0].policy.counts()["peers_refused_total"] == 1
+    assert sides[0].holder.strangers.count == 0
 
 
 async def greeted(there: Side, nursery: trio.Nursery) -> tuple[PeerConnection, Wire]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
 import trio
 import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks import handshake
-from trioserve.ranks.door import HANDSHAKE_SECONDS_MAX, connect_rank, wait_for_ranks
+from trioserve.ranks.door import HANDSHAKE_SECONDS_MAX, HANDSHAKES_MAX, connect_rank, wait_for_ranks
+from trioserve.ranks.frames import framed
 from trioserve.ranks.host import free_port
 
 KEY = "a key that nobody guesses"
@@ -183,3 +188,101 @@ async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(mock_clo
 async def test_a_place_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartupError, match="--master-port"):
         await wait_for_ranks("127.0.0.1", taken.getsockname()[1], (1,), KEY, on_wait=lambda awaited: None)
+
+
+def greeting(rank: object = 1, nonce: object = b"x" * 32, proof: object = b"y" * 32) -> bytes:
+    return framed(msgspec.msgpack.encode({"type": "Hello", "rank": rank, "nonce": nonce, "proof": proof}))
+
+
+HOSTILE = {
+    "a rank beyond 63 bits": greeting(2**63),
+    "the largest rank": greeting(2**64 - 1),
+    "a negative rank": greeting(-(2**63)),
+    "a rank that is text": greeting("one"),
+    "a rank that is none": greeting(None),
+    "no nonce": greeting(nonce=b""),
+    "a long nonce": greeting(nonce=b"x" * 3000),
+    "a proof that is a list": greeting(proof=[1, 2]),
+    "a long proof": greeting(proof=b"y" * 3000),
+    "a huge frame": struct.pack("<I", 2**32 - 1),
+    "an empty frame": struct.pack("<I", 0),
+    "a frame that does not come": struct.pack("<I", 4000) + b"x",
+    "no MessagePack": framed(b"\xc1" * 50),
+    "deep nesting": framed(b"\x91" * 4000),
+    "deep nesting in an unknown field": framed(b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 4000),
+    "a list of four thousand million": framed(b"\xdd\xff\xff\xff\xff"),
+    "another type": framed(msgspec.msgpack.encode({"type": "Verdict", "proof": b"z" * 32})),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
+async def test_nothing_that_a_stranger_sends_ends_the_wait_for_ranks(sent: bytes, ends: bool) -> None:
+    port, theirs = free_port(), dict[int, socket.socket]()
+
+    async def come() -> None:
+        stranger = await opened(port)
+        with suppress(trio.BrokenResourceError):
+            await stranger.send_all(sent)
+            if ends:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if ends:
+            await stranger.aclose()
+        theirs[1] = await connected(port, 1)
+        await stranger.aclose()
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come)
+            ours = await wait_for_ranks("127.0.0.1", port, (1,), KEY, on_wait=lambda awaited: None)
+        with closing(ours):
+            assert list(ours) == [1]
+
+
+async def opened(port: int) -> trio.SocketStream:
+    while True:
+        try:
+            return await trio.open_tcp_stream("127.0.0.1", port)
+        except OSError:
+            await trio.lowlevel.checkpoint()
+
+
+async def test_silent_strangers_keep_no_rank_out() -> None:
+    port, theirs = free_port(), dict[int, socket.socket]()
+
+    async def come() -> None:
+        strangers = [await opened(port) for _ in range(2 * HANDSHAKES_MAX)]
+        theirs[1] = await connected(port, 1)
+        for stranger in strangers:
+            await stranger.aclose()
+
+    with closing(theirs):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come)
+            ours = await wait_for_ranks("127.0.0.1", port, (1,), KEY, on_wait=lambda awaited: None)
+        with closing(ours):
+            assert list(ours) == [1]
+
+
+@pytest.mark.parametrize("rank", [-1, 2**31, 2**63, 2**64 - 1, -(2**63)])
+def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
+    hello = handshake.Hello(rank, b"x" * 32, b"y" * 32)
+    given = handshake.verdict(handshake.challenge(), hello, KEY)
+    assert given.refused is not None
+    assert f"its rank is {rank}" in given.refused
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=8)), max_size=4),
+    rank=st.integers(-(2**63), 2**64 - 1),
+    length=st.floats(0, 1),
+)
+def test_any_bytes_of_a_stranger_end_without_a_fault(changes, rank: int, length: float) -> None:
+    content = bytearray(greeting(rank))
+    for where, new in changes:
+        start = int(where * len(content))
+        content[start : start + len(new)] = new
+    trio.run(test_nothing_that_a_stranger_sends_ends_the_wait_for_ranks, bytes(content[: int(length * 200)]), True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -31,6 +32,26 @@ def test_who_knows_the_key_is_taken_and_a_stranger_before_it_is_not(stranger: by
             found[0].close()
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("count", [3, 3 * stage_meeting.STRANGERS_MAX])
+def test_silent_strangers_keep_the_stage_before_out_for_no_moment(count: int) -> None:
+    listener, key = StageListener(), secrets.token_bytes(KEY_BYTES)
+    port = listener.port
+    found: list[socket.socket] = []
+    waiting = threading.Thread(target=lambda: found.append(listener.wait(key)))
+    waiting.start()
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    for stranger in strangers[::2]:
+        with contextlib.suppress(OSError):
+            stranger.sendall(key[:-1])
+    with connect_stage("127.0.0.1", port, key) as own:
+        waiting.join(timeout=30)
+        own.sendall(b"hidden")
+        assert found[0].recv(6) == b"hidden"
+        found[0].close()
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_a_stage_that_does_not_come_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -843,7 +843,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.TRANSFERS,
         kind="counter",
         unit="connections",
-        meaning="Connections of engines that could not prove who they are, or have another model or layout.",
+        meaning="Connections that did not prove that they are an engine's, or not before too many others came.",
     ),
     Metric(
         name="kv_transfer_host_saved_total",

@@ -16,6 +16,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.ranks.frames import framed
 from trioserve.ranks.handshake import Challenge, Hello, Verdict, answered, challenge, is_server, verdict
 from trioserve.ranks.keepalive import keep_alive
+from trioserve.trio_tools.places import Place, Places, remote_address
 
 __all__ = ["connect_rank", "wait_for_ranks"]
 
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 HANDSHAKE_SECONDS_MAX = 10.0
-HANDSHAKES_MAX = 64  # at a time; whoever comes then waits in the kernel's queue
+HANDSHAKES_MAX = 64  # at a time; for another one, the oldest of the address that has most ends
+HANDSHAKES_OF_ADDRESS_MAX = 32  # of these: all ranks of a machine come at once
 HANDSHAKE_BYTES_MAX = 4096
 
 
@@ -35,25 +37,41 @@ async def wait_for_ranks(
     if that is an address of its own, and everywhere if it is a name. on_wait: is told who is still awaited, at first
     and whenever that changes. Raises StartupError if nobody can listen there."""
     found: dict[int, socket.socket] = {}
-    places = trio.CapacityLimiter(HANDSHAKES_MAX)
+    strangers = Places(
+        places_max=HANDSHAKES_MAX, strangers_max=HANDSHAKES_MAX, per_address_max=HANDSHAKES_OF_ADDRESS_MAX
+    )
     is_complete = trio.Event()
 
-    async def greet(stream: trio.SocketStream) -> None:
-        async with places:
-            try:
-                with trio.fail_after(HANDSHAKE_SECONDS_MAX):
-                    rank = await _greeted(stream, ranks, found, key)
-            except (trio.TooSlowError, trio.BrokenResourceError, EOFError, ValueError, msgspec.MsgspecError) as error:
-                logger.warning("a connection for ranks was given up error=%s", error or type(error).__name__)
-                await trio.aclose_forcefully(stream)
-                return
-            if rank is None:
-                await trio.aclose_forcefully(stream)
-                return
-            found[rank] = _taken_out(stream)
-            on_wait([rank for rank in ranks if rank not in found])
-            if len(found) == len(ranks):
-                is_complete.set()
+    async def greet(stream: trio.SocketStream, place: Place) -> None:
+        """Nothing that a stranger sends gets out of here."""
+        rank = None
+        try:
+            with trio.CancelScope() as scope, trio.fail_after(HANDSHAKE_SECONDS_MAX):
+                place.may_end_at, place.end = _at_any_time, scope.cancel
+                rank = await _greeted(stream, ranks, found, key)
+            if scope.cancelled_caught:
+                logger.warning("a connection for ranks was given up error=others came before it said who it is")
+            if rank is not None and rank not in found:
+                found[rank] = _taken_out(stream)
+                on_wait([rank for rank in ranks if rank not in found])
+                if len(found) == len(ranks):
+                    is_complete.set()
+        except (trio.TooSlowError, trio.BrokenResourceError, EOFError, ValueError, OSError, RecursionError) as error:
+            logger.warning("a connection for ranks was given up error=%s", str(error)[:200] or type(error).__name__)
+        except Exception:
+            logger.exception("a connection for ranks failed")  # a fault of ours, and one connection's alone
+        finally:
+            strangers.leave(place)
+            stream.socket.close()
+
+    async def accept(listener: trio.SocketListener) -> None:
+        while True:
+            stream = await strangers.accept(listener)
+            place = strangers.enter(remote_address(stream))
+            if place is None:  # the others of its address are ending
+                stream.socket.close()
+            else:
+                nursery.start_soon(greet, stream, place)
 
     try:
         listeners = await trio.open_tcp_listeners(port, host=host if _is_address(host) else None)
@@ -64,7 +82,8 @@ async def wait_for_ranks(
         ) from error
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.serve_listeners, greet, listeners)
+            for listener in listeners:
+                nursery.start_soon(accept, listener)
             on_wait(list(ranks))
             await is_complete.wait()
             nursery.cancel_scope.cancel()
@@ -72,7 +91,14 @@ async def wait_for_ranks(
         for connection in found.values():
             connection.close()
         raise
+    finally:
+        for listener in listeners:
+            listener.socket.close()
     return found
+
+
+def _at_any_time() -> float:
+    return 0.0
 
 
 def _is_address(host: str) -> bool:
@@ -97,7 +123,7 @@ async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Col
     await _say(stream, given)
     if given.refused is None:
         return hello.rank
-    logger.warning("a rank is refused rank=%d reason=%s", hello.rank, given.refused)
+    logger.warning("a rank is refused rank=%d reason=%s", hello.rank, given.refused[:200])
     return None
 
 
@@ -129,7 +155,11 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
 def _taken_out(stream: trio.SocketStream) -> socket.socket:
     """The connection, without Trio, with what shows that the other side is gone."""
     connection = socket.socket(fileno=stream.socket.detach())
-    keep_alive(connection)  # and blocking, whichever process has it
+    try:
+        keep_alive(connection)  # and blocking, whichever process has it
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

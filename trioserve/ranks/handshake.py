@@ -18,6 +18,7 @@ from trioserve.contracts.version import VERSION
 __all__ = ["Challenge", "Hello", "Verdict", "answered", "challenge", "is_server", "verdict"]
 
 NONCE_BYTES = 32
+RANK_MAX = 2**31 - 1
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -58,6 +59,11 @@ def answered(asked: Challenge, rank: int, key: str) -> Hello:
 
 
 def verdict(asked: Challenge, hello: Hello, key: str) -> Verdict:
+    """What a server says to a rank. Never raises: whoever sends this may be a stranger."""
+    if not 0 <= hello.rank <= RANK_MAX:
+        return Verdict(refused=f"its rank is {hello.rank}, a rank is 0 to {RANK_MAX}")
+    if len(hello.nonce) != NONCE_BYTES:
+        return Verdict(refused=f"its nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}")
     if not hmac.compare_digest(hello.proof, _proof(b"rank", key, asked.nonce, hello.nonce, hello.rank)):
         return Verdict(refused="its key is not the server's: give both the same --ranks-key")
     if hello.version != VERSION:

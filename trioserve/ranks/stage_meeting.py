@@ -7,7 +7,9 @@ of them. It is sent as it is: like everything that ranks say, in a network of th
 from __future__ import annotations
 
 import secrets
+import selectors
 import socket
+import time
 
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks.keepalive import keep_alive
@@ -16,7 +18,8 @@ __all__ = ["KEY_BYTES", "StageListener", "connect_stage"]
 
 KEY_BYTES = 32
 MEETING_SECONDS_MAX = 60.0  # all ranks are told to meet when the last one has read its weights
-GREETING_SECONDS_MAX = 5.0
+STRANGERS_MAX = 64  # connections that have not shown the key, at a time
+RETRY_SECONDS = 0.1
 
 
 class StageListener:
@@ -32,32 +35,83 @@ class StageListener:
         return int(self._listener.getsockname()[1])
 
     def wait(self, key: bytes) -> socket.socket:
-        """Until the rank of the stage before has come. Raises StartupError if it does not."""
-        self._listener.settimeout(MEETING_SECONDS_MAX)
-        with self._listener:
-            while True:
-                try:
-                    connection, _ = self._listener.accept()
-                except TimeoutError:
-                    raise StartupError(
-                        f"the rank of the stage before has not come within {MEETING_SECONDS_MAX:g} s to port "
-                        f"{self.port}, which has to be reachable for it"
-                    ) from None
-                if _knows(connection, key):
-                    return connection
-                connection.close()
+        """Wait until the rank of the stage before has come and shown the key.
+
+        All that connect are listened to at the same time, so a silent stranger keeps nobody out. There are at most
+        STRANGERS_MAX of them: for another one, the oldest ends.
+
+        Raises:
+            StartupError: it has not come within MEETING_SECONDS_MAX.
+        """
+        until = time.monotonic() + MEETING_SECONDS_MAX
+        said: dict[socket.socket, bytes] = {}  # in the order in which they came
+        self._listener.setblocking(False)
+        found: socket.socket | None = None
+        with self._listener, selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            try:
+                while found is None:
+                    ready = selector.select(max(0.0, until - time.monotonic()))
+                    if not ready and time.monotonic() >= until:
+                        raise StartupError(
+                            f"the rank of the stage before has not come within {MEETING_SECONDS_MAX:g} s to port "
+                            f"{self.port}, which has to be reachable for it"
+                        )
+                    for selected, _ in ready:
+                        if selected.fileobj is self._listener:
+                            self._accept(said, selector)
+                            continue
+                        connection = selected.fileobj
+                        assert isinstance(connection, socket.socket)
+                        if connection not in said:
+                            continue  # it has ended for another one
+                        if not _hear(connection, said):
+                            _end(connection, said, selector)
+                        elif len(said[connection]) == KEY_BYTES:
+                            if secrets.compare_digest(said[connection], key):
+                                selector.unregister(connection)
+                                del said[connection]
+                                found = connection
+                                break
+                            _end(connection, said, selector)
+            finally:
+                for connection in list(said):
+                    _end(connection, said, selector)
+        keep_alive(found)
+        return found
+
+    def _accept(self, said: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone already, or there are no files: another one may end
+            if len(said) > 1:
+                _end(next(iter(said)), said, selector)
+            else:
+                time.sleep(RETRY_SECONDS)
+            return
+        connection.setblocking(False)
+        if len(said) >= STRANGERS_MAX:
+            _end(next(iter(said)), said, selector)
+        said[connection] = b""
+        selector.register(connection, selectors.EVENT_READ)
 
 
-def _knows(connection: socket.socket, key: bytes) -> bool:
-    connection.settimeout(GREETING_SECONDS_MAX)
-    said = b""
+def _hear(connection: socket.socket, said: dict[socket.socket, bytes]) -> bool:
+    """Take what has come of the key. False: nothing more will."""
     try:
-        while len(said) < KEY_BYTES and (part := connection.recv(KEY_BYTES - len(said))):
-            said += part
+        part = connection.recv(KEY_BYTES - len(said[connection]))
+    except BlockingIOError:
+        return True
     except OSError:
         return False
-    keep_alive(connection)
-    return secrets.compare_digest(said, key)
+    said[connection] += part
+    return bool(part)
+
+
+def _end(connection: socket.socket, said: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    del said[connection]
+    selector.unregister(connection)
+    connection.close()
 
 
 def connect_stage(host: str, port: int, key: bytes) -> socket.socket:

@@ -143,6 +143,12 @@ class Places:
             self._strangers_of[address] += 1
         return place
 
+    def crowd_in(self, address: str | None) -> Place | None:
+        """As `enter`, where strangers may end at any time: when all places are taken, another one ends now."""
+        if self._is_full():
+            self.make_room(however_young=True)
+        return self.enter(address)
+
     def know(self, place: Place) -> None:
         """The connection has shown a key: its place is none of the strangers' any more."""
         if not place.is_known:

@@ -34,11 +34,20 @@ from trioserve.connectors.stream.peer_connection import (
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.sends import Send
 from trioserve.connectors.stream.wire import MayNot, Wire
+from trioserve.trio_tools.places import Places
 
-__all__ = ["GREETING_SECONDS_MAX", "SILENCE_SECONDS_MAX", "Holder", "MoreFrames"]
+__all__ = [
+    "GREETINGS_MAX",
+    "GREETINGS_OF_ADDRESS_MAX",
+    "GREETING_SECONDS_MAX",
+    "SILENCE_SECONDS_MAX",
+    "Holder",
+    "MoreFrames",
+]
 
 GREETING_SECONDS_MAX = 5.0  # for a stranger to show the key
-GREETINGS_MAX = 16  # strangers at a time
+GREETINGS_MAX = 64  # strangers at a time; for another one, the oldest of the address that has most ends
+GREETINGS_OF_ADDRESS_MAX = 16  # of these: engines behind one address connect a few at a time
 SILENCE_SECONDS_MAX = 4.0  # in the middle of something; one more try fits into what a hold lasts without a sign of life
 IDLE_SECONDS_MAX = 60.0  # of a reader that asks for nothing
 
@@ -49,6 +58,10 @@ Note = Callable[[str, str], None]
 """Logs a trouble once. The peer, and what it was."""
 
 
+def _at_any_time() -> float:
+    return 0.0
+
+
 class Holder:
     def __init__(self, policy: StreamPolicy, identity: Identity, note: Note, more_frames: MoreFrames | None) -> None:
         self._policy = policy
@@ -56,20 +69,30 @@ class Holder:
         self._note = note
         self._more_frames = more_frames
         self._pages = policy.setup.pages
-        self._connection_count = 0
-        self._stranger_count = 0
+        self._reader_count = 0  # connections that have shown the key
+        self.strangers = Places(
+            places_max=GREETINGS_MAX, strangers_max=GREETINGS_MAX, per_address_max=GREETINGS_OF_ADDRESS_MAX
+        )
 
     async def serve(self, open_wire: Callable[[], Awaitable[Wire]], peer: str) -> None:
-        """All of one connection's life; what open_wire returns is closed at its end. open_wire may wait for a TLS
-        handshake. peer: its address, for the log."""
-        if self._connection_count >= self._policy.options.connections_max or self._stranger_count >= GREETINGS_MAX:
-            self._refused(peer, "too many connections are open")
-            return
-        self._connection_count += 1
+        """Serve one connection until its end.
+
+        Strangers have places of their own: those that say nothing take none of the readers', and end when others come.
+
+        Args:
+            open_wire: opens the connection, which may wait for a TLS handshake. What it returns is closed at the end.
+            peer: the connection's address, which is counted and logged.
+        """
         wires: list[Wire] = []
         connection = None
+        is_reader = False
         try:
-            connection = await self._greet(open_wire, wires)
+            connection = await self._greet(open_wire, wires, peer)
+            if self._reader_count >= self._policy.options.connections_max:
+                self._refused(peer, "too many connections of readers are open")
+                return
+            self._reader_count += 1
+            is_reader = True
             while True:
                 # A reader that always has another question would never let others run.
                 await trio.lowlevel.checkpoint()
@@ -78,20 +101,31 @@ class Holder:
             if connection is None or isinstance(error, BadFrame):
                 self._refused(peer, describe(error))
         finally:
-            self._connection_count -= 1
+            self._reader_count -= is_reader
             for wire in wires:
                 wire.close()
 
-    async def _greet(self, open_wire: Callable[[], Awaitable[Wire]], wires: list[Wire]) -> PeerConnection:
-        """wires: gets the connection as soon as there is one, however the greeting ends."""
-        self._stranger_count += 1
+    async def _greet(self, open_wire: Callable[[], Awaitable[Wire]], wires: list[Wire], peer: str) -> PeerConnection:
+        """Greet a stranger.
+
+        Args:
+            wires: gets the connection as soon as there is one, however the greeting ends.
+
+        Raises:
+            Refused: it does not know the key, or others came before it has shown it.
+        """
+        place = self.strangers.crowd_in(peer)
+        if place is None:  # the others of its address are ending
+            raise Refused("too many connections of its address have not shown the key")
         try:
-            with trio.fail_after(GREETING_SECONDS_MAX):
+            with trio.CancelScope() as scope, trio.fail_after(GREETING_SECONDS_MAX):
+                place.may_end_at, place.end = _at_any_time, scope.cancel
                 wire = await open_wire()
                 wires.append(wire)
                 return await greet_reader(wire, self._identity)
+            raise Refused("it had not shown the key when others came")
         finally:
-            self._stranger_count -= 1
+            self.strangers.leave(place)
 
     def _refused(self, peer: str, why: str) -> None:
         self._policy.totals["peers_refused_total"] += 1

@@ -24,6 +24,7 @@ from trioserve.connectors.stream.sources import Source
 from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import Started
+from trioserve.trio_tools.places import remote_address
 
 __all__ = ["StreamTransport"]
 
@@ -61,7 +62,7 @@ class StreamTransport:
             async with trio.open_nursery() as nursery:
                 if beside is not None:
                     nursery.start_soon(beside)
-                nursery.start_soon(partial(trio.serve_listeners, self._accepted, [listener], handler_nursery=nursery))
+                nursery.start_soon(self._accept, listener, nursery)
                 host, port = self._policy.address = (self._options.advertised, listener.socket.getsockname()[1])
                 task_status.started(f"{host}:{port}")
                 while True:
@@ -90,11 +91,13 @@ class StreamTransport:
             other.socket.close()
         return first
 
+    async def _accept(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
+        while True:
+            stream = await self.holder.strangers.accept(listener)
+            nursery.start_soon(self._accepted, stream)
+
     async def _accepted(self, stream: trio.SocketStream) -> None:
-        try:
-            address = stream.socket.getpeername()[0]
-        except OSError:  # it has gone already
-            address = "?"
+        address = remote_address(stream) or "?"  # it has gone already
         try:
             await self.holder.serve(partial(self._shake_hands, stream), address)
         except Exception:
