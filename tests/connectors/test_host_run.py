@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.connectors.host import block_files
 from trioserve.connectors.host.block_files import BlockFiles
 from trioserve.connectors.host.copying import block_bytes
 from trioserve.connectors.host.settings import host_settings_from
@@ -260,3 +264,82 @@ async def test_a_long_load_lets_others_in_between(autojump_clock, monkeypatch):
         here.threads.go_on()
         assert await here.reports() == [LoadFailed(RequestId("b"), "nobody waits for it any more")]
         assert here.pages.content(9) == before
+
+
+# --- a directory that others change ---
+
+
+def bytes_on_disk(directory) -> int:
+    return sum(path.stat().st_size for path in directory.glob("kv-*/*.kv"))
+
+
+def used(here: Here) -> int:
+    return int(here.host.counts()["host_directory_bytes_used"])
+
+
+DAMAGES: dict[str, Callable[[Any], None]] = {
+    "removed": lambda path: path.unlink(),
+    "truncated": lambda path: os.truncate(path, 10),
+    "replaced": lambda path: path.write_bytes(b"x" * 5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_one_surprise_has_all_files_counted_again(autojump_clock, tmp_path, damage):
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
+    async with running(options=options) as here:
+        kept = {tokens: await here.save(name, tokens) for name, tokens in (("a", A), ("b", B), ("c", C))}
+        await all_settled()
+    async with running(options=options) as here:  # nothing is in memory
+        assert used(here) == bytes_on_disk(tmp_path) > 0
+        files = sorted(tmp_path.glob("kv-*/*.kv"))
+        for path in files:
+            DAMAGES[damage](path)
+        here.start_load("d", A)
+        [report] = await here.reports()
+        assert isinstance(report, LoadFailed)
+        await all_settled()
+        assert used(here) == bytes_on_disk(tmp_path) == 0
+        await here.save("e", B)
+        await all_settled()
+        assert used(here) == bytes_on_disk(tmp_path) > 0
+        here.start_load("f", B)
+        assert await here.reports() == [Loaded(RequestId("f"), 8)]
+        assert here.loaded(2) == kept[B]
+
+
+async def test_a_directory_that_vanished_is_noticed_by_the_next_write(autojump_clock, tmp_path):
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path / "kv"), "directory_gib": 1}
+    async with running(options=options) as here:
+        await here.save("a", A)
+        await all_settled()
+        shutil.rmtree(tmp_path / "kv")
+        await here.save("b", B)
+        await all_settled()
+        assert used(here) == bytes_on_disk(tmp_path / "kv") > 0
+
+
+async def test_a_disk_that_refuses_changes_is_counted_right_and_has_two_log_lines(
+    autojump_clock, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO", "trioserve.connectors.host")
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
+    async with running(options=options) as here:
+        await here.save("a", A)
+        await all_settled()
+        before = used(here)
+        with monkeypatch.context() as patch:
+            patch.setattr(block_files, "_write_all", _refuse)
+            for name, tokens in (("b", B), ("c", C)):
+                await here.save(name, tokens)
+                await all_settled()
+                assert used(here) == bytes_on_disk(tmp_path) == before
+        await here.save("d", tuple(range(300, 300 + 2 * SIZE)))
+        await all_settled()
+        assert used(here) == bytes_on_disk(tmp_path) > before
+    messages = [record.getMessage().split(",")[0] for record in caplog.records]
+    assert messages == ["blocks not written to the directory", "blocks are written to the directory again"]
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

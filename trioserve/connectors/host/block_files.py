@@ -18,7 +18,7 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
@@ -32,7 +32,7 @@ from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import KVLayout
 
-__all__ = ["FILES_MAX", "BlockFiles", "FileUnusable", "FoundFile"]
+__all__ = ["FILES_MAX", "BlockFiles", "Differences", "FileUnusable", "FoundFile"]
 
 FILES_MAX = 1_000_000  # that are kept: each costs some 300 bytes of memory
 
@@ -53,6 +53,21 @@ class FoundFile(msgspec.Struct, frozen=True):
     key: str
     byte_count: int
     used_at: float
+
+
+class Differences(msgspec.Struct, frozen=True, kw_only=True):
+    """How the directory differs from what is known of it.
+
+    Args:
+        file_count: how many files there are.
+        gone, changed: keys of files that are not there, or have another size.
+        unknown: files that are there.
+    """
+
+    file_count: int
+    gone: list[str]
+    changed: list[str]
+    unknown: list[FoundFile]
 
 
 class BlockFiles:
@@ -96,11 +111,49 @@ class BlockFiles:
             self._lock.close()
             self._lock = None
 
-    def write(self, name: BlockHash, proof: bytes, content: Content) -> None:
-        """Raises OSError, and then has left nothing."""
+    def compare(self, known: Mapping[str, int]) -> Differences:
+        """Compare what the directory holds at this moment with what is known; nothing is changed. A directory that is
+        gone holds nothing.
+
+        Args:
+            known: bytes by key.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        found: list[FoundFile] = []
+        with contextlib.suppress(FileNotFoundError):
+            for folder in os.scandir(self._directory):
+                if _FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        found += (
+                            FoundFile(f"{folder.name}/{entry.name}", status.st_size, status.st_mtime)
+                            for entry in os.scandir(folder.path)
+                            if (named := _FILE.fullmatch(entry.name)) is not None and named["end"] == "kv"
+                            if (status := _status(entry)) is not None
+                        )
+        sizes = {file.key: file.byte_count for file in found}
+        return Differences(
+            file_count=len(found),
+            gone=[key for key in known if key not in sizes],
+            changed=[key for key, size in known.items() if sizes.get(key, size) != size],
+            unknown=[file for file in found if file.key not in known],
+        )
+
+    def write(self, name: BlockHash, proof: bytes, content: Content) -> bool:
+        """Write a block's file.
+
+        Returns:
+            False if its folder was gone, and had to be made: all other files of it are gone, too.
+
+        Raises:
+            OSError: nothing is left of it.
+        """
         head, body = self._head_of(name, proof), content.data
         path = self._directory / self.key(name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied up
+        is_there = path.parent.is_dir()
+        if not is_there:  # somebody has tidied up
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
         try:
             # Prompts can be guessed from their KV, so it is the owner's alone.
@@ -109,8 +162,10 @@ class BlockFiles:
                     _write_all(file, part)
             os.replace(unfinished, path)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the first error says more
+                unfinished.unlink(missing_ok=True)
             raise
+        return is_there
 
     def read(self, name: BlockHash, proof: bytes, content: Content) -> None:
         """Fill content. Raises FileUnusable or OSError, and content is worth nothing then."""
@@ -154,6 +209,14 @@ class BlockFiles:
                     yield FoundFile(f"{folder.name}/{entry.name}", status.st_size, status.st_mtime)
                 else:
                     os.unlink(entry.path)
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None: it is no file, or gone by now."""
+    try:
+        return entry.stat(follow_symlinks=False) if entry.is_file(follow_symlinks=False) else None
+    except FileNotFoundError:
+        return None
 
 
 def _locked(path: Path) -> IO[bytes]:

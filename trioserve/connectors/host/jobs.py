@@ -254,8 +254,8 @@ class Loading:
 
 
 class Writing:
-    """Writes what is in memory and should be in a file, for as long as there is some, and removes surplus files. Begun
-    again whenever there is more."""
+    """Writes what is in memory and should be in a file, for as long as there is some, and removes surplus files. Counts
+    the files when the directory was not as it is known. Begun again whenever there is more."""
 
     def __init__(self, store: BlockStore, files: BlockFiles, on_end: Callable[[], None]) -> None:
         self.gate = Gate()
@@ -264,24 +264,41 @@ class Writing:
         self._on_end = on_end
         self._name: BlockHash | None = None  # that is being written
         self._has_warned = False
+        self._is_counting = False
 
     def next_work(self) -> Callable[[], Any] | None:
         if not self._store.has_file_work or not self.gate.is_wanted:
             return None
         self._name = self._store.next_to_write()
+        surplus = self._store.take_surplus()
+        self._is_counting = self._name is None and not surplus
+        if self._is_counting:
+            return partial(self._files.compare, self._store.files.sizes()) if self._store.wants_count else None
         kept = None if self._name is None else self._store.in_memory(self._name)
-        return partial(self._write, self._store.take_surplus(), self._name, kept)
+        return partial(self._write, surplus, self._name, kept)
 
-    def take(self, result: None) -> None:
+    def take(self, result: Any) -> None:
+        """The files that were counted; or whether the folder was there."""
+        if self._is_counting:
+            self._store.counted(result)
+            return
+        if result is False:
+            self._store.note_surprise()
         if self._name is not None:
             self._store.wrote(self._name)
             self._name = None
+            if self._has_warned:
+                self._has_warned = False
+                logger.info("blocks are written to the directory again")
 
     def fail(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning("blocks not written to the directory, memory goes on error=%r", error)
-        if self._name is None:
+        if self._is_counting:
+            self._store.counted_not()
+        elif self._name is None:
+            self._store.note_surprise()
             self._store.counts.write_failures += 1
         else:
             self._store.not_written(self._name)
@@ -290,11 +307,13 @@ class Writing:
     def end(self) -> None:
         self._on_end()
 
-    def _write(self, surplus: Sequence[str], name: BlockHash | None, kept: KeptBlock | None) -> None:
+    def _write(self, surplus: Sequence[str], name: BlockHash | None, kept: KeptBlock | None) -> bool:
+        """Whether the folder was there."""
         self._files.remove(surplus)
-        if name is not None:
-            assert kept is not None
-            self._files.write(name, kept.proof, kept.content)
+        if name is None:
+            return True
+        assert kept is not None
+        return self._files.write(name, kept.proof, kept.content)
 
 
 def _blocks_of_batch(store: BlockStore) -> int:

@@ -73,6 +73,10 @@ class Shelf(Generic[Key]):
         if self._pins[key] == 0:
             del self._pins[key]
 
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each key that is kept. A copy."""
+        return dict(self._sizes)
+
     @property
     def pinned(self) -> set[Key]:
         return set(self._pins)

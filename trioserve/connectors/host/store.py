@@ -6,12 +6,14 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 import msgspec
 
-from trioserve.connectors.host.block_files import FILES_MAX, FoundFile
+from trioserve.connectors.host.block_files import FILES_MAX, Differences, FoundFile
 from trioserve.connectors.host.block_memory import BlockMemory, Content
 from trioserve.connectors.host.shelf import Shelf
 from trioserve.contracts.block_hash import BlockHash
 
 __all__ = ["BlockStore", "Counts", "KeptBlock"]
+
+SURPRISES_SHARE = 64  # one in so many files has to be a surprise before all of them are counted again
 
 
 class KeptBlock(msgspec.Struct, frozen=True):
@@ -71,6 +73,8 @@ class BlockStore:
         self._arriving: set[BlockHash] = set()
         self._unwritten: dict[BlockHash, None] = {}  # in memory, and their turn to be written comes in this order
         self._surplus: list[str] = []  # files that are not kept, and are still there
+        self._surprises = 0  # since the files were counted
+        self._surprises_allowed = 0
 
     def found(self, files: Iterable[FoundFile]) -> None:
         """They were there at the start, the least recently used one first; together they are within the limit."""
@@ -136,6 +140,7 @@ class BlockStore:
         if key is not None:
             self.files.drop(key)
             self._surplus.append(key)
+            self.note_surprise()
 
     def _left_memory(self, name: BlockHash) -> None:
         del self._kept[name]
@@ -148,7 +153,51 @@ class BlockStore:
 
     @property
     def has_file_work(self) -> bool:
-        return bool(self._unwritten or self._surplus)
+        return bool(self._unwritten or self._surplus or self.wants_count)
+
+    def note_surprise(self) -> None:
+        """The directory is not as it is known: a file is gone or damaged, a write has failed."""
+        if self._file_of is not None:
+            self._surprises += 1
+
+    @property
+    def wants_count(self) -> bool:
+        """Whether the files should be counted: at the first surprise, and then after some more, since it takes a look
+        at every file."""
+        return self._surprises > self._surprises_allowed
+
+    def counted_not(self) -> None:
+        """The directory cannot be read: it is counted at a later surprise."""
+        self.counts.write_failures += 1
+        self._surprises = 0
+        self._surprises_allowed = max(1, len(self.files) // SURPRISES_SHARE)
+
+    def counted(self, differences: Differences) -> None:
+        """What the directory really holds. Nobody has written since the count began.
+
+        What is gone or has another size is dropped. Files that are not known, as after a removal that failed, count
+        from now on.
+        """
+        self._surprises = 0
+        self._surprises_allowed = differences.file_count // SURPRISES_SHARE
+        for keys, is_there in ((differences.gone, False), (differences.changed, True)):
+            for key in keys:
+                if key not in self.files:  # dropped meanwhile
+                    continue
+                self.files.drop(key)
+                self.counts.dropped += 1
+                if is_there:
+                    self._surplus.append(key)
+        for file in differences.unknown:
+            if file.key in self.files or file.key in self._surplus:
+                continue
+            evicted = self.files.reserve(file.byte_count)
+            if evicted is None:
+                self._surplus.append(file.key)
+                continue
+            self._surplus += evicted
+            self.counts.files_evicted += len(evicted)
+            self.files.put(file.key, file.byte_count)
 
     def take_surplus(self) -> list[str]:
         """Files to be removed."""
@@ -182,6 +231,7 @@ class BlockStore:
     def not_written(self, name: BlockHash) -> None:
         """The disk refuses; nothing else that waits to be written is tried, either."""
         self.memory.unpin(name)
+        self.note_surprise()
         self.files.release(self.file_bytes)
         self.counts.write_failures += 1
         self.counts.unwritten += 1 + len(self._unwritten)
