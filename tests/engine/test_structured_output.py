@@ -185,10 +185,10 @@ def held_compiles(monkeypatch):
     begun, let = threading.Event(), threading.Event()
     compile_form = FormCompiler.compile
 
-    def held(self, form):
+    def held(self, form, *arguments, **options):
         begun.set()
         assert let.wait(10)
-        return compile_form(self, form)
+        return compile_form(self, form, *arguments, **options)
 
     monkeypatch.setattr(FormCompiler, "compile", held)
     yield begun, let

@@ -788,7 +788,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return self._preparation.new_choices(request)
 
     async def _prepare(self, request: OpenRequest) -> None:
-        request.guides = await self._guides.prepare(request.sampling)
+        request.guides = await self._guides.prepare(request.sampling, request.cache_salt)
         await request.tokenize(self._prompts)
         if request.resume is not None:
             await self._take_known(request, request.resume)

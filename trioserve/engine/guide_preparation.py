@@ -25,7 +25,7 @@ class GuidePreparation:
         if factory is not None:
             show_forms(metrics, factory.compiler)
 
-    async def prepare(self, sampling: SamplingParams) -> PreparedGuides | None:
+    async def prepare(self, sampling: SamplingParams, cache_salt: str | None) -> PreparedGuides | None:
         """None: nothing restrains its tokens. Raises InvalidRequest for a form that cannot be compiled. To be called by
         who has a place in the batch: so no more than these wait for the thread."""
         if not is_guided(sampling):
@@ -33,11 +33,11 @@ class GuidePreparation:
         factory = self._factory
         if factory is None:
             raise InvalidRequest("this engine makes no masks, and so no structured output", param="structured")
-        prepared = factory.find(sampling)
+        prepared = factory.find(sampling, cache_salt)
         if prepared is not None:
             return prepared
         began_at = trio.current_time()
         try:
-            return await self._threads.run_compile(factory.prepare, sampling)
+            return await self._threads.run_compile(factory.prepare, sampling, cache_salt)
         finally:
             self._metrics.form_preparation_seconds.observe(trio.current_time() - began_at)

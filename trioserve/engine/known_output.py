@@ -40,6 +40,7 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: Tokenizer
     sampling: SamplingParams
+    cache_salt: str | None = None
     resume: Resume
     stop_token_ids: Collection[int]
     tokens_max: int
@@ -57,7 +58,7 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     def _choice(self, index: int) -> KnownChoice:
         token_ids = self.resume.token_ids[index]
-        output = ChoiceOutput(self.tokenizer, self.sampling, index=index)
+        output = ChoiceOutput(self.tokenizer, self.sampling, index=index, cache_salt=self.cache_salt)
         if self.resume.finished[index]:
             deltas = self._taken(output, index, self._end(index))
             return KnownChoice(output=output, deltas=tuple(deltas), is_finished=True)

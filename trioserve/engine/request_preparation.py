@@ -73,6 +73,7 @@ class RequestPreparation:
         return KnownOutput(
             tokenizer=self._tokenizer,
             sampling=sampling,
+            cache_salt=request.cache_salt,
             resume=resume,
             stop_token_ids=self._stop_token_ids(sampling),
             tokens_max=self._tokens_max(request),
@@ -187,7 +188,7 @@ class RequestPreparation:
     def _new_choice(self, request: OpenRequest, index: int) -> Choice:
         # The number makes the id unique even when callers repeat theirs.
         sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
-        output = ChoiceOutput(self._tokenizer, request.sampling, index=index)
+        output = ChoiceOutput(self._tokenizer, request.sampling, index=index, cache_salt=request.cache_salt)
         return Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
@@ -38,6 +39,7 @@ class ChatTemplate:
         self._special_tokens = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
         }
+        self._programs: dict[str, _Program] = {}  # of the model's own sources, not of what a request sends
 
     @property
     def text(self) -> str:
@@ -62,14 +64,14 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
         try:
-            template, content_form = _compiled(source)
+            program = self._program(source)
             if tool_family is not None and _has_tools(prompt):
-                prompt = in_places(prompt, _places(source, tuple(self._special_tokens.items())), tool_family)
+                prompt = in_places(prompt, program.places, tool_family)
         except InvalidRequest:
             raise
         except Exception as error:  # a foreign program that does not even compile
             raise _template_fault(prompt, "is not valid", error) from error
-        messages = prepared_messages(prompt, content_form, final_end=_END_MARK)
+        messages = prepared_messages(prompt, program.content_form, final_end=_END_MARK)
         arguments = {
             "documents": None,
             **self._special_tokens,
@@ -79,16 +81,50 @@ class ChatTemplate:
             "add_generation_prompt": prompt.add_generation_prompt and not prompt.continue_final_message,
         }
         try:
-            text = render_within_bounds(template, arguments)
+            text = render_within_bounds(program.template, arguments)
         except Exception as error:  # a foreign program: it may fail in any way, memory and recursion included
             raise _template_fault(prompt, "does not take these messages", error) from error
         return _cut_at_final_end(text) if prompt.continue_final_message else text
+
+    def _program(self, source: str) -> _Program:
+        """A request's own source is compiled each time: an entry that keys share would show by its time what they
+        send."""
+        if source not in (self.source, self._tool_source):
+            return _Program(source, self._special_tokens)
+        program = self._programs.get(source)
+        if program is None:
+            program = self._programs[source] = _Program(source, self._special_tokens)
+        return program
+
+
+class _Program:
+    """A compiled template. Raises whatever is wrong with it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        if len(source) > TEMPLATE_CHARACTERS_MAX:
+            raise ValueError(f"it has {len(source)} characters, at most {TEMPLATE_CHARACTERS_MAX} are allowed")
+        self._source = source
+        self._special_tokens = special_tokens
+        tree = _environment().parse(source)
+        self._variables = meta.find_undeclared_variables(tree)
+        self.template = _environment().from_string(source)
+        self.content_form = _content_form(tree)
+
+    @functools.cached_property
+    def places(self) -> TemplatePlaces:
+        """Where it writes tools and calls."""
+
+        def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+            arguments = {"documents": None, **self._special_tokens, "messages": messages, "tools": tools}
+            return render_within_bounds(self.template, {**arguments, "add_generation_prompt": True})
+
+        return find_places(render, variables=self._variables, source=self._source, form=self.content_form)
 
 
 def template_flaw(source: str) -> str | None:
     """Why it cannot be compiled, with the line where that is known; None: it can be."""
     try:
-        _compiled(source)
+        _Program(source, {})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except Exception as error:  # a foreign program that does not even compile
@@ -106,26 +142,6 @@ def _has_tools(prompt: ChatPrompt) -> bool:
 @functools.cache
 def _environment() -> TemplateEnvironment:
     return TemplateEnvironment()
-
-
-@functools.lru_cache(maxsize=16)  # the model's own, and what a few clients send again and again
-def _compiled(source: str) -> tuple[jinja2.Template, ContentForm]:
-    if len(source) > TEMPLATE_CHARACTERS_MAX:
-        raise ValueError(f"it has {len(source)} characters, at most {TEMPLATE_CHARACTERS_MAX} are allowed")
-    tree = _environment().parse(source)
-    return _environment().from_string(source), _content_form(tree)
-
-
-@functools.lru_cache(maxsize=16)
-def _places(source: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplatePlaces:
-    template, form = _compiled(source)
-
-    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        arguments = {"documents": None, **dict(special_tokens), "messages": messages, "tools": tools}
-        return render_within_bounds(template, {**arguments, "add_generation_prompt": True})
-
-    variables = meta.find_undeclared_variables(_environment().parse(source))
-    return find_places(render, variables=variables, source=source, form=form)
 
 
 def _content_form(tree: nodes.Template) -> ContentForm:

@@ -83,6 +83,9 @@ class CompiledForm:
         return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
 
 
+_FormKey = tuple[FormKind, str, str | None]  # with the cache salt
+
+
 class FormCompiler:
     """Any method may be called from any thread. hits_total, compiles_total: how often a form was found, and made."""
 
@@ -107,7 +110,7 @@ class FormCompiler:
         self._library: LLTokenizer | None = None
         self._why_none: str | None = None
         self._executor: LLExecutor | None = None
-        self._forms: OrderedDict[tuple[FormKind, str], CompiledForm] = OrderedDict()
+        self._forms: OrderedDict[_FormKey, CompiledForm] = OrderedDict()
         self._lock = threading.Lock()
         self.hits_total = 0
         self.compiles_total = 0
@@ -133,9 +136,14 @@ class FormCompiler:
             self._executor = LLExecutor(1)
         return self._executor
 
-    def find(self, form: StructuredOutput) -> CompiledForm | None:
-        """What is there already. Never waits for a compile."""
-        key = (form.kind, form.source)
+    def find(self, form: StructuredOutput, cache_salt: str | None = None) -> CompiledForm | None:
+        """Return the grammar that was compiled before under the same salt. Never waits for a compile.
+
+        Args:
+            cache_salt: of the request. Other salts have other entries, so that the time of a request does not show
+                whether another key has sent the schema.
+        """
+        key = (form.kind, form.source, cache_salt)
         with self._lock:
             compiled = self._forms.get(key)
             if compiled is not None and compiled.is_worn_out:
@@ -146,10 +154,13 @@ class FormCompiler:
                 self.hits_total += 1
         return compiled
 
-    def compile(self, form: StructuredOutput, *, check: Callable[[], None] = _go_on) -> CompiledForm:
+    def compile(
+        self, form: StructuredOutput, cache_salt: str | None = None, *, check: Callable[[], None] = _go_on
+    ) -> CompiledForm:
         """Compile a form, or find it where another request has asked for it meanwhile. Lets go of the GIL.
 
         Args:
+            cache_salt: as in find.
             check: called between the parts of a form that has many. What it raises ends the compile.
 
         Raises:
@@ -159,7 +170,7 @@ class FormCompiler:
         Cost: milliseconds for most, a second for the largest grammar.
         """
         began_at = self._cpu_seconds()
-        compiled = self.find(form)
+        compiled = self.find(form, cache_salt)
         if compiled is not None:  # another has asked for it meanwhile
             return compiled
         self.load()
@@ -179,7 +190,7 @@ class FormCompiler:
         if form.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
             self._check_parts(self._library, grammar, form, began_at, check)
         compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source))
-        self._keep((form.kind, form.source), compiled)
+        self._keep((form.kind, form.source, cache_salt), compiled)
         return compiled
 
     def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:
@@ -218,7 +229,7 @@ class FormCompiler:
                     param=form.param,
                 )
 
-    def _keep(self, key: tuple[FormKind, str], compiled: CompiledForm) -> None:
+    def _keep(self, key: _FormKey, compiled: CompiledForm) -> None:
         with self._lock:
             self.compiles_total += 1
             self._forms.pop(key, None)

@@ -76,18 +76,18 @@ class GuideFactory:
     def __init__(self, compiler: FormCompiler) -> None:
         self.compiler = compiler
 
-    def find(self, sampling: SamplingParams) -> PreparedGuides | None:
-        """What is at hand; None where there is more to do than a moment's work."""
+    def find(self, sampling: SamplingParams, cache_salt: str | None = None) -> PreparedGuides | None:
+        """Return what is at hand under this salt; None where there is more to do than a moment's work."""
         form = None
         if sampling.structured is not None:
-            form = self.compiler.find(sampling.structured)
+            form = self.compiler.find(sampling.structured, cache_salt)
             if form is None:
                 return None
         if sampling.bad_words or sampling.allowed_token_ids is not None:
             return None
         return PreparedGuides(self.compiler, sampling, form)
 
-    def prepare(self, sampling: SamplingParams) -> PreparedGuides:
+    def prepare(self, sampling: SamplingParams, cache_salt: str | None = None) -> PreparedGuides:
         """In a thread for that (FormCompiler.compile). Raises InvalidRequest."""
-        form = None if sampling.structured is None else self.compiler.compile(sampling.structured)
+        form = None if sampling.structured is None else self.compiler.compile(sampling.structured, cache_salt)
         return PreparedGuides(self.compiler, sampling, form)

@@ -25,12 +25,14 @@ class ChoiceOutput:
     engine did not say so itself, the caller aborts the sequence and drops what still arrives.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, index: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, sampling: SamplingParams, *, index: int, cache_salt: str | None = None
+    ) -> None:
         self.ended = False
         self._index = index
         self._sampling = sampling
         self._decoder = tokenizer.new_decoder(sampling.skip_special_tokens, continues_text=True)
-        self._stops = StopStringFinder(sampling.stop) if sampling.stop else None
+        self._stops = StopStringFinder(sampling.stop, cache_salt) if sampling.stop else None
         self._is_plain = self._stops is None and sampling.logprobs is None  # and it has not ended
         self.token_count = 0
         # Since the last delta: tokens whose text is not complete yet.

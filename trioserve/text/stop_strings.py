@@ -30,11 +30,11 @@ class StopStringFinder:
 
     __slots__ = ("_automaton", "_first_characters", "_held", "_state", "found")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """The first finder for these stop strings takes a microsecond for each of their characters."""
+    def __init__(self, stops: Sequence[str], cache_salt: str | None = None) -> None:
+        """The first finder for these stop strings under a salt takes a microsecond for each of their characters."""
         assert stops, "without stop strings there is nothing to find"
         assert all(stops), "an empty stop string would end every text at once"
-        self._automaton = _automaton(tuple(stops))
+        self._automaton = _automaton(tuple(stops), cache_salt)
         self._first_characters = self._automaton.first_characters
         self._state = 0
         self._held = ""
@@ -191,4 +191,7 @@ class PrefixAutomaton:
         return falls_back_to
 
 
-_automaton = functools.lru_cache(maxsize=AUTOMATA_KEPT_MAX)(PrefixAutomaton)
+@functools.lru_cache(maxsize=AUTOMATA_KEPT_MAX)
+def _automaton(stops: tuple[str, ...], cache_salt: str | None) -> PrefixAutomaton:
+    """cache_salt: each has entries of its own, so that a request's time does not show what other keys send."""
+    return PrefixAutomaton(stops)

@@ -1,0 +1,168 @@
+"""Every cache of the product is listed here with the reason why its timing tells one key nothing about another one.
+
+A cache is recognised by how caches are written: functools' decorators, OrderedDict, and names of mappings that say so.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trioserve.contracts.block_hash import root_hash
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.engine.image_encoding import output_name
+from trioserve.proxy.routed_body import prefix_of
+from trioserve.testing.fake_engine import byte_form_compiler
+from trioserve.text import chat_template
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.stop_strings import StopStringFinder
+
+PRODUCT = Path(__file__).parent.parent / "trioserve"
+OF_TESTS = {"testing", "simulation", "bench"}
+DECORATORS = {"lru_cache", "cache", "cached_property"}
+NAMES = re.compile(r"_?(cache|cached|memo|memoized|kept|known|seen|remembered|holders|forms|programs|outputs)$")
+MAPPINGS = re.compile(r"\b(dict|OrderedDict|WeakValueDictionary|WeakKeyDictionary|defaultdict)\b")
+
+SALTED = "its keys hold the cache salt"
+OWNED = "an entry is asked for by its owner alone"
+OF_REQUEST = "it lives and dies with one request"
+OF_SERVER = "no request decides what is in it"
+NOT_A_CACHE = "it holds what is under way, or bookkeeping; an entry that is missing is not computed"
+
+CACHES = {
+    ("text/form_compiler.py", "_forms"): SALTED,
+    ("text/stop_strings.py", "_automaton"): SALTED,
+    ("core/encoder_outputs.py", "_outputs"): SALTED,
+    ("core/encoder_outputs.py", "_cached"): SALTED,
+    ("core/kv_blocks.py", "_cached"): SALTED,
+    ("core/evicted_names.py", "_by_hash"): SALTED,
+    ("router/residency.py", "_holders"): SALTED,
+    ("router/prefix_index.py", "_holders"): SALTED,
+    ("connectors/host/store.py", "_kept"): SALTED,
+    ("connectors/host/shelf.py", "_sizes"): SALTED,
+    ("text/chat_template.py", "_programs"): "of the model alone, those of requests are compiled each time",
+    ("text/chat_template.py", "places"): "of a program, as above",
+    ("text/chat_template.py", "_environment"): OF_SERVER,
+    ("proxy/kept_objects.py", "_objects"): OWNED,
+    ("admission/ended_ids.py", "_owners"): OWNED,
+    ("engine/live_feed.py", "_ended"): OWNED,
+    ("proxy/router_feed.py", "_seen"): OWNED,
+    ("text/bad_words.py", "_rows"): OF_REQUEST,
+    ("core/draft_judge.py", "_seen"): "how often steps of a size were timed",
+    ("connectors/host/policy.py", "_chains"): OF_REQUEST,
+    ("router/search.py", "_all"): OF_REQUEST,
+    ("config.py", "_hints"): OF_SERVER,
+    ("api/routes.py", "_openapi_json"): OF_SERVER,
+    ("trio_tools/media_fetcher.py", "_trusted_certificates"): OF_SERVER,
+    ("api/operations/routers_heard.py", "_heard_at"): OF_SERVER,
+    ("commands/ray_watch.py", "_known"): OF_SERVER,
+    ("core/block_holds.py", "_holds"): NOT_A_CACHE,
+    ("core/block_holds.py", "_ended"): NOT_A_CACHE,
+    ("core/remote_loads.py", "_pending"): NOT_A_CACHE,
+    ("core/request_table.py", "_finished_ids"): NOT_A_CACHE,
+    ("core/waiting_queue.py", "_queues"): NOT_A_CACHE,
+    ("ranks/group.py", "_orders"): NOT_A_CACHE,
+    ("router/continued_queue.py", "_lines"): NOT_A_CACHE,
+    ("router/waiting_queue.py", "tenants"): NOT_A_CACHE,
+    ("ranks/plan_wire.py", "_sampling"): "decoding an entry takes 0.1 ms at most, inside of a step that all share",
+    ("http/http2/fields.py", "_name_part"): "names of headers of responses, each in less than a microsecond",
+    ("http/message_head.py", "_date"): OF_SERVER,
+    ("api/images/image_routes.py", "_openapi_json"): OF_SERVER,
+}
+
+
+def found_caches() -> Iterator[tuple[str, str]]:
+    for path in sorted(PRODUCT.rglob("*.py")):
+        room = path.relative_to(PRODUCT)
+        if room.parts[0] in OF_TESTS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = _cache_name(node)
+            if name is not None:
+                yield room.as_posix(), name
+
+
+def _cache_name(node: ast.AST) -> str | None:
+    """The name that a statement gives to a cache; None: it makes none."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name if any(_is_decorator(decorator) for decorator in node.decorator_list) else None
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target, made = node.targets[0], node.value
+        calls = (part.func for part in ast.walk(made) if isinstance(part, ast.Call))
+        return _target(target) if any(map(_is_decorator, calls)) else None
+    if isinstance(node, ast.AnnAssign):
+        name, kind = _target(node.target), ast.unparse(node.annotation)
+        is_kept = isinstance(node.target, ast.Attribute) or node.col_offset == 0
+        if is_kept and ("OrderedDict" in kind or (NAMES.match(name) and MAPPINGS.search(kind))):
+            return name
+    return None
+
+
+def _target(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def _is_decorator(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        node = node.func
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in DECORATORS
+
+
+def test_every_cache_is_listed_with_the_reason_why_keys_cannot_see_each_other_by_it() -> None:
+    found = set(found_caches())
+    assert found - CACHES.keys() == set(), "say in CACHES whose entries a request can hit"
+    assert CACHES.keys() - found == set(), "it is no cache any more"
+
+
+SCHEMA = StructuredOutput(kind=FormKind.JSON_SCHEMA, source='{"type": "boolean"}')
+
+
+def test_a_compiled_schema_is_found_under_its_salt_alone() -> None:
+    compiler = byte_form_compiler()
+    first = compiler.compile(SCHEMA, "a")
+    assert compiler.find(SCHEMA, "a") is first
+    assert compiler.find(SCHEMA, "b") is None
+    assert compiler.find(SCHEMA) is None
+    assert compiler.compile(SCHEMA, "b") is not first
+
+
+def test_without_keys_a_compiled_schema_is_everybody_s() -> None:
+    compiler = byte_form_compiler()
+    assert compiler.compile(SCHEMA) is compiler.compile(SCHEMA)
+
+
+def test_an_automaton_of_stop_strings_is_found_under_its_salt_alone() -> None:
+    finders = [StopStringFinder(["END", "."], salt) for salt in ("a", "b", None, "a")]
+    assert finders[0]._automaton is finders[3]._automaton
+    assert len({id(finder._automaton) for finder in finders}) == 3
+
+
+def test_names_of_what_keys_share_differ_by_salt() -> None:
+    salts = ("a", "b", None)
+    assert len({output_name(b"digest of an image", salt) for salt in salts}) == 3
+    assert len({root_hash(salt) for salt in salts}) == 3
+    body = b'{"messages":[{"role":"user","content":"' + b"x" * 4096 + b'"}]}'
+    assert len({prefix_of(body, "model", salt) for salt in salts}) == 3
+
+
+def test_a_template_of_a_request_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    program = chat_template._Program
+
+    class Program(program):  # type: ignore[valid-type, misc]
+        def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+            compiled.append(source)
+            super().__init__(source, special_tokens)
+
+    monkeypatch.setattr(chat_template, "_Program", Program)
+    template = ChatTemplate("model {{ messages[0].content }}", bos_token=None, eos_token=None)
+    messages = [{"role": "user", "content": "x"}]
+    for own in (None, None, "own {{ messages[0].content }}", "own {{ messages[0].content }}"):
+        template.render(ChatPrompt(messages=messages, chat_template=own))
+    assert [source.split()[0] for source in compiled] == ["model", "own", "own"]
