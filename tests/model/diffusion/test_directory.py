@@ -190,7 +190,7 @@ def test_a_download_that_broke_off_says_so(changed, component):
     path = changed("stable-diffusion", "model_index.json")
     weights = tensors_of(path / component)
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    with pytest.raises(ModelLoadError, match=f"{component} cannot be loaded"):
+    with pytest.raises(ModelLoadError, match=r"lies at bytes .* the file has"):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
 
 
@@ -260,3 +260,69 @@ def test_a_tokenizer_that_is_a_sentencepiece_model_is_read(checkpoint, driver, t
     )
     one = driver.request("one", "a cat", size=(16, 16), sampler="dpm++", steps=2)
     assert driver.latents(driver.load(path), [one])[0].isfinite().all()
+
+
+def load(path):
+    return DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+
+
+@pytest.mark.parametrize(
+    "file, field, value, words",
+    [
+        ("unet", "layers_per_block", 5000, "its weights have so many tensors"),
+        ("unet", "layers_per_block", [1, 5000], "its weights have so many tensors"),
+        ("unet", "block_out_channels", [1_048_576, 1_048_576], "the longest side of its tensors"),
+        ("unet", "cross_attention_dim", 10**12, "the longest side of its tensors"),
+        ("vae", "block_out_channels", [1_048_576, 1_048_576], "the longest side of its tensors"),
+        ("text_encoder", "num_hidden_layers", 20_000, "its weights have so many tensors"),
+        ("text_encoder", "vocab_size", 2_000_000_000, "the longest side of its tensors"),
+        ("text_encoder", "max_position_embeddings", 10**40, "the longest side of its tensors"),
+    ],
+)
+def test_a_number_that_no_network_with_these_weights_needs_is_refused(changed, file, field, value, words):
+    with pytest.raises(ModelLoadError, match=f"{file}/config.json: {field} is .* at most .*{words}"):
+        load(changed("stable-diffusion", f"{file}/config.json", **{field: value}))
+
+
+@pytest.mark.parametrize("field", ["num_train_timesteps", "steps_offset", "solver_order"])
+def test_a_scheduler_of_very_many_steps_is_refused(changed, field):
+    path = changed("stable-diffusion", "scheduler/scheduler_config.json", **{field: 10**12})
+    with pytest.raises(ModelLoadError, match=f"{field} is 1000000000000, at most 100000 is allowed"):
+        ImageDirectory(path)
+
+
+def test_a_vae_of_very_many_blocks_is_refused(changed):
+    with pytest.raises(ModelLoadError, match="block_out_channels has 17 entries, at most 16"):
+        describe_at(changed("stable-diffusion", "vae/config.json", block_out_channels=[4] * 17))
+
+
+@pytest.mark.parametrize(
+    "file, fields",
+    [
+        ("unet", {"layers_per_block": 300}),
+        ("unet", {"block_out_channels": [2048, 2048]}),
+        ("text_encoder", {"num_hidden_layers": 1000}),
+        ("text_encoder", {"intermediate_size": 60_000, "hidden_size": 1024}),
+    ],
+)
+def test_a_network_is_not_made_beyond_what_its_weights_hold(changed, monkeypatch, file, fields):
+    """Whatever field it is that asks for more."""
+    monkeypatch.setattr(ImageDirectory, "check_sizes", lambda directory, component: None)
+    with pytest.raises(ModelLoadError, match=f"{file}: config.json describes a network with more than"):
+        load(changed("stable-diffusion", f"{file}/config.json", **fields))
+
+
+def test_loading_can_be_ended_while_a_network_is_made(checkpoint):
+    class Enough(Exception):
+        """Raised by who waits."""
+
+    told = []
+
+    def progress(name):
+        told.append(name)
+        if told.count("unet") == 2:
+            raise Enough
+
+    with pytest.raises(ModelLoadError):
+        DiffusionRunner.load(ImageDirectory(checkpoint("stable-diffusion")), ImageModelSettings(), progress=progress)
+    assert told[-1] == "unet"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import diffusers
@@ -18,6 +22,10 @@ from trioserve.model.diffusion.family import Family, Parts
 __all__ = ["load_parts", "make_family"]
 
 logger = logging.getLogger(__name__)
+
+PARAMETERS_SPARE = 256  # that a network may have beside its weights, such as tables of positions
+ELEMENTS_SPARE = 2**24
+PARAMETERS_PER_CHECK = 64
 
 
 def load_parts(
@@ -34,7 +42,7 @@ def load_parts(
     for name in directory.pipeline.classes:
         progress(name)
         try:
-            components[name] = _load(directory, name, device, dtype)
+            components[name] = _load(directory, name, device, dtype, functools.partial(progress, name))
         except ModelLoadError:
             raise
         except Exception as error:  # what a bad file makes of libraries that believe it: anything
@@ -48,7 +56,9 @@ def make_family(directory: ImageDirectory, parts: Parts) -> Family:
     return family
 
 
-def _load(directory: ImageDirectory, name: str, device: torch.device, dtype: torch.dtype) -> Any:
+def _load(
+    directory: ImageDirectory, name: str, device: torch.device, dtype: torch.dtype, check: Callable[[], None]
+) -> Any:
     library, class_name = directory.component(name)
     kind = getattr(diffusers if library == "diffusers" else transformers, class_name)
     folder = str(directory.path / name)
@@ -56,14 +66,16 @@ def _load(directory: ImageDirectory, name: str, device: torch.device, dtype: tor
         return kind.from_pretrained(folder, local_files_only=True)
     if name == "vae" and dtype is torch.float16 and directory.vae.get("force_upcast"):
         dtype = torch.float32  # its numbers do not fit
-    network, found = kind.from_pretrained(
-        folder,
-        torch_dtype=dtype,
-        local_files_only=True,
-        use_safetensors=True,
-        variant=directory.variant(name),
-        output_loading_info=True,
-    )
+    directory.check_sizes(name)
+    with _bounded_network(folder, directory.stored_shapes(name), check):
+        network, found = kind.from_pretrained(
+            folder,
+            torch_dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            variant=directory.variant(name),
+            output_loading_info=True,
+        )
     missing = sorted(found["missing_keys"])
     if missing:
         raise ModelLoadError(
@@ -71,3 +83,39 @@ def _load(directory: ImageDirectory, name: str, device: torch.device, dtype: tor
             "complete, or its config.json is another model's"
         )
     return network.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _bounded_network(folder: str, shapes: Sequence[tuple[int, ...]], check: Callable[[], None]) -> Iterator[None]:
+    """Inside, the networks that a library makes in this thread have about as many parameters as their weights hold.
+
+    This holds for whatever field of a description asks for more. Raises ModelLoadError from within the library.
+
+    Args:
+        check: called now and then. What it raises ends the loading.
+    """
+    # A library registers a parameter when it makes a network, and again when it reads the tensor. Tensors may be tied.
+    count_max = 4 * len(shapes) + PARAMETERS_SPARE
+    elements_max = 4 * sum(map(math.prod, shapes)) + ELEMENTS_SPARE
+    thread_id, count, elements = threading.get_ident(), 0, 0
+
+    def note(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal count, elements
+        if threading.get_ident() != thread_id or parameter is None:
+            return
+        count += 1
+        elements += parameter.numel()
+        if count > count_max or elements > elements_max:
+            raise ModelLoadError(
+                f"{folder}: config.json describes a network with more than {count} parameters of {elements} numbers, "
+                f"and its weights hold {len(shapes)} tensors of {sum(map(math.prod, shapes))} numbers: the file is "
+                "damaged, or another model's"
+            )
+        if count % PARAMETERS_PER_CHECK == 0:
+            check()
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()

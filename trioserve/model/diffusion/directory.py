@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import reprlib
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.model.diffusion.registry import Pipeline, find_pipeline
+from trioserve.model.loading.file_tensor import STORAGE_BYTES, FileTensor
+from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.model_config import Dtype
 
 __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
@@ -19,6 +23,9 @@ __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
 INDEX_NAME = "model_index.json"
 JSON_BYTES_MAX = 16 * 2**20  # a description is small; labels of some thousand classes are a tenth of this
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
+WHOLE_MAX = 65_536  # of a number in a description, if no tensor of the weights has a larger side
+SCHEDULER_WHOLE_MAX = 100_000  # timesteps that a scheduler was trained with are 1000
+BLOCKS_MAX = 16  # each halves an image's sides; real ones are 3 to 5
 DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -80,6 +87,11 @@ class ImageDirectory:
     def vae_scale(self) -> int:
         """Pixels in a side of what the VAE makes one latent pixel of."""
         channels: list[int] = self._field("vae", self.vae, "block_out_channels", list)
+        if len(channels) > BLOCKS_MAX:
+            raise ModelLoadError(
+                f"{self.path / 'vae' / 'config.json'}: block_out_channels has {len(channels)} entries, at most "
+                f"{BLOCKS_MAX} are read"
+            )
         return 1 << (len(channels) - 1)
 
     @property
@@ -130,6 +142,41 @@ class ImageDirectory:
     def config(self, component: str) -> dict[str, Any]:
         return _read_json(self.path / component / "config.json")
 
+    def stored_shapes(self, component: str) -> list[tuple[int, ...]]:
+        """The shapes of all tensors in a component's weights, as the headers of its files say."""
+        variant = self.variant(component)
+        ending = "" if variant is None else f".{variant}"
+        folder = self.path / component
+        for name in WEIGHT_NAMES:
+            for pattern in (
+                f"{name}{ending}.safetensors",
+                f"{name}{ending}-?????-of-?????.safetensors",
+                f"{name}-?????-of-?????{ending}.safetensors",
+            ):
+                if files := sorted(folder.glob(pattern)):
+                    stored: dict[str, FileTensor] = {}
+                    for file in files:
+                        stored |= tensors_in_file(file, tuple(STORAGE_BYTES))
+                    return [tuple(tensor.shape) for tensor in stored.values()]
+        raise ModelLoadError(f"{folder}: the weights that its index names are missing: the directory is not complete")
+
+    def check_sizes(self, component: str) -> None:
+        """Compare the numbers of a component's description with its weights, before a library makes a network of them.
+
+        Raises:
+            ModelLoadError: a number is larger than any network with these weights could need.
+        """
+        shapes = self.stored_shapes(component)
+        largest = max(WHOLE_MAX, *(side for shape in shapes for side in shape), 0)
+        for name, value in _wholes(self.config(component)):
+            whole_max = len(shapes) if "layer" in name else largest
+            if value > whole_max:
+                what = "its weights have so many tensors" if "layer" in name else "the longest side of its tensors"
+                raise ModelLoadError(
+                    f"{self.path / component / 'config.json'}: {name} is {reprlib.repr(value)}, at most {whole_max} is "
+                    f"allowed ({what}): the file is damaged, or another model's"
+                )
+
     def _check_component(self, component: str, allowed: tuple[str, ...]) -> None:
         entry = self._index.get(component)
         found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
@@ -161,6 +208,12 @@ class ImageDirectory:
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
             raise ModelLoadError(f"{self.path / INDEX_NAME} names no scheduler: save the pipeline with one")
         config = _read_json(self.path / "scheduler" / "scheduler_config.json")
+        for name, value in _wholes(config):
+            if value > SCHEDULER_WHOLE_MAX:
+                raise ModelLoadError(
+                    f"{self.path / 'scheduler' / 'scheduler_config.json'}: {name} is {reprlib.repr(value)}, at most "
+                    f"{SCHEDULER_WHOLE_MAX} is allowed"
+                )
         config["_class_name"] = entry[1]
         if entry[1] != "DDIMScheduler":
             config.setdefault("clip_sample", False)  # of another scheduler's file DDIM would take True
@@ -175,6 +228,19 @@ class ImageDirectory:
         if not isinstance(value, kind) or not value:
             raise ModelLoadError(f"{self.path / component / 'config.json'}: {name} is {value!r}, which says nothing")
         return value
+
+
+def _wholes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """All whole numbers with the names of their fields, those in lists and objects included."""
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += ((name, item) for item in value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

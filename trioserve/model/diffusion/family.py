@@ -15,6 +15,9 @@ MASKED = "masked"
 """Of Inputs: of a network that fills in, a mask and the latent of what is around, [rows, 1 + channels, ...]."""
 
 
+CLIP_TOKENS_MAX = 1024  # of a prompt, whatever a tokenizer's file says; CLIP has 77
+
+
 class BadTask(Exception):
     """A task that this model cannot do; its text is for the client."""
 
@@ -72,6 +75,5 @@ def with_masked(latents: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 def clip_tokens(tokenizer: Any, text: str, device: torch.device) -> Any:
     """What its text encoder takes of a text; the rest is cut."""
-    return tokenizer(
-        text, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-    ).to(device)
+    tokens_max = min(tokenizer.model_max_length, CLIP_TOKENS_MAX)
+    return tokenizer(text, padding="max_length", max_length=tokens_max, truncation=True, return_tensors="pt").to(device)
