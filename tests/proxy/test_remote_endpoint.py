@@ -9,7 +9,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import EndpointLost, InvalidRequest
+from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint, Unreachable
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
@@ -139,3 +139,8 @@ async def test_a_host_that_no_resolver_can_have_is_not_reached():
     with pytest.raises(Unreachable, match="cannot be reached"):
         async with remote.request("GET", "/load", [], b""):
             pass
+
+
+def test_port_0_is_no_place_of_an_endpoint():
+    with pytest.raises(StartupError, match="port 0"):
+        EndpointAddress.parse("http://far:0")

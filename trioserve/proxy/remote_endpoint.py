@@ -59,6 +59,8 @@ class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f'the endpoint "{url}" is no URL such as http://10.0.0.7:8000')
         if parts.username or parts.query or parts.fragment:
             raise StartupError(f'the endpoint "{url}" has more than scheme, host, port and path: leave the rest out')
+        if port == 0:
+            raise StartupError(f'the endpoint "{url}" has port 0, allowed are 1 to 65535')
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         return cls(
             scheme=parts.scheme,
