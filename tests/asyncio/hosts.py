@@ -62,7 +62,9 @@ class Client:
     async def ask(self, path: str, body: dict[str, object] | None = None) -> None:
         data = b"" if body is None else json.dumps(body).encode()
         method = "GET" if body is None else "POST"
-        fields = f"host: test\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+        fields = (
+            f"host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+        )
         self._writer.write(f"{method} {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data)
         await self._writer.drain()
 

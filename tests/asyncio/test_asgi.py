@@ -227,7 +227,7 @@ async def test_under_hypercorn_on_trio():
         nursery.start_soon(functools.partial(hypercorn.trio.serve, app, config, shutdown_trigger=ended.wait))
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         body = json.dumps({**ENDLESS, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         await stream.send_all(head.encode() + body)
         while app._app is None or not app.engine.live_requests():
             await trio.lowlevel.checkpoint()
@@ -294,3 +294,19 @@ def test_a_start_that_fails_tells_the_host_in_a_sentence(run, tmp_path):
             await app({"type": "http"}, receive, send)
 
     run(program)
+
+
+# --- whom it serves without keys ---
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_without_keys_it_knows_its_names_and_strangers_do_not_operate_it(backend):
+    for options, statuses in (
+        ({}, (403, 403, 403)),
+        ({"allowed_host": ("testserver",)}, (200, 403, 403)),
+        ({"allowed_host": ("testserver",), "allow_operator_without_key": True}, (200, 200, 403)),
+    ):
+        with TestClient(asgi_app(opens(), **options), backend=backend) as client:
+            page = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}
+            asked = (client.get("/v1/models"), client.post("/pause"), client.post("/resume", headers=page))
+            assert tuple(response.status_code for response in asked) == statuses

@@ -39,7 +39,7 @@ class Http1Client:
 
     async def ask(self, body: dict[str, object], *, missing_bytes: int = 0, path: str = "/v1/completions") -> None:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data) + missing_bytes}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data) + missing_bytes}\r\n\r\n"
         await self.stream.send_all(head.encode() + data)
 
     async def response(self) -> Response:

@@ -38,7 +38,7 @@ class Host:
             "method": "POST",
             "path": "/v1/completions",
             "query_string": b"",
-            "headers": [(b"host", b"test")],
+            "headers": [(b"host", b"localhost")],
             "http_version": "2",
             "client": ("192.0.2.7", 99),
         }

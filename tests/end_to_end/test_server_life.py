@@ -254,7 +254,7 @@ def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, fr
     # Some 20 KB a step: what the kernel takes for a client that does not read is full after a few.
     wide = {"prompt": "Once", "max_tokens": 4000, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True}
     body = json.dumps(wide).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect((host, int(port)))
