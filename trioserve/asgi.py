@@ -21,6 +21,7 @@ from trioserve.engine.engine import Engine
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.asgi.exchange import Receive, Send
 from trioserve.store.store import open_store
+from trioserve.trio_tools.interrupts import uninterrupted_context
 
 __all__ = ["AsgiApplication", "asgi_app"]
 
@@ -169,7 +170,7 @@ class AsgiApplication:
                 yield self._engine, app
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def _serving(engine: Engine, config: Config) -> AsyncIterator[AsgiApp]:
     """The whole application, in the engine's Trio run."""
     async with open_store(optional_path(config.data_dir), store_settings(config)) as store:

@@ -82,6 +82,7 @@ from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.trio_tools.own_run import check_is_in_trio
@@ -142,7 +143,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_engine(
     model: str = "smollm2",
     *,
@@ -324,7 +325,7 @@ open_asyncio_engine = for_asyncio(open_engine, AsyncioEngine)
 """trioserve.asyncio.open_engine."""
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_configured_engine(
     config: Config,
     *,
@@ -358,6 +359,7 @@ async def open_configured_engine(
                     nursery.cancel_scope.cancel()
 
 
+@uninterrupted
 class _Opening:
     """How an engine is opened, and opened anew: the model is read and its memory taken each time. What texts need and
     the metrics are made once, since they do not break with it."""

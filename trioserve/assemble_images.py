@@ -31,6 +31,7 @@ from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.diffusion.weights_name import name_of_weights
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.own_run import check_is_in_trio
 from trioserve.trio_tools.worker_thread import WorkerThread
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 STEP_PIXELS = 8 * 2**20  # eight rows of a megapixel: 20 GiB of activations in a network such as SDXL's, in 16 bits
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_image_engine(
     model: str | Path,
     *,
@@ -130,7 +131,7 @@ open_asyncio_image_engine = for_asyncio(open_image_engine, AsyncioImageEngine)
 """trioserve.asyncio.open_image_engine."""
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_configured_image_engine(
     config: Config,
     *,
@@ -167,6 +168,7 @@ class _Nap:
         return self._new_parts()  # slots are made as latents come
 
 
+@uninterrupted
 class _Opening:
     """How such an engine is opened, and opened anew: then the weights are read again."""
 

@@ -527,6 +527,22 @@ def test_a_loop_that_is_given_up_lets_the_engine_go():
 
 
 @pytest.mark.slow
+def test_an_engine_ends_if_its_loop_was_closed_before_its_scope_was_left():
+    """After a second Ctrl-C asyncio closes the loop first. Then nobody runs the clean-up of an async generator."""
+    before = set(threading.enumerate())
+    loop = asyncio.new_event_loop()
+    scope = open_fake()
+    loop.run_until_complete(scope.__aenter__())
+    threads = set(threading.enumerate()) - before
+    assert threads
+    loop.close()
+    del scope
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_process_that_ends_without_leaving_its_engine_ends():
     code = """
 import asyncio, functools, sys

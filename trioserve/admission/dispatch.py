@@ -30,6 +30,7 @@ from trioserve.router.endpoint_state import EndpointState
 from trioserve.router.policies import Policy, PolicyFactory, Rng
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["AdmissionScope", "Dispatch", "Fault", "Taken"]
 
@@ -44,6 +45,7 @@ class Taken(EndpointLost):
         self.fault = fault
 
 
+@uninterrupted
 class Dispatch:
     """One router. Every method belongs to the thread of the Trio program that runs it.
 
@@ -326,6 +328,7 @@ class Dispatch:
             admission.wake()
 
 
+@uninterrupted
 class AdmissionScope:
     """One request, from entering the queue to leaving it. can_go_on: asked, once its client has a token, whether
     another endpoint could go on from what the client has. note_thought_ended: told when its endpoint has ended its

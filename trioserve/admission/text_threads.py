@@ -19,10 +19,9 @@ from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-import trio
-
 from trioserve.contracts.errors import Overloaded
 from trioserve.text.form_bounds import COMPILE_STACK_BYTES
+from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = [
@@ -53,6 +52,7 @@ class TextRunner(Protocol):
         caller leaves at once, and what the function makes of it is thrown away."""
 
 
+@uninterrupted
 class TextThreads:
     """`async with TextThreads() as threads: await threads.run(function, size=len(text))`.
 
@@ -69,7 +69,6 @@ class TextThreads:
         self._aside_jobs: Counter[str | None] = Counter()  # by owner
         self._aside_characters = 0
 
-    @trio.lowlevel.enable_ki_protection  # a Ctrl-C between two threads would leave the first one behind
     async def __aenter__(self) -> TextThreads:
         async with AsyncExitStack() as scopes:
             for thread in (self._short, self._long, self._longest, self._aside, self._forms):
@@ -77,7 +76,6 @@ class TextThreads:
             self._scopes = scopes.pop_all()
         return self
 
-    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -58,6 +58,7 @@ class _Host:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_over = False
 
+    @trio.lowlevel.enable_ki_protection
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """The result of a call in the loop, in a task of its own, which being cancelled cancels."""
         waiting = trio.lowlevel.current_task()

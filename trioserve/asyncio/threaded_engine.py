@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import trio
 
-from trioserve.asyncio.trio_thread import NoteStarted, TrioTask, TrioThread
+from trioserve.asyncio.trio_thread import NoteStarted, ThreadOwner, TrioTask, TrioThread
 from trioserve.contracts.errors import EngineFault
 from trioserve.engine.shell.engine_life import EngineLife
 
@@ -110,7 +110,9 @@ async def opened_in_a_thread(
     is, and leaves no thread; its requests end together with it: whoever reads one elsewhere gets AlreadyEnded.
 
     Raises what that raises: EngineFault cancels the body before, as on Trio."""
-    async with TrioThread() as thread:
+    thread = TrioThread()
+    _owner = ThreadOwner(thread)
+    async with thread:
         opened: list[EngineT] = []
 
         async def keep(note_started: NoteStarted) -> None:

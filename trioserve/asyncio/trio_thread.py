@@ -19,7 +19,7 @@ from trioserve.asyncio.thread_event import ThreadEvent
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.trio_tools.errors_unwrapped import unwrapped
 
-__all__ = ["NoteStarted", "TrioTask", "TrioThread"]
+__all__ = ["NoteStarted", "ThreadOwner", "TrioTask", "TrioThread"]
 
 T = TypeVar("T")
 NoteStarted = Callable[[], None]
@@ -32,7 +32,8 @@ class TrioThread:
 
     def __init__(self) -> None:
         self._nursery: trio.Nursery
-        self._token: trio.lowlevel.TrioToken
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._is_stopped = False
         self._is_running = threading.Event()
         self._is_over = ThreadEvent()
         # A daemon: whoever abandons an engine without leaving its scope must still be able to end the process.
@@ -57,8 +58,11 @@ class TrioThread:
             self._thread.join()
 
     def stop(self) -> None:
-        """Cancel everything in it. Never waits."""
-        self.soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
+        """Cancel everything in it, also if it has not begun. Never waits. May be called from any thread, by the garbage
+        collector too."""
+        self._is_stopped = True
+        if self._token is not None:
+            self.soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
 
     def join(self, seconds_max: float) -> None:
         self._thread.join(seconds_max)
@@ -66,6 +70,7 @@ class TrioThread:
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that never waits, called in the Trio run. Holds the caller up until it is that
         run's turn, which is soon: nothing blocks it. When it is over the function is called right here."""
+        assert self._token is not None, "the thread was not started"
         try:
             return trio.from_thread.run_sync(function, *arguments, trio_token=self._token)
         except trio.RunFinishedError:
@@ -121,6 +126,7 @@ class TrioThread:
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> bool:
         """Have it called in the Trio run, after what was asked before. False: that is over."""
+        assert self._token is not None, "the thread was not started"
         try:
             self._token.run_sync_soon(function, *arguments)
         except trio.RunFinishedError:
@@ -140,7 +146,23 @@ class TrioThread:
         async with trio.open_nursery() as self._nursery:
             self._token = trio.lowlevel.current_trio_token()
             self._is_running.set()
+            if self._is_stopped:
+                self._nursery.cancel_scope.cancel("the scope of the engine was left")
             await trio.sleep_forever()
+
+
+class ThreadOwner:
+    """Stops a TrioThread when the garbage collector takes this object.
+
+    Keep it in the frame that enters the thread. A second Ctrl-C ends an asyncio loop in the middle of a callback. Then
+    nobody runs the `finally` of an async generator, and only the end of its frame shows that it was abandoned.
+    """
+
+    def __init__(self, thread: TrioThread) -> None:
+        self._thread = thread
+
+    def __del__(self) -> None:
+        self._thread.stop()
 
 
 class TrioTask(Generic[T]):

@@ -310,6 +310,7 @@ class LoopbackConnector:
                 self._withdraw(offer, "aborted")
                 self._report(Released(offer.request_id))
 
+    @trio.lowlevel.enable_ki_protection
     async def _read(self, reading: Reading) -> None:
         """Copy all of it, and say now and then that somebody does."""
         if reading.is_over:
@@ -321,6 +322,7 @@ class LoopbackConnector:
                 while self.copy_next(reading):
                     await trio.lowlevel.checkpoint()
 
+    @trio.lowlevel.enable_ki_protection
     async def _give_signs(self, reading: Reading) -> None:
         while True:
             await trio.sleep(SIGN_SECONDS)

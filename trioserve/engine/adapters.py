@@ -16,6 +16,7 @@ import trio
 from trioserve.contracts.adapter import AdapterContent, AdapterId
 from trioserve.contracts.errors import AdapterRefused, ModelLoadError, RankLost, UnknownModel
 from trioserve.core.adapters import AdapterBook, AdapterLease, AdapterState, LoadedAdapter
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["AdapterPlace", "Adapters", "ReadAdapter"]
 
@@ -39,6 +40,7 @@ async def _cannot_read(path: str, is_checked: bool) -> AdapterContent:
     raise ModelLoadError("this server takes no lora adapters: start it with --enable-lora")
 
 
+@uninterrupted
 class Adapters:
     """read: None: there are none. adapters_max: see AdapterBook. reserved_names: the model's own."""
 

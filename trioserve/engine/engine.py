@@ -88,6 +88,7 @@ from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.vision.image_prompt import ImageReader
 
@@ -99,6 +100,7 @@ ADAPTER_UNLOADED = "adapter_unloaded"
 WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended with what it had"
 
 
+@uninterrupted
 class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
     """Made by open_engine.
 

@@ -15,10 +15,12 @@ from types import TracebackType
 from trioserve.contracts.guide import GuidedRows
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.engine.mask_rows import MaskBuffers, MaskRows
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["MaskThread"]
 
 
+@uninterrupted
 class MaskThread:
     """`with MaskThread(vocab_size) as masks:`; a MaskMaker inside. Leaving ends the thread, after the row at hand.
 

@@ -13,6 +13,7 @@ from trioserve.contracts.output import Delta
 from trioserve.text.response_families import PROMPT_END_TOKENS, ResponseFamilies, offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["ChoiceParts", "PartStream", "ReadStream"]
 
@@ -38,6 +39,7 @@ class ChoiceParts(msgspec.Struct, frozen=True):
     delta: Delta
 
 
+@uninterrupted
 class PartStream:
     """`async for parts in engine.read_parts(stream, tools=...)`, inside of the stream's scope, instead of iterating
     over the stream. Raises what that raises.

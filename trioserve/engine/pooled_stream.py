@@ -10,11 +10,13 @@ from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.pooled_request import PooledRequest
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.shell.error_of_end import error_of
+from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun
 
 __all__ = ["PooledStream"]
 
 
+@uninterrupted
 class PooledStream(RequestStream):
     """`vectors = await engine.embed(texts)`; or, for a look at it meanwhile and at what it has cost,
     `async with engine.embed(texts) as stream: vectors = await stream.results()`.

@@ -8,10 +8,12 @@ from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.shell.scope_stream import ScopeStream
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["RequestStream"]
 
 
+@uninterrupted
 class RequestStream(ScopeStream[OpenRequest, Delta]):
     """`async with engine.generate(...) as stream: async for delta in stream: ...`. See ScopeStream; entering raises
     ContextTooLong besides.

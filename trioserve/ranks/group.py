@@ -14,7 +14,6 @@ import math
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,6 +50,7 @@ from trioserve.ranks.plan_wire import plan_to_wire
 from trioserve.ranks.stage_meeting import KEY_BYTES
 from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 
 __all__ = ["RankGroup", "open_ranks"]
 
@@ -72,6 +72,7 @@ async def _wait_in_thread(masks: TokenMasks) -> None:
     await call_abandonable(masks.wait, thread_name="trioserve-masks")  # it writes nothing, and so may be left
 
 
+@uninterrupted
 class _Order:
     """An order that is out. waiting: the ranks that have not answered. Whoever waits is told when all have, or, of a
     step, when the one has whose answer is the response. is_timed: it has a time that it may take; reading has none.
@@ -148,6 +149,7 @@ class _Sign(NamedTuple):
         return 1 if self.is_end else 2
 
 
+@uninterrupted
 class RankGroup:
     """What EngineParts and assemble ask of what computes. Made by open_ranks.
 
@@ -554,7 +556,7 @@ def _joined(said: Iterable[str]) -> str:
     return ", and ".join(dict.fromkeys(said))
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_ranks(
     setups: Sequence[RankSetup],
     make_links: Callable[[Callable[[int, Report], None], Callable[[int, str], None]], Sequence[RankLink]],

@@ -17,6 +17,7 @@ import trio
 
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import RankPlace, Report, decode_report
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["KILLED", "Connection", "Process", "RankLink", "RankProcess", "SocketConnection"]
 
@@ -61,6 +62,7 @@ class Process(Protocol):
     def close(self) -> None: ...
 
 
+@uninterrupted
 class SocketConnection:
     """socket: its own from then on."""
 
@@ -86,6 +88,7 @@ class SocketConnection:
         self._socket.close()
 
 
+@uninterrupted
 class RankProcess:
     """A child process, from its start to its end. It is started in the calling thread, so that the kernel kills it with
     that thread, which is the event loop's: see rank_process."""
@@ -134,6 +137,7 @@ class RankProcess:
         self._exit_file = -1
 
 
+@uninterrupted
 class RankLink:
     """rank: its number. on_report, on_end: what it says, and that it says no more, with how it ended."""
 

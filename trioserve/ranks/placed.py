@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -24,6 +24,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.host import free_port
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 
 __all__ = ["PlacedRanks", "RankDoor", "RankNode", "RanksTold", "RanksWanted", "placed_ranks"]
 
@@ -76,6 +77,7 @@ class RanksTold(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: str | None = None
 
 
+@uninterrupted
 class PlacedRanks:
     """nodes: of each rank, in their order."""
 
@@ -185,7 +187,7 @@ class PlacedRanks:
                 logger.warning("of ranks that Ray has placed: %s", why)
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def placed_ranks(wanted: RanksWanted, *, command: Sequence[str] | None = None) -> AsyncIterator[PlacedRanks]:
     """Ranks, each in its place on a node, that are still to come. It waits until Ray has room for them, however long
     that takes. Leaving ends them and gives their room back, also when cancelled, within LEAVE_SECONDS_MAX.

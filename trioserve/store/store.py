@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +14,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.store.database import FILE_NAME, StoreDatabase, StoreUsage
 from trioserve.store.settings import StoreSettings
 from trioserve.store.stored_objects import Change, Order, Quota, StoredObject, is_id
+from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["LIST_MAX", "BLOB_PIECE_BYTES_MAX", "JobRunner", "Store", "open_store"]
@@ -40,6 +40,7 @@ class JobRunner(Protocol):
         """A cancelled caller leaves at once."""
 
 
+@uninterrupted
 class Store:
     """Made by open_store. owner, everywhere: only theirs; None: anybody's. An id that none can be is simply not there.
 
@@ -176,7 +177,7 @@ class Store:
         return self._database.usage()
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_store(
     directory: Path | None = None,
     settings: StoreSettings | None = None,

@@ -48,6 +48,7 @@ from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted_context
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 
 __all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "fake_adapter_digest", "open_fake_engine"]
@@ -212,7 +213,7 @@ def byte_form_compiler() -> FormCompiler:
     return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_fake_engine(
     *,
     block_count: int = 64,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import trio
@@ -36,6 +36,7 @@ from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.trio_tools.interrupts import uninterrupted_context
 
 __all__ = ["MemoryRouter", "open_memory_router"]
 
@@ -90,7 +91,7 @@ class MemoryRouter:
         assert counters.exchanges_open == 0, f"{counters.exchanges_open} requests are still open in the front end"
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_memory_router(
     endpoints: Mapping[str, Connect],
     *,

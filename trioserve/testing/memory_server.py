@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -32,6 +31,7 @@ from trioserve.testing.inline_pictures import InlineDecoder, InlinePictures, Job
 from trioserve.testing.inline_store import InlineStore, open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.trio_tools.interrupts import uninterrupted_context
 
 __all__ = ["MemoryImageServer", "MemoryServer", "open_memory_image_server", "open_memory_server"]
 
@@ -102,7 +102,7 @@ class MemoryImageServer(ServedInMemory[FakeImageEngine, ImageApp]):
     decoder: JobGate
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_memory_server(
     *,
     limits: FrontendLimits | None = None,
@@ -147,7 +147,7 @@ async def open_memory_server(
                 nursery.cancel_scope.cancel()
 
 
-@asynccontextmanager
+@uninterrupted_context
 async def open_memory_image_server(
     *,
     limits: FrontendLimits | None = None,

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import outcome
 import trio
+from trio.lowlevel import enable_ki_protection
 
 __all__ = ["call_abandonable"]
 
 T = TypeVar("T")
 
 
+@enable_ki_protection
 async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_name: str) -> T:
     """A cancelled caller leaves at once. The thread, a daemon, then goes on until the function returns by itself, and
     what it returns or raises is lost."""

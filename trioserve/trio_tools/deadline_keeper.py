@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import trio
 
+from trioserve.trio_tools.interrupts import uninterrupted
+
 __all__ = ["Alarm", "DeadlineKeeper"]
 
 SPENT_ALARMS_MIN = 1000  # so many cancelled ones may lie about before it is worth a clean-up
@@ -30,6 +32,7 @@ class Alarm:
             self._keeper.note_spent()
 
 
+@uninterrupted
 class DeadlineKeeper:
     """set() is O(log n), cancel() O(1); cancelled alarms are cleared away before they outnumber the others."""
 

@@ -17,6 +17,7 @@ import trio
 
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.trio_tools.cpu_affinity import CpuAffinity
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["WorkerThread"]
 
@@ -37,6 +38,7 @@ class _Job:
         self.is_here = False  # it begins on its caller's CPU
 
 
+@uninterrupted
 class WorkerThread:
     """`async with WorkerThread("compute") as thread: await thread.run(function, ...)`.
 
@@ -53,7 +55,6 @@ class WorkerThread:
         self._is_left = False
         self._cpu_affinity = CpuAffinity()
 
-    @trio.lowlevel.enable_ki_protection  # a Ctrl-C halfway would leave the thread behind
     async def __aenter__(self) -> WorkerThread:
         self._token = trio.lowlevel.current_trio_token()
         usual_bytes = threading.stack_size()
@@ -64,7 +65,6 @@ class WorkerThread:
             threading.stack_size(usual_bytes)
         return self
 
-    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -25,6 +25,7 @@ from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store
 from trioserve.store.stored_objects import Change, Quota, StoredObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
@@ -38,6 +39,7 @@ BATCHES_FULL = "batches_full"
 RETRY_SECONDS = 60.0
 
 
+@uninterrupted
 class Batches:
     """To be used inside of `async with self.running()`; outside it takes none.
 

@@ -33,6 +33,7 @@ from trioserve.contracts.output import Delta
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import AppendBlob, PutObject, ReplaceObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
@@ -105,6 +106,7 @@ class BackgroundResponse:
         self.publish(events)
 
 
+@uninterrupted
 class BackgroundResponses:
     """The ones that live, by id. To be used inside of `async with self.running()`; outside it takes none."""
 

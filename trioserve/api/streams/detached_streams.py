@@ -22,6 +22,7 @@ from trioserve.api.streams.settings import DetachSettings
 from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded
 from trioserve.store.stored_objects import is_id
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
@@ -46,6 +47,7 @@ class Wish(msgspec.Struct, frozen=True):
     seconds: float
 
 
+@uninterrupted
 class DetachedStreams:
     """Those that live, by owner and id; the finished ones, too, until their time without a reader is over. To be used
     inside of `async with self.running()`."""

@@ -54,6 +54,7 @@ class HostConnector(HostPolicy):
             if files is not None:
                 files.close()
 
+    @trio.lowlevel.enable_ki_protection
     async def _work_off(self, lane: Lane) -> None:
         while True:
             while (job := self.begin_job(lane)) is not None:

@@ -72,6 +72,7 @@ class Reader:
 
     # --- one load ---
 
+    @trio.lowlevel.enable_ki_protection
     async def bring(self, load: Load) -> None:
         """Until the load has ended, one way or another."""
         with trio.CancelScope() as scope:
@@ -255,6 +256,7 @@ class Reader:
         else:
             self._loads.cannot_tell(source)
 
+    @trio.lowlevel.enable_ki_protection
     async def _tell_on(self, source: Source, nursery: trio.Nursery) -> None:
         connection: PeerConnection | None = None
         failure_count = 0

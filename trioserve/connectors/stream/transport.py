@@ -91,11 +91,13 @@ class StreamTransport:
             other.socket.close()
         return first
 
+    @trio.lowlevel.enable_ki_protection
     async def _accept(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
         while True:
             stream = await self.holder.strangers.accept(listener)
             nursery.start_soon(self._accepted, stream)
 
+    @trio.lowlevel.enable_ki_protection
     async def _accepted(self, stream: trio.SocketStream) -> None:
         address = remote_address(stream) or "?"  # it has gone already
         try:

@@ -42,12 +42,14 @@ from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
 from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
 from trioserve.metrics.image_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["ImageEngine"]
 
 DRAWN_SEED_BITS = 53  # whoever reads a seed that was drawn may send it back: JavaScript's numbers hold so many
 
 
+@uninterrupted
 class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImageParts]):
     """Made by open_image_engine.
 

@@ -9,10 +9,12 @@ from trioserve.contracts.image_generation import ImageDelta, Picture
 from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.shell.error_of_end import error_of
 from trioserve.engine.shell.scope_stream import ScopeStream
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["ImageStream", "pictures_of"]
 
 
+@uninterrupted
 class ImageStream(ScopeStream[OpenImage, ImageDelta]):
     """`pictures = await engine.generate_image("a cat")`; or, for a look at them meanwhile,
     `async with engine.generate_image("a cat") as stream: async for delta in stream: ...`. See ScopeStream.

@@ -35,6 +35,7 @@ from trioserve.metrics.engine_gauges import ShellGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun
 
 __all__ = ["PAUSED", "SERVER_STOPPING", "EngineLife", "Guard"]
@@ -54,6 +55,7 @@ AskedT = TypeVar("AskedT")
 PartsT = TypeVar("PartsT")
 
 
+@uninterrupted
 class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
     """ScopeT: its requests. PartT: what each consists of, and AskedT: what the core gets for it. PartsT: what goes with
     a fault, and is there anew when the engine is opened anew.

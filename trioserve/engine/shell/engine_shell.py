@@ -25,6 +25,7 @@ from trioserve.engine.shell.request_scope import RequestPart, RequestScope
 from trioserve.engine.shell.request_trace import RequestTrace
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.deadline_keeper import Alarm
+from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["EngineShell", "new_request_id"]
 
@@ -49,6 +50,7 @@ class ScopeArguments(TypedDict):
     part_of: Span
 
 
+@uninterrupted
 class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
     """Every method belongs to the thread of the Trio program that opened it. new_request_id: for requests whose caller
     gives none."""

@@ -24,6 +24,7 @@ from trioserve.contracts.output import AnyDelta
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
 from trioserve.trio_tools.deadline_keeper import Alarm
+from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 
 __all__ = ["AnyScope", "RequestPart", "RequestScope", "ScopeState"]
@@ -69,6 +70,7 @@ class RequestPart(ABC, Generic[ScopeT]):
         """How far it is; where it is less than before, it is computed anew."""
 
 
+@uninterrupted
 class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     """The engine writes, synchronously; the reader, through its stream, waits and fetches.
 

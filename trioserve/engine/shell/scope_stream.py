@@ -12,6 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from trioserve.contracts.output import AnyDelta
 from trioserve.engine.shell.request_scope import RequestScope
+from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun
 
 __all__ = ["ScopeStream"]
@@ -20,6 +21,7 @@ ScopeT = TypeVar("ScopeT", bound=RequestScope[Any, Any, Any])
 DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
+@uninterrupted
 class ScopeStream(Generic[ScopeT, DeltaT]):
     """`async with engine.generate(...) as stream: async for delta in stream: ...`.
 

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from trioserve.engine.engine_parts import Nap
 from trioserve.engine.shell.engine_life import EngineLife
@@ -32,6 +33,7 @@ PartsType = TypeVar("PartsType", bound=Parts)
 EngineType = TypeVar("EngineType", bound=EngineLife[Any, Any, Any, Any])
 
 
+@enable_ki_protection
 async def supervise(
     open_parts: Callable[[], AbstractAsyncContextManager[PartsType]],
     make_engine: Callable[[PartsType], EngineType],
@@ -72,6 +74,7 @@ async def supervise(
             engine.close()
 
 
+@enable_ki_protection
 async def _run_first(engine: EngineType, task_status: trio.TaskStatus[EngineType]) -> None:
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
