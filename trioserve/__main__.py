@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from trioserve.cli import run_program
+import sys
 
 if __name__ == "__main__":
+    try:
+        from trioserve.cli import run_program
+    except KeyboardInterrupt:  # while modules are loaded
+        sys.exit(130)
     run_program()

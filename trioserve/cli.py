@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
@@ -11,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trioserve import __version__
-from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.commands.option_groups import GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS
+from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, end_program, limit_message, prepare_program
 from trioserve.commands.unknown_options import Parser
 from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
@@ -51,18 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrioserveError as error:
         print(f"trioserve: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except BrokenPipeError:
-        # Whoever read our output has left. What is still buffered must not be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-    except MemoryError:
-        print(
-            "trioserve: there is not enough memory: take a smaller model, or less KV cache with --kv-cache-memory GIB",
-            file=sys.stderr,
-        )
+    except BrokenPipeError:  # whoever read our output has left
         return EXIT_FAILED
     except KeyboardInterrupt:  # before or after the time in which a command listens to signals itself
         return EXIT_INTERRUPTED
+    except BaseException as error:
+        message = limit_message(error)
+        if message is None:
+            raise
+        print(f"trioserve: {message}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _run_parsed(arguments: list[str]) -> int:
@@ -75,14 +74,15 @@ def _run_parsed(arguments: list[str]) -> int:
 
 def run_program() -> None:
     """The whole program: main, and the end of the process with its exit code."""
+    prepare_program()
     exit_code = main()
     if any(thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()):
         # Whoever waited for this download has left. It has threads of its own, for which Python would wait until every
         # file had come; what is on the disk by then is taken up by the next attempt.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(exit_code)
-    sys.exit(exit_code)
+    end_program(exit_code)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:

@@ -27,8 +27,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trioserve.asyncio.thread_event import ThreadEvent, Waiters
-from trioserve.commands.exit_codes import EXIT_FAILED
 from trioserve.commands.log_lines import logging_to
+from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter

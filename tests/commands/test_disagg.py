@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trioserve.commands.disagg import DisaggSettings, Ended, Order, Serving, Signalled, StartAndStop
-from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.contracts.errors import StartupError
 
 

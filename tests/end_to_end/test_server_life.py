@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -225,16 +227,77 @@ def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server
 
 
 @pytest.mark.slow
-def test_a_signal_while_loading_ends_at_once():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_loading_ends_at_once_with_the_exit_code_of_shells(number):
     process = subprocess.Popen([sys.executable, "-m", "trioserve", "--port", "0"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:
         assert "loading" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.stderr.read()
-    assert process.wait(RESPONSE_SECONDS_MAX) == 130
+    assert process.wait(RESPONSE_SECONDS_MAX) == 128 + number
     assert "Traceback" not in rest
     assert "serving" not in rest
+
+
+def closed_stderr() -> tuple[str, int | None]:
+    return "exec 0<&- 1>&- 2>&-; ", None
+
+
+def full_disk() -> tuple[str, int | None]:
+    return "", os.open("/dev/full", os.O_WRONLY)
+
+
+def pipe_without_reader() -> tuple[str, int | None]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return "", writer
+
+
+def full_pipe() -> tuple[str, int | None]:
+    _reader, writer = os.pipe()  # stays open, and nobody reads from it
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    return "", writer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log", [closed_stderr, full_disk, pipe_without_reader, full_pipe])
+def test_server_without_a_usable_stderr_serves_and_stops_with_0(log, tmp_path: Path):
+    redirection, stderr = log()
+    socket_path = tmp_path / "server.sock"
+    command = f"{redirection}exec {sys.executable} -m trioserve scripted --uds {socket_path}"
+    with subprocess.Popen(["bash", "-c", command], stderr=stderr, stdout=stderr, stdin=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(3000):
+                with socket.socket(socket.AF_UNIX) as client:
+                    try:
+                        client.connect(str(socket_path))
+                    except OSError:
+                        assert process.poll() is None, "the server ended while it started"
+                        threading.Event().wait(0.02)
+                        continue
+                    client.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                    if client.recv(4096).startswith(b"HTTP/1.1 200"):
+                        break
+            else:
+                raise AssertionError("the server never became ready")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(RESPONSE_SECONDS_MAX) == 0
+        finally:
+            process.kill()
+            if stderr is not None:
+                os.close(stderr)
+
+
+@pytest.mark.slow
+def test_too_few_open_files_are_one_sentence():
+    limited = ["bash", "-c", 'ulimit -n 12; exec "$@"', "bash", sys.executable, "-m", "trioserve", "--port", "0"]
+    result = subprocess.run(limited, capture_output=True, text=True, timeout=RESPONSE_SECONDS_MAX, check=False)
+    check_refusal(result, "too many open files", "12", "ulimit -n")
 
 
 @pytest.mark.slow

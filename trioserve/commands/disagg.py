@@ -7,6 +7,7 @@ first: what runs through it needs them. If a server is lost, the rest goes on. L
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -20,7 +21,8 @@ from typing import Literal, TypeVar
 import msgspec
 import trio
 
-from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.commands.log_lines import announce
+from trioserve.commands.program_end import EXIT_FAILED, StopSignals
 from trioserve.config import Config, RouteConfig, ServerConfig, add_arguments, config_from
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, StartupError
@@ -118,7 +120,9 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """Ctrl-C or SIGTERM."""
+    """A signal that stops the program: SIGINT or SIGTERM."""
+
+    number: int = signal.SIGINT
 
 
 Happening = Serving | Ended | Signalled
@@ -172,7 +176,7 @@ class StartAndStop:
             return self._stop_next() if happening.name == "router" else []
         self._signal_count += 1
         if not self._is_stopping:
-            self.exit_code = self.exit_code if self.is_ready else EXIT_INTERRUPTED
+            self.exit_code = self.exit_code if self.is_ready else 128 + happening.number
             return self._stop()
         if self._signal_count == 2:
             return self._stop_next()  # a second one shortens what the servers let their requests have
@@ -198,22 +202,23 @@ class StartAndStop:
 def run_disagg(settings: DisaggSettings) -> int:
     """Until Ctrl-C or SIGTERM, or one of the three ends. Returns the exit code; raises StartupError."""
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return trio.run(_run, settings.commands(core_count=core_count))
+    with StopSignals() as signals:
+        return trio.run(_run, settings.commands(core_count=core_count), signals)
 
 
-async def _run(commands: dict[Name, list[str]]) -> int:
+async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
     sender, happenings = trio.open_memory_channel[Happening](HAPPENINGS_MAX)
     decides = StartAndStop()
     processes: dict[Name, trio.Process] = {}
     async with trio.open_nursery() as nursery, sender, happenings:
-        await nursery.start(_relay_signals, sender)
+        await nursery.start(_relay_signals, signals, sender)
         orders = decides.begin()
         while True:
             for order in orders:
                 if order.what == "start":
                     command = commands[order.name]
                     process = processes[order.name] = await nursery.start(_serve, order.name, command, sender)
-                    _tell(f"{order.name}: process {process.pid}: python -m trioserve {shlex.join(command)}")
+                    announce(f"{order.name}: process {process.pid}: python -m trioserve {shlex.join(command)}")
                 elif order.what == "stop":
                     processes[order.name].terminate()
                 else:
@@ -223,21 +228,19 @@ async def _run(commands: dict[Name, list[str]]) -> int:
             was_ready = decides.is_ready
             orders = decides.note(await happenings.receive())
             if decides.is_ready and not was_ready:
-                _tell("all three serve: requests to the router go to prefill, and then to decode (Ctrl-C stops)")
+                announce("all three serve: requests to the router go to prefill, and then to decode (Ctrl-C stops)")
         nursery.cancel_scope.cancel()
     return decides.exit_code
 
 
 async def _relay_signals(
-    sender: trio.MemorySendChannel[Happening], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    signals: StopSignals,
+    sender: trio.MemorySendChannel[Happening],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            try:
-                sender.send_nowait(Signalled())
-            except trio.WouldBlock:
-                continue
+    async for number in signals.receive(task_status=task_status):
+        with contextlib.suppress(trio.WouldBlock):
+            sender.send_nowait(Signalled(number))
 
 
 async def _serve(
@@ -315,14 +318,10 @@ async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: C
             lines, held = [*lines, held], b""
         for line in lines:
             text = line.decode("utf-8", "replace")
-            _tell(f"{name}: {text}")
+            announce(f"{name}: {text}")
             found = SERVING.match(text)
             if found is not None and not is_told:
                 is_told = True
                 on_serving(found[1])
     if held:
-        _tell(f"{name}: {held.decode('utf-8', 'replace')}")
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        announce(f"{name}: {held.decode('utf-8', 'replace')}")

@@ -1,5 +1,7 @@
-"""Lines of the log as text or as JSON, written by a thread of their own: whoever logs waits for no terminal, pipe or
-disk. What that thread cannot write in time is dropped, and said so."""
+"""The program's log as lines of text or JSON, and its status messages, written by one thread.
+
+No caller waits for a terminal, pipe or disk. Lines that the thread cannot write in time are dropped and counted.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from trioserve.api.log_context import request_fields
+from trioserve.commands.program_end import SteadyStderr
 
 if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
 
-__all__ = ["LineThread", "logging_to", "show_dropped_lines"]
+__all__ = ["LineThread", "announce", "logging_to", "show_dropped_lines"]
 
 LINES_MAX = 10_000  # a few megabytes
 END_SECONDS_MAX = 2.0
@@ -61,6 +64,8 @@ class LineThread(logging.Handler):
 
     def __init__(self, stream: TextIO, *, lines_max: int = LINES_MAX) -> None:
         super().__init__()
+        # A stream that hides errors would hide lost lines, too.
+        self._write_text = stream.write_or_raise if isinstance(stream, SteadyStderr) else stream.write
         self._stream = stream
         self._lines_max = lines_max
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -69,15 +74,19 @@ class LineThread(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._lines.qsize() >= self._lines_max:
-            self.dropped += 1
-            return
         try:
             line = self.format(record)
         except Exception:
             self.handleError(record)
             return
-        self._lines.put(line + "\n")
+        self.put(line + "\n")
+
+    def put(self, line: str) -> None:
+        """Queue a line for the stream, or drop it if too many wait."""
+        if self._lines.qsize() >= self._lines_max:
+            self.dropped += 1
+        else:
+            self._lines.put(line)
 
     def close(self) -> None:
         self._lines.put(None)
@@ -92,10 +101,26 @@ class LineThread(logging.Handler):
                 line += f"{dropped - told} lines of the log were dropped: nobody took them\n"
                 told = dropped
             try:
-                self._stream.write(line)
+                self._write_text(line)
                 self._stream.flush()
             except (OSError, ValueError):
                 self.dropped += 1
+
+
+def announce(message: str) -> None:
+    """Print a status message for people on standard error.
+
+    It never blocks or fails. Inside `logging_to` it goes through the log's thread, as JSON if the log is JSON.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LineThread):
+            if isinstance(handler.formatter, JsonLines):
+                handler.emit(logging.LogRecord("trioserve", logging.INFO, "", 0, message, None, None))
+            else:
+                handler.put(f"{message}\n")
+            return
+    with suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

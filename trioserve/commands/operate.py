@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from trioserve.commands.exit_codes import EXIT_FAILED
+from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.commands.remote import RemoteServer
 
 __all__ = ["run_abort", "run_drain", "run_endpoints", "run_requests"]

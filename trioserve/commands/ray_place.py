@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from trioserve.commands.exit_codes import EXIT_FAILED
+from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksTold, RanksWanted
 

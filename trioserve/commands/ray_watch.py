@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
-from trioserve.commands.exit_codes import EXIT_FAILED
+from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.contracts.errors import StartupError
 from trioserve.proxy.discovery.ray import SIGN_SECONDS, GroupTold
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import trio
 
-from trioserve.commands.exit_codes import EXIT_FAILED
+from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.commands.route import serve_router
 from trioserve.commands.router_processes import SERVING, ProcessStart
 from trioserve.commands.serving import run_until_signal

@@ -26,7 +26,8 @@ from typing import Literal
 import msgspec
 import trio
 
-from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.commands.log_lines import announce
+from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, StopSignals
 from trioserve.commands.route import InheritedPlace, checked_routing
 from trioserve.commands.serving import frontend_limits, server_tls, server_urls, tell_serving
 from trioserve.config import RouteConfig, engine_settings
@@ -96,7 +97,9 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """Ctrl-C or SIGTERM."""
+    """A signal that stops the program: SIGINT or SIGTERM."""
+
+    number: int = signal.SIGINT
 
 
 class Late(msgspec.Struct, frozen=True):
@@ -127,6 +130,7 @@ class Lives:
         self._serving: set[int] = set()
         self._was_ready = False
         self._signal_count = 0
+        self._early_exit_code = EXIT_INTERRUPTED
 
     @property
     def all_serve(self) -> bool:
@@ -140,7 +144,7 @@ class Lives:
     def exit_code(self) -> int:
         if self.failures:
             return EXIT_FAILED
-        return 0 if self._was_ready else EXIT_INTERRUPTED
+        return 0 if self._was_ready else self._early_exit_code
 
     def note(self, happening: Happening) -> list[Order]:
         if isinstance(happening, Serving):
@@ -151,6 +155,8 @@ class Lives:
             return self._note_end(happening)
         if isinstance(happening, Signalled):
             self._signal_count += 1
+            if self._signal_count == 1:
+                self._early_exit_code = 128 + happening.number
             return self._stop() if self._signal_count <= SIGNALS_OBEYED else self._all("kill")
         self.failures.append(f"did not stop in time and is killed: process {self._named()}")
         return self._all("kill")
@@ -188,10 +194,11 @@ def _signal_name(number: int) -> str:
 def run_router_processes(config: RouteConfig) -> int:
     """Until Ctrl-C or SIGTERM, or one of them ends. Returns the exit code; raises StartupError."""
     check_processes(config)
-    return trio.run(_run, config)
+    with StopSignals() as signals:
+        return trio.run(_run, config, signals)
 
 
-async def _run(config: RouteConfig) -> int:
+async def _run(config: RouteConfig, signals: StopSignals) -> int:
     checked_routing(config)  # what is wrong is said once, and not by each process
     server_tls(config)
     limits = frontend_limits(config)
@@ -206,7 +213,7 @@ async def _run(config: RouteConfig) -> int:
         await sender.send(Late())
 
     async with trio.open_nursery() as nursery, sender, happenings:
-        await nursery.start(_relay_signals, sender)
+        await nursery.start(_relay_signals, signals, sender)
         shared = await open_shared_listeners(config.host, config.port, count, limits=limits)
         urls = server_urls(config, shared[0])
         doors = [(await open_listeners("127.0.0.1", 0))[0] for _ in range(count)]
@@ -222,18 +229,18 @@ async def _run(config: RouteConfig) -> int:
             for order in lives.note(await happenings.receive()):
                 processes[order.number].send_signal(signal.SIGTERM if order.what == "stop" else signal.SIGKILL)
             for sentence in lives.failures[failures_told:]:
-                print(f"trioserve: {sentence}", file=sys.stderr, flush=True)
+                announce(f"trioserve: {sentence}")
             failures_told = len(lives.failures)
             if lives.all_serve and not is_told:
                 is_told = True
                 pids = ", ".join(str(process.pid) for process in processes.values())
-                print(f"the router is {count} processes: {pids}", file=sys.stderr, flush=True)
+                announce(f"the router is {count} processes: {pids}")
                 tell_serving("a router", urls, config)
             if lives.is_stopping and not is_late_awaited:
                 is_late_awaited = True
                 nursery.start_soon(wait_for_the_late)
         nursery.cancel_scope.cancel()
-    print("stopped", file=sys.stderr)
+    announce("stopped")
     return lives.exit_code
 
 
@@ -254,13 +261,13 @@ def _starts(
 
 
 async def _relay_signals(
-    sender: trio.MemorySendChannel[Happening], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    signals: StopSignals,
+    sender: trio.MemorySendChannel[Happening],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            with contextlib.suppress(trio.WouldBlock):
-                sender.send_nowait(Signalled())
+    async for number in signals.receive(task_status=task_status):
+        with contextlib.suppress(trio.WouldBlock):
+            sender.send_nowait(Signalled(number))
 
 
 async def _serve(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import signal
 import socket
 import ssl
 import sys
@@ -22,8 +21,8 @@ from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
 from trioserve.api.gate import checked_host_names, is_loopback_host
 from trioserve.api.page.settings import PageSettings
-from trioserve.commands.exit_codes import EXIT_INTERRUPTED
-from trioserve.commands.log_lines import logging_to
+from trioserve.commands.log_lines import announce, logging_to
+from trioserve.commands.program_end import StopSignals
 from trioserve.config import Config, ServerConfig
 from trioserve.contracts.errors import StartupError
 from trioserve.http.counter_metrics import show_counters
@@ -70,26 +69,27 @@ def run_until_signal(
     for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
-    with logging_to(level=config.log_level, form=config.log_format):
-        return trio.run(_serve_until_signal, serve, what, config, on_serving)
+    with StopSignals() as signals, logging_to(level=config.log_level, form=config.log_format):
+        return trio.run(_serve_until_signal, serve, signals, what, config, on_serving)
 
 
 async def _serve_until_signal(
-    serve: Serve, what: str, config: ServerConfig, on_serving: Callable[[], None] | None
+    serve: Serve, signals: StopSignals, what: str, config: ServerConfig, on_serving: Callable[[], None] | None
 ) -> int:
     sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
     is_serving = trio.Event()
+    exit_code = 0
 
     async def relay_signals(everything: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            task_status.started()
-            async for number in signals:
-                if not is_serving.is_set():
-                    everything.cancel()
-                elif orders.statistics().current_buffer_used < ORDERS_MAX:
-                    sender.send_nowait(number)
+        nonlocal exit_code
+        async for number in signals.receive(task_status=task_status):
+            if not is_serving.is_set():
+                exit_code = 128 + number  # as shells show it: what was asked for was not done
+                everything.cancel()
+            elif orders.statistics().current_buffer_used < ORDERS_MAX:
+                sender.send_nowait(number)
 
-    def announce(urls: list[str]) -> None:
+    def note_serving(urls: list[str]) -> None:
         keep_what_is_loaded()
         is_serving.set()
         if on_serving is not None:
@@ -100,23 +100,23 @@ async def _serve_until_signal(
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             await nursery.start(relay_signals, nursery.cancel_scope)
-            await serve(orders, announce)
+            await serve(orders, note_serving)
             if on_serving is None:
-                print("stopped", file=sys.stderr)
+                announce("stopped")
             nursery.cancel_scope.cancel()
-    return 0 if is_serving.is_set() else EXIT_INTERRUPTED
+    return exit_code
 
 
 def tell_serving(what: str, urls: list[str], config: ServerConfig) -> None:
     """Tell people on stderr where `what` is served, and what strangers may do there."""
     seconds = _process_seconds()
     for url in urls:
-        print(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)", file=sys.stderr, flush=True)
+        announce(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)")
         if config.ui and url.startswith("http"):
-            print(f"watch it in a browser: {url}/", file=sys.stderr, flush=True)
+            announce(f"watch it in a browser: {url}/")
     warning = strangers_warning(config)
     if warning is not None:
-        print(warning, file=sys.stderr, flush=True)
+        announce(warning)
 
 
 def _process_seconds() -> float:

@@ -15,8 +15,8 @@ import msgspec
 import trio
 
 from trioserve.assemble import Loaded, LoadProgress, open_configured_engine
-from trioserve.commands.exit_codes import EXIT_INTERRUPTED
 from trioserve.commands.processor import processor_name
+from trioserve.commands.program_end import EXIT_INTERRUPTED
 from trioserve.config import Config
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt, Prompt

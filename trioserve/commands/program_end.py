@@ -1,0 +1,176 @@
+"""How a program ends: its exit code, the signals that stop it, and standard streams that cannot break it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import trio
+
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "SteadyStderr",
+    "StopSignals",
+    "end_program",
+    "limit_message",
+    "prepare_program",
+]
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # what shells show for Ctrl-C
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PIECE_CHARACTERS = 1024  # at most PIPE_BUF bytes (4,096), which a pipe takes whole or not at all
+_PATIENCE_MS = 500
+_owns_process = False
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM for a server: none is lost before the server can listen, and none changes its exit code later.
+
+    Use it as `with StopSignals() as signals: trio.run(...)`. Inside of the run, one task iterates over
+    `signals.receive()`. The signals are ignored after the scope if the process ends with this command: the default
+    handlers would end it with -15 although everything has stopped.
+    """
+
+    def __init__(self) -> None:
+        self._early: list[int] = []
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {number: signal.signal(number, self._keep) for number in _STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_IGN if _owns_process else handler)  # type: ignore[arg-type]
+
+    def _keep(self, number: int, _frame: FrameType | None) -> None:
+        self._early.append(number)
+
+    async def receive(self, *, task_status: trio.TaskStatus[None] | None = None) -> AsyncGenerator[int, None]:
+        """Yield the number of each signal, first of those that came before."""
+        import trio  # most commands end without a Trio run
+
+        with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+            if task_status is not None:
+                task_status.started()
+            for number in self._early:
+                yield number
+            async for number in signals:
+                yield number
+
+
+class SteadyStderr(io.TextIOWrapper):
+    """Standard error that loses text instead of raising or blocking: a server does not depend on who reads its log.
+
+    It has no buffer, so nothing is left to be written when the process ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            io.FileIO(2, "w", closefd=False),
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+
+    def write(self, text: str) -> int:
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            if not self._can_take_more():
+                break
+            with contextlib.suppress(OSError):
+                super().write(text[start : start + _PIECE_CHARACTERS])
+        return len(text)
+
+    def write_or_raise(self, text: str) -> None:
+        """Write, waiting for as long as it takes. For threads that may wait.
+
+        Raises:
+            OSError: the text was not written.
+        """
+        super().write(text)
+
+    def _can_take_more(self) -> bool:
+        """Whether a pipe takes PIPE_BUF bytes now or soon. A file always does."""
+        poll = select.poll()
+        poll.register(2, select.POLLOUT)
+        return bool(poll.poll(_PATIENCE_MS))
+
+
+def prepare_program() -> None:
+    """Make the standard streams safe, first of all: this process belongs to one command.
+
+    A closed file descriptor 0, 1 or 2 becomes /dev/null. Otherwise the next socket would get its number, and whatever
+    prints would write into that socket.
+    """
+    global _owns_process
+    _owns_process = True
+    for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)  # gets the lowest free number
+    if sys.stdin is None:
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    sys.stderr = SteadyStderr()
+
+
+def end_program(exit_code: int) -> None:
+    """Flush standard output, and give it up if nobody takes it, so that the exit code stands."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(exit_code)
+
+
+def limit_message(error: BaseException) -> str | None:
+    """Explain in one sentence which limit of the machine an error comes from.
+
+    Returns:
+        None if the error has another cause.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(limit_message, error.exceptions)), None)
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"too many open files ({_soft_limit()}): raise the limit with `ulimit -n`, LimitNOFILE= in systemd or "
+            "--ulimit nofile=N for a container. 1,024 or more is recommended"
+        )
+    if "can't start new thread" in text:
+        return (
+            "the system allows no more threads or memory for them: look at `ulimit -u`, `ulimit -v`, and the pids and "
+            "memory limits of the container"
+        )
+    is_out_of_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if is_out_of_memory or "failed to map segment" in text or "annot allocate memory" in text:
+        return (
+            "there is not enough memory: use a smaller model, less KV cache with --kv-cache-memory GIB, or raise the "
+            "limit (`ulimit -v`, or that of the container)"
+        )
+    return _cause_message(error)
+
+
+def _cause_message(error: BaseException) -> str | None:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None if cause is None else limit_message(cause)
+
+
+def _soft_limit() -> str:
+    import resource
+
+    return f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,}"
