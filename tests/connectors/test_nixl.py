@@ -21,6 +21,7 @@ from trioserve.connectors.nixl_agent import AgentError, Region, regions_of
 from trioserve.connectors.nixl_transport import NixlOptions, Places
 from trioserve.connectors.stream import loads
 from trioserve.connectors.stream.options import read_options
+from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -238,7 +239,7 @@ async def test_a_load_that_ends_while_it_is_read_leaves_its_window_to_the_read(e
         assert [type(report) for report in ends] == ([] if expires else [LoadFailed])
 
 
-async def test_a_read_that_fails_is_tried_again_with_an_agent_met_anew():
+async def test_a_read_that_fails_is_tried_again_with_an_agent_met_anew(caplog):
     FakeAgent.failures = 2
     async with engines() as (there, here):
         begin(there, here)
@@ -251,7 +252,8 @@ async def test_a_read_that_fails_is_tried_again_with_an_agent_met_anew():
         await here.until(lambda: len(here.ends()) == 2)
         failed = here.ends()[1]
         assert isinstance(failed, LoadFailed)
-        assert "nixl READ: no" in failed.message
+        assert BROKE_OFF in failed.message
+        assert "nixl READ: no" in caplog.text
 
 
 async def test_a_read_that_never_ends_fails_its_load_and_its_buffer_is_never_freed(monkeypatch):
