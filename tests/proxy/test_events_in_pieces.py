@@ -67,7 +67,11 @@ async def test_a_comment_is_no_token_however_its_lines_end(open_pair, comment):
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n", "\r\r"])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 1000])
 async def test_events_come_as_they_were_wherever_they_are_cut(open_pair, ids, end, length, autojump_clock):
-    stream = f": ping{end}" + "".join(f'data: {{"t":{number}}}{end}' for number in range(3)) + f"data: [DONE]{end}"
+    stream = (
+        f": ping{end}"
+        + "".join(f'data: {{"choices":[],"t":{number}}}{end}' for number in range(3))
+        + f"data: [DONE]{end}"
+    )
     async with open_pair(ids) as pair, pair.client().ask(TEXT, {**BODY, **(LONG if ids == "p d" else {})}) as response:
         if ids == "p d":
             (await pair.ask_of("p")).hold()
@@ -83,10 +87,10 @@ async def test_events_come_as_they_were_wherever_they_are_cut(open_pair, ids, en
 async def test_what_ends_without_an_empty_line_comes_all_the_same(open_pair):
     async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as response:
         ask = await pair.ask_of("w")
-        await said(ask, "data: {}\n\ndata: [DONE]\n")
+        await said(ask, 'data: {"choices":[]}\n\ndata: [DONE]\n')
         ask.end()
         await response.read()
-        assert response.body == b"data: {}\n\ndata: [DONE]\n"
+        assert response.body == b'data: {"choices":[]}\n\ndata: [DONE]\n'
     await pair.assert_all_free()
 
 

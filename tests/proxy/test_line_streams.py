@@ -219,10 +219,10 @@ async def test_lines_of_a_server_of_another_make_come_as_it_writes_them(open_pai
         ask.begin(content_type=LINES)
         ask.say('{"a":1}\n{"a"')
         assert await first_piece(response) == b'{"a":1}\n'
-        ask.say(":2}\n")
+        ask.say(':2,"done":true}\n')
         ask.end()
         await response.read()
-        assert lines(response) == [{"a": 1}, {"a": 2}]
+        assert lines(response) == [{"a": 1}, {"a": 2, "done": True}]
     await pair.assert_all_free()
 
 

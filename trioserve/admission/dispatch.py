@@ -274,6 +274,16 @@ class Dispatch:
         self.core.note_leaving(id, trio.current_time(), move_seconds=move_seconds)
         self.retime()
 
+    def wants_probe(self, id: EndpointId) -> bool:
+        """Whether the endpoint has failed requests, and has to serve one of the router's own before it gets others."""
+        state = self.core.endpoints.get(id)
+        return state is not None and state.wants_probe(trio.current_time())
+
+    def note_probe(self, id: EndpointId, is_well: bool) -> None:
+        """Such a request has been answered, or not."""
+        self.core.note_probe(id, is_well, trio.current_time())
+        self.retime()
+
     def note_fingerprint(self, id: EndpointId, fingerprint: str | None) -> None:
         self.core.note_fingerprint(id, fingerprint)
 
@@ -528,7 +538,13 @@ class AdmissionScope:
         self._dispatch.retime()
 
     def failed(
-        self, fault: Fault, *, busy_seconds: float = 1.0, token_count: int = 0, is_certain: bool = False
+        self,
+        fault: Fault,
+        *,
+        busy_seconds: float = 1.0,
+        token_count: int = 0,
+        is_certain: bool = False,
+        reason: str | None = None,
     ) -> bool:
         """The endpoint failed the request before it began to answer, or in the middle of what can go on elsewhere;
         token_count: what its client has by then. is_certain: the endpoint has said itself that it is its fault. True:
@@ -544,9 +560,14 @@ class AdmissionScope:
             busy_seconds=busy_seconds,
             token_count=token_count,
             is_certain=is_certain,
+            reason=reason,
         )
         self._dispatch.retime()
         return is_waiting
+
+    def note_client_fault(self) -> bool:
+        """Note that its endpoint refused it as its client's fault. Returns whether another one has to confirm that."""
+        return self._core.note_client_fault(self.ticket)
 
     def wake(self) -> None:
         self._changed.set()

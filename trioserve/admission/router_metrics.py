@@ -49,6 +49,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
             if resident is not None:
                 metrics.endpoint_resident_blocks.labels(state.id).set(resident)
             metrics.endpoint_ejections_total.labels(state.id).inc(state.ejections_total)
+            for reason, total in state.failures_total.items():
+                metrics.endpoint_failures_total.labels(state.id, reason).inc(total)
             metrics.endpoint_hangs_total.labels(state.id).inc(state.hangs_total)
 
     metrics.on_scrape(show)

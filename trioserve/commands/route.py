@@ -305,6 +305,7 @@ def _router_settings(config: RouteConfig) -> RouterSettings:
         waiting_depth_max=config.endpoint_max_waiting,
         lease_until=config.lease_until,
         continuations_per_second_max=config.continuations_per_second,
+        sends_probes=True,
         retry_share_max=config.retry_share,
         retries_per_second_min=config.retries_per_second,
         attempts_max=config.max_request_attempts,

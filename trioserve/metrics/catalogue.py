@@ -1442,6 +1442,19 @@ CATALOGUE: tuple[Metric, ...] = (
         part="router",
     ),
     Metric(
+        name="endpoint_failures_total",
+        question=Question.ENDPOINTS,
+        kind="counter",
+        unit="requests",
+        meaning=(
+            "Requests that the endpoint failed, by the reason: a fault (broke, unreachable, hung), a status, or what "
+            "it sent that no inference server sends (html, redirect, content_type, not_json, not_http, empty, shape, "
+            "event, no_end, key_refused)."
+        ),
+        labels=(Label("endpoint"), Label("reason")),
+        part="router",
+    ),
+    Metric(
         name="endpoint_hangs_total",
         question=Question.ENDPOINTS,
         kind="counter",

@@ -186,6 +186,7 @@ class Metrics:
     endpoint_healthy: Gauge
     endpoint_resident_blocks: Gauge
     endpoint_ejections_total: Counter
+    endpoint_failures_total: Counter
     endpoint_hangs_total: Counter
     images_total: Counter
     denoising_steps_total: Counter

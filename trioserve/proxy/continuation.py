@@ -20,6 +20,7 @@ from trioserve.contracts.errors import EndpointLost, RequestPoisoned
 from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
 from trioserve.proxy.foreign_stream import TOKEN_IDS, ForeignStream, foreign_body
 from trioserve.proxy.remote_endpoint import Unreachable
+from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
 
 if TYPE_CHECKING:
@@ -267,7 +268,9 @@ class Continuation:
         if resume is None or isinstance(failure, CannotGoOn):
             why_not = failure.reason if isinstance(failure, CannotGoOn) else self.stream.why_not or WhyNot.MALFORMED
             self._metrics.streams_not_resumable_total.labels(why_not).inc()
-        elif admission.failed(fault, token_count=self.stream.token_count(), is_certain=is_certain):
+        elif admission.failed(
+            fault, token_count=self.stream.token_count(), is_certain=is_certain, reason=reason_of(failure)
+        ):
             self._resume = resume
             self._params = _transfer_params(failure.said) if isinstance(failure, GivenAway) else None
             if self._broke_at is None:
@@ -289,6 +292,11 @@ class Continuation:
         )
 
 
+def reason_of(failure: Exception) -> str | None:
+    """For counts: what an endpoint sent that no inference server sends. None: the fault says enough."""
+    return failure.reason if isinstance(failure, InvalidAnswer) else None
+
+
 def fault_of(failure: EndpointLost) -> Fault:
     """Whose fault it is that an endpoint does not go on."""
     if isinstance(failure, Taken):
@@ -297,6 +305,8 @@ def fault_of(failure: EndpointLost) -> Fault:
         return Fault.LEAVING
     if isinstance(failure, StreamFailed) and failure.code not in DEATH_CODES:
         return Fault.FAILED
+    if isinstance(failure, InvalidAnswer):
+        return Fault.INVALID
     if isinstance(failure, NotResumed):
         return Fault.TRANSFER
     return Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE

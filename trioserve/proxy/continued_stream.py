@@ -121,6 +121,16 @@ class ContinuedStream:
             self.is_answered = self.is_answered or not is_comment(events)
         return events
 
+    def take_back(self, kept_bytes: int, *, was_answered: bool) -> None:
+        """Forget what the last `feed` noted, since none of it is passed on.
+
+        Args:
+            kept_bytes: of this stream before that feed.
+            was_answered: is_answered before that feed.
+        """
+        del self._log[kept_bytes:]
+        self.is_over, self.is_answered = False, was_answered
+
     def end(self) -> bytes:
         """The response has ended. What is left of it, if that is to be passed on; see `is_complete`."""
         rest = b"" if self._has_groups and not self.is_over else self._splitter.rest

@@ -33,6 +33,7 @@ from trioserve.proxy.relay import (
     model_field,
     sent_body,
 )
+from trioserve.proxy.response_shape import InvalidAnswer, check_head, is_error
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -149,9 +150,14 @@ class _DisaggregatedRequest:
     async def _read(self, id: EndpointId, response: RemoteResponse) -> PairOutcome | None:
         """Read how to get at the blocks of the prompt. None: they are kept. Raises EndpointLost, Refused."""
         await check_status(response, Stage.PREFILL)
+        kind = response.header("content-type")
         if response.status != 200:
+            said = await response.whole(PREFILL_BYTES_MAX) or b""
+            if response.status < 400 or not is_error(kind, said):
+                raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
             return PairOutcome.NOT_HELD  # it will say the same of the client's own body, or not
-        if (response.header("content-type") or "").startswith("text/event-stream"):
+        check_head(id, response.status, kind)
+        if (kind or "").startswith("text/event-stream"):
             end = await _last_event(id, response)
         else:
             whole = await response.whole(PREFILL_BYTES_MAX)
@@ -216,7 +222,7 @@ def _parsed(id: EndpointId, said: bytes) -> _PrefillResponse:
     try:
         response = msgspec.json.decode(said, type=_PrefillResponse)
     except msgspec.DecodeError as wrong:
-        raise EndpointLost(f'the endpoint "{id}" answered a prefill with something else: {wrong}') from wrong
+        raise InvalidAnswer(id, "not_json", f"{said[:80]!r} as the response to a prefill") from wrong
     if bytes(response.error) not in (b"", b"null"):
         error = bytes(response.error)[:ERROR_BYTES_SHOWN].decode(errors="replace")
         if error_code(said) == "request_aborted":

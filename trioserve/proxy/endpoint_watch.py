@@ -18,6 +18,7 @@ from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.proxy.pushed_load import PushedLoad
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, Unreachable
+from trioserve.proxy.response_shape import InvalidAnswer, check_head, check_whole, is_error
 
 __all__ = ["MODELS_PATH", "PeerReports", "ServedModels", "WatchSettings", "load_from_metrics", "watch_endpoint"]
 
@@ -28,6 +29,11 @@ SIGN_OF_LIFE_SECONDS = 2.0  # between two questions of a router with peers, what
 ROUTER_HEADER = "x-trioserve-router"
 TURNS_FOR_RESPONSES = 2  # one in which their sockets are seen, one in which they are read
 MODELS_PATH = "/v1/models"
+PROBES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("/v1/embeddings", {"input": "a"}),
+)
+"""Tiny requests, the first of which that the endpoint's model can serve shows that it does."""
 NO_SUCH_PAGE = frozenset({404, 405, 501})
 
 
@@ -72,10 +78,12 @@ async def watch_endpoint(
     peers: PeerReports | None = None,
     on_vllm: Callable[[], None] = lambda: None,
     on_adapters: Callable[[dict[str, str | None]], None] = lambda adapters: None,
+    name_there: Callable[[str], str] = lambda model: model,
 ) -> None:
-    """Runs until cancelled. on_vllm: told when it turns out to be one. on_adapters: told, by name, the digests of the
-    LoRA adapters that it serves, as far as it tells them. on_role: told, with each report of load, what
-    the endpoint says it is meant for. peers: the same of the routers that it has heard from."""
+    """Runs until cancelled. name_there: how the endpoint calls a model. on_vllm: told when it turns out to be one.
+    on_adapters: told, by name, the digests of the LoRA adapters that it serves, as far as it tells them. on_role:
+    told, with each report of load, what the endpoint says it is meant for. peers: the same of the routers that it
+    has heard from."""
     watch = _Watch(
         remote,
         dispatch,
@@ -85,6 +93,7 @@ async def watch_endpoint(
         peers=peers,
         on_vllm=on_vllm,
         on_adapters=on_adapters,
+        name_there=name_there,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.ask_health)
@@ -105,7 +114,9 @@ class _Watch:
         peers: PeerReports | None,
         on_vllm: Callable[[], None],
         on_adapters: Callable[[dict[str, str | None]], None],
+        name_there: Callable[[str], str],
     ) -> None:
+        self._name_there = name_there
         self._on_adapters = on_adapters
         self._on_role = on_role
         self._on_vllm = on_vllm
@@ -135,6 +146,10 @@ class _Watch:
                 logger.info("endpoint %s endpoint=%s", "well" if is_well else "unwell", self._remote.id)
                 self._was_well = is_well
             self._note_health(is_well, response)
+            if self._dispatch.wants_probe(self._remote.id):
+                is_served = await self._serves_a_request()
+                logger.info("endpoint probed endpoint=%s serves=%s", self._remote.id, is_served)
+                self._dispatch.note_probe(self._remote.id, is_served)
             await trio.sleep(self._settings.health_seconds)
 
     def _note_health(self, is_well: bool, response: tuple[int, bytes] | None) -> None:
@@ -152,9 +167,31 @@ class _Watch:
         since = self._silent_since
         return since is not None and trio.current_time() >= since + self._settings.hang_seconds_max
 
-    async def _learn_models(self) -> bool:
+    async def _serves_a_request(self) -> bool:
+        """Have the endpoint serve a tiny request, as it has failed its clients' while its checks were good."""
+        state = self._dispatch.endpoint(self._remote.id)
+        model = self._name_there(min(state.models)) if state is not None and state.models else None
+        for path, fields in PROBES:
+            body = msgspec.json.encode({"model": model, **fields})
+            response = await self._ask(path, [("content-type", "application/json")], method="POST", body=body)
+            if response is None:
+                return False
+            status, said = response
+            if status < 400:
+                return _is_response(self._remote.id, path, status, said)
+            if not is_error(None, said):
+                return False
+            if status in (429, 503):
+                return True  # it has enough to do, and says so as servers do
+        # It serves neither texts nor embeddings, or not to the router's own key: a client's request has to show it.
+        return await self._ask_served() is not None
+
+    async def _ask_served(self) -> ServedModels | None:
         response = await self._ask(MODELS_PATH)
-        served = None if response is None else ServedModels.read(response[1])
+        return None if response is None else ServedModels.read(response[1])
+
+    async def _learn_models(self) -> bool:
+        served = await self._ask_served()
         if served is None:
             return False
         self._on_adapters(served.adapters)
@@ -214,16 +251,18 @@ class _Watch:
             self._on_vllm()
         return load_from_metrics(body) if status == 200 else None
 
-    async def _ask(self, path: str, headers: Sequence[tuple[str, str]] = ()) -> tuple[int, bytes] | None:
+    async def _ask(
+        self, path: str, headers: Sequence[tuple[str, str]] = (), *, method: str = "GET", body: bytes = b""
+    ) -> tuple[int, bytes] | None:
         """Status and body; None if no response came in time."""
         asked_at = trio.current_time()
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
-                async with self._remote.request("GET", path, list(headers), b"") as response:
-                    body = await response.whole(RESPONSE_BYTES_MAX)
+                async with self._remote.request(method, path, list(headers), body) as response:
+                    said = await response.whole(RESPONSE_BYTES_MAX)
                     self._silent_since = None
                     self._is_refused = False
-                    return response.status, body or b""
+                    return response.status, said or b""
             except Unreachable:
                 self._is_refused = True
                 return None
@@ -234,6 +273,15 @@ class _Watch:
         if self._silent_since is None:
             self._silent_since = asked_at
         return None
+
+
+def _is_response(id: EndpointId, path: str, status: int, said: bytes) -> bool:
+    try:
+        check_head(id, status, None)
+        check_whole(id, path, said)
+    except InvalidAnswer:
+        return False
+    return True
 
 
 class _NotReady(msgspec.Struct):

@@ -172,6 +172,14 @@ class Fleet:
         """Whether it can be asked for the token ids of a stream, as vLLM's servers can."""
         return self._members[id].is_vllm
 
+    def uses_own_key(self, id: EndpointId, *, passes_clients: bool) -> bool:
+        """Whether requests to the endpoint bear a key of the router's own, or none, and not their client's.
+
+        Args:
+            passes_clients: clients' keys are passed on to endpoints.
+        """
+        return self._members[id].spec.api_key is not None or not passes_clients
+
     def specs(self) -> dict[EndpointId, EndpointSpec]:
         return {id: member.spec for id, member in self._members.items()}
 
@@ -320,6 +328,7 @@ class Fleet:
                     peers=self._peers,
                     on_vllm=note_vllm,
                     on_adapters=member.note_adapters,
+                    name_there=lambda model: (member.spec.models or {}).get(model, model),
                 )
 
     def _begin_move(self, admission: AdmissionScope) -> None:

@@ -135,6 +135,10 @@ class ForeignStream:
             return b""
         return b"".join(self._taken(event) for event in events.replace(b"\r\n", b"\n").split(b"\n\n") if event)
 
+    def take_back(self, kept_bytes: int, *, was_answered: bool) -> None:
+        """As of ContinuedStream. What the client has not got is not shown, and is forgotten when another one begins."""
+        self.is_over, self.is_answered = False, was_answered
+
     def end(self) -> bytes:
         """The response has ended. What the client lacks of its end."""
         if not self.is_over or self._is_done:
@@ -193,8 +197,7 @@ class ForeignStream:
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
         except msgspec.DecodeError:
-            self._why_not = WhyNot.MALFORMED
-            return whole
+            return whole  # it is not passed on: see EventCheck
         if chunk.error is not None:
             self.is_answered = bool(self._ids)
             self.failure, self.failure_code = whole, str(chunk.error.get("type") or chunk.error.get("code"))

@@ -23,6 +23,7 @@ from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers, session_told
 from trioserve.proxy.kept_objects import KeptObject, may_be_id, object_id_in
 from trioserve.proxy.relay import RESPONSES_PATH
+from trioserve.proxy.response_shape import InvalidAnswer
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
@@ -176,6 +177,7 @@ async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
             async with context.fleet.remote(candidate).request(
                 "GET", path + id, request_headers(context, None, with_body=False), b""
             ) as response:
+                _check_is_no_page(candidate, response)
                 if response.status < 400:
                     context.kept.remember(id, KeptObject(candidate, owner_of(context)))
                     return candidate
@@ -228,10 +230,19 @@ async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_u
         context.exchange.method, context.target, request_headers(context, None), body
     )
     async with request as response:
+        _check_is_no_page(id, response)
         if response.status == 404 and gives_up_at_404:
             return 404
         await _pass_on(context, response, id)
         return response.status
+
+
+def _check_is_no_page(id: EndpointId, response: RemoteResponse) -> None:
+    """Raises InvalidAnswer for a web page or a redirect: no endpoint answers so, but for files that are pages."""
+    kind = (response.header("content-type") or "").lower()
+    is_file = response.header("content-disposition") is not None
+    if 300 <= response.status < 400 or (kind.startswith("text/html") and not is_file):
+        raise InvalidAnswer(id, "html", f"status {response.status} of the type {kind[:80]!r}")
 
 
 async def _pass_on(context: RouterContext, response: RemoteResponse, id: EndpointId) -> None:

@@ -11,7 +11,7 @@ import trio
 
 from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
-from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, deadline_refusal
 from trioserve.api.ollama.surface import LINES_TYPE
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import (
@@ -25,17 +25,28 @@ from trioserve.contracts.errors import (
 from trioserve.proxy.continuation import (
     DEATH_CODES,
     RESUMABLE_HEADER,
+    RESUME_HEADER,
     GivenAway,
     NotResumed,
     StreamFailed,
     ends_on_purpose,
     fault_of,
+    reason_of,
 )
 from trioserve.proxy.continued_stream import ContinuedStream
 from trioserve.proxy.foreign_stream import COMPLETIONS_PATH, ForeignStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
 from trioserve.proxy.line_streams import LineSplitter
+from trioserve.proxy.response_shape import (
+    EventCheck,
+    InvalidAnswer,
+    check_begin,
+    check_head,
+    check_line,
+    check_whole,
+    is_error,
+)
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -48,6 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESPONSES_PATH",
+    "Refused",
     "attempt",
     "check_status",
     "error_code",
@@ -66,6 +78,12 @@ NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # the last one is how 503 is s
 BROKEN = frozenset({500, 502, 504})
 STOPPING = frozenset({"draining", "server_stopping"})  # why a server refuses that is not merely full
 CLIENTS_FAULT = frozenset({400, 413, 422})
+# Also from what stands before an inference server, and worded in its own way.
+TOO_LARGE = frozenset({408, 413, 414, 431})
+KEY_REFUSED = frozenset({401, 403})
+# What a server of another kind says of every request. An endpoint may say it, too: then others say the same.
+DOUBTFUL = KEY_REFUSED | {404, 405, 410, 421}
+DOUBTFUL_IN_A_ROW = frozenset({400, 422})  # the same, where an endpoint says nothing else
 BUSY_SECONDS_MAX = 5.0
 # Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
@@ -79,6 +97,7 @@ class Refused(TrioserveError):
 
     def __init__(self, response: RemoteResponse, body: bytes, fault: Fault | None) -> None:
         super().__init__(f"status {response.status}")
+        self.is_shown = is_error(response.header("content-type"), body)
         self.response = response
         self.body = body
         self.fault = fault
@@ -130,16 +149,18 @@ async def handle_failure(
     # What the endpoint served was no wait.
     clock.note_served(trio.current_time() - admission.leased_at)
     if isinstance(failure, Refused):
-        is_waiting = failure.fault is not None and admission.failed(
-            failure.fault, busy_seconds=_busy_seconds(failure.response), is_certain=True
-        )
+        is_waiting = _may_be_served_elsewhere(context, admission, failure)
     else:
         fault = Fault.TRANSFER if isinstance(failure, TransferFailed) else fault_of(failure)
-        is_waiting = admission.failed(fault, is_certain=isinstance(failure, StreamFailed))
+        is_certain = isinstance(failure, StreamFailed)
+        is_waiting = admission.failed(fault, is_certain=is_certain, reason=reason_of(failure))
     if not is_waiting:
         if admission.refusal is not None:
             raise admission.refusal
+        failure = context.refused or failure
         if isinstance(failure, Refused):
+            if not failure.is_shown:
+                raise EndpointLost(f'the endpoint "{id}" answered with status {failure.response.status}')
             await _pass_on(context, failure.response, failure.body)
         elif isinstance(failure, StreamFailed):
             await _end_with(context, failure.event)
@@ -149,6 +170,20 @@ async def handle_failure(
     reason = msgspec.json.encode(str(failure)).decode()
     logger.info("retried request=%s endpoint=%s reason=%s", context.request_id, id, reason)
     return False
+
+
+def _may_be_served_elsewhere(context: RouterContext, admission: AdmissionScope, refused: Refused) -> bool:
+    """Note a refusal. Whether the request waits for another endpoint that may see it otherwise."""
+    fault, status = refused.fault, refused.response.status
+    if fault is None and status in DOUBTFUL_IN_A_ROW and refused.is_shown and admission.note_client_fault():
+        fault = Fault.REFUSED
+    if fault is Fault.REFUSED:
+        if context.refused is not None and context.refused.response.status == status:
+            return False  # two endpoints say the same: so it is
+        context.refused = refused
+    return fault is not None and admission.failed(
+        fault, busy_seconds=_busy_seconds(refused.response), is_certain=True, reason=f"status_{status}"
+    )
 
 
 async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Refused | EndpointLost) -> bool:
@@ -190,6 +225,8 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
     except QueueWaitOver as over:
         raise deadline_refusal(clock.first()[0], str(over)) from None
     except Overloaded as refusal:
+        if context.refused is not None and not admission.has_token:
+            raise _as_refusal(context.refused) from None  # nobody else could be asked
         if not admission.has_token or context.continuation is None or isinstance(refusal, Draining):
             raise
         context.continuation.note_not_continued(context, "no_endpoint", refusal)
@@ -202,12 +239,52 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
         queue.end()
 
 
+def _as_refusal(refused: Refused) -> Refusal:
+    """What an endpoint has refused, as an error of the router's own with the same words."""
+    try:
+        error = msgspec.json.decode(refused.body, type=_ErrorBody).error or {}
+    except msgspec.DecodeError:
+        error = {}
+    return Refusal(
+        ErrorResponse(
+            status=refused.response.status,
+            type=str(error.get("type") or "invalid_request_error"),
+            code=None if error.get("code") is None else str(error["code"]),
+            message=str(error.get("message") or f"the endpoint answered with status {refused.response.status}"),
+        )
+    )
+
+
+async def check_error(context: RouterContext, id: EndpointId, response: RemoteResponse, stage: Stage | None) -> None:
+    """Judge an error that came instead of a response: whose fault it is.
+
+    Raises:
+        Refused: the endpoint refuses the request, or failed it.
+        InvalidAnswer: no inference server says it so.
+    """
+    await check_status(response, stage)
+    status, kind = response.status, response.header("content-type")
+    said = await response.whole(ERROR_BYTES_MAX) or b""
+    if not is_error(kind, said) and status not in TOO_LARGE:
+        raise InvalidAnswer(id, "html" if _is_page(kind) else f"status_{status}", f"status {status}, {said[:80]!r}")
+    if status in KEY_REFUSED and context.fleet.uses_own_key(id, passes_clients=context.rules.passes_authorization):
+        logger.warning("endpoint refuses the router's key endpoint=%s status=%s: see --endpoint-api-key", id, status)
+        raise InvalidAnswer(id, "key_refused", f"status {status} to the router's own key: see --endpoint-api-key")
+    raise Refused(response, said, Fault.REFUSED if status in DOUBTFUL else None)
+
+
+def _is_page(content_type: str | None) -> bool:
+    return (content_type or "").lower().startswith(("text/html", "application/xhtml"))
+
+
 async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
-    """Raises Refused for an error that is not to be passed on as it comes."""
+    """Raises Refused for an error that is not to be passed on as it comes, InvalidAnswer for a web page."""
     status = response.status
     if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or stage is not Stage.DECODE):
         return
     said = await response.whole(ERROR_BYTES_MAX) or b""
+    if _is_page(response.header("content-type")):
+        raise InvalidAnswer(response.endpoint, "html", f"status {status} with a web page")
     code = response.header(REASON_HEADER) or error_code(said)  # other APIs have no code in their errors
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.FAILED
     if fault is Fault.FAILED and code in DEATH_CODES:
@@ -271,11 +348,15 @@ async def _relay(
     try:
         response = await _begun(context, admission, request)
         if response.status >= 400:
-            await check_status(response, admission.stage)
             if context.continuation is not None and admission.has_token:
+                await check_status(response, admission.stage)
                 said = await response.whole(ERROR_BYTES_MAX) or b""
+                if not is_error(response.header("content-type"), said):
+                    raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
                 context.continuation.check_refusal(id, response, error_code(said))
+            await check_error(context, id, response, admission.stage)
         content_type = response.header("content-type") or ""
+        check_head(id, response.status, content_type or None)
         if content_type.startswith("text/event-stream"):
             last = await _relay_events(context, admission, id, response, begin)
             await admission.tell(context.finish(last), is_last=True)
@@ -283,38 +364,53 @@ async def _relay(
         if admission.has_token:
             raise NotResumed(f'the endpoint "{id}" answered with something else when it was to go on')
         if content_type.startswith(LINES_TYPE):
-            await _relay_lines(context, admission, response, begin)
+            await _relay_lines(context, admission, id, response, begin)
             await admission.tell(context.finish(), is_last=True)
             return
         whole = await response.whole(WHOLE_BYTES_MAX)
-        begin(is_last=True)
-        if whole is not None and response.status < 300:
-            _learn(context, id, whole)
         if whole is not None:
+            check_whole(id, context.exchange.path, whole)
+            begin(is_last=True)
+            _learn(context, id, whole)
             await _pass_on(context, response, whole)
             return
+        piece = await response.next_piece()
+        check_begin(id, piece or b"")
+        begin(is_last=True)
         await context.start(response.status, response_headers(context, response), is_events=False)
-        while (piece := await response.next_piece()) is not None:
+        while piece is not None:
             await context.exchange.send(piece)
+            piece = await response.next_piece()
     finally:
         request.end()
     await context.finish()
 
 
 async def _relay_lines(
-    context: RouterContext, admission: AdmissionScope, response: RemoteResponse, begin: Callable[[], None]
+    context: RouterContext,
+    admission: AdmissionScope,
+    id: EndpointId,
+    response: RemoteResponse,
+    begin: Callable[[], None],
 ) -> None:
     """Pass on the lines of an endpoint that makes no events of them: they cannot go on elsewhere."""
     lines = LineSplitter()
-    piece = await response.next_piece()
-    begin()
-    await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
-    while piece is not None:
-        if whole := lines.feed(piece):
-            await admission.tell(context.exchange.send(whole))
+    has_begun = is_over = has_ended = False
+    while not has_ended:
         piece = await response.next_piece()
-    if rest := lines.end():
-        await admission.tell(context.exchange.send(rest))
+        has_ended = piece is None
+        whole = lines.end() if piece is None else lines.feed(piece)
+        for line in whole.split(b"\n"):
+            is_over = (bool(line.strip()) and check_line(id, line)) or is_over
+        if not whole:
+            continue
+        if not has_begun:
+            has_begun = True
+            begin()
+            await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
+        await admission.tell(context.exchange.send(whole))
+    if not is_over:
+        raise InvalidAnswer(id, "no_end", "a stream without its last line")
 
 
 async def _begun(context: RouterContext, admission: AdmissionScope, request: EndpointRequest) -> RemoteResponse:
@@ -387,11 +483,13 @@ async def _relay_events(
         stream = continuation.stream
         if remark:
             await admission.tell(context.send_events(remark))
-    if not context.exchange.started:  # by an endpoint that was lost before it said anything else
+    # What may be no event stream of a server at all is begun with its first good event.
+    if not context.exchange.started and response.header(RESUME_HEADER) is not None:
         await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
     # Whatever is done for each event is most of what a router costs: no call here is one too many.
     send = context.exchange.send if context.client_events.takes_all else context.send_events
     has_begun = is_over = False
+    checked = EventCheck(id, context.exchange.path if context.path_told is None else context.path_told)
     while not is_over:
         try:
             piece = await response.next_piece()
@@ -402,7 +500,14 @@ async def _relay_events(
         if admission.taken is not None:
             admission.check_taken()
         is_over = piece is None
+        kept_bytes, was_answered = stream.kept_bytes, stream.is_answered
         events = stream.end() if piece is None else stream.feed(piece)
+        if events:
+            try:
+                checked.check(events)
+            except InvalidAnswer:
+                stream.take_back(kept_bytes, was_answered=was_answered)
+                raise
         if stream.is_answered and not has_begun:
             has_begun = True
             if admission.stage is Stage.DECODE:
@@ -412,6 +517,10 @@ async def _relay_events(
             if continuation is not None:
                 continuation.note_groups(context)
         if events:
+            if not context.exchange.started:
+                await admission.tell(
+                    context.start(response.status, response_headers(context, response), is_events=True)
+                )
             admission.is_telling = True  # as `tell` does it
             await send(events)
             admission.is_telling = False
@@ -419,8 +528,8 @@ async def _relay_events(
                 admission.check_taken()
         if stream.failure or stream.given_away is not None:
             return _last_event(context, admission, stream)
-    if not stream.is_complete:
-        raise EndpointLost(f'the endpoint "{id}" ended its response before it {"was over" if has_begun else "began"}')
+    if not stream.is_complete or (checked.must_end and not (checked.is_over or stream.is_over)):
+        raise InvalidAnswer(id, "no_end", f"a stream that ends before it {'is over' if has_begun else 'begins'}")
     return b""
 
 

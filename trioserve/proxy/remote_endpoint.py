@@ -18,7 +18,8 @@ import trio
 from trioserve.api.gate import NOT_A_PAGE_HEADER
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
-from trioserve.proxy.response_reader import BadResponse, ResponseHead, ResponseReader
+from trioserve.proxy.response_reader import BadResponse, CutOff, ResponseHead, ResponseReader
+from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["RemoteRequest", "EndpointAddress", "RemoteResponse", "RemoteEndpoint", "Unreachable"]
@@ -87,6 +88,11 @@ class RemoteResponse:
         self.headers = head.headers
         self._connection = connection
         self._held = bytearray()
+
+    @property
+    def endpoint(self) -> EndpointId:
+        """The endpoint that sends it."""
+        return self._connection.id
 
     def header(self, name: str) -> str | None:
         return next((value for key, value in self.headers if key == name), None)
@@ -266,7 +272,7 @@ class _Connection:
     def __init__(self, stream: trio.abc.Stream, id: EndpointId) -> None:
         self._stream = stream
         self._tcp = stream if isinstance(stream, TcpStream) else None
-        self._id = id
+        self.id = id
         self._reader = ResponseReader()
         self._is_sent = True  # the whole of the last request
         self.heard = False
@@ -311,12 +317,14 @@ class _Connection:
         try:
             data = bytes(await self._stream.receive_some(RECEIVE_BYTES))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise EndpointLost(f'the connection to the endpoint "{self._id}" broke: {error}') from error
+            raise EndpointLost(f'the connection to the endpoint "{self.id}" broke: {error}') from error
         self.heard = self.heard or bool(data)
         self._reader.feed(data)
 
     def _lost(self, error: BadResponse) -> EndpointLost:
-        return EndpointLost(f'the endpoint "{self._id}" broke off its response: {error}')
+        if not isinstance(error, CutOff):
+            return InvalidAnswer(self.id, "not_http", str(error))
+        return EndpointLost(f'the endpoint "{self.id}" broke off its response: {error}')
 
     def close(self) -> None:
         """At once, without waiting: this is what tells the server that nobody wants the rest."""

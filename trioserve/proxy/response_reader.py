@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 
-__all__ = ["ResponseHead", "ResponseReader", "BadResponse"]
+__all__ = ["BadResponse", "CutOff", "ResponseHead", "ResponseReader"]
 
 HEAD_BYTES_MAX = 65536
 INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
@@ -27,6 +27,10 @@ _BODILESS = frozenset({204, 304})
 
 class BadResponse(Exception):
     """What came is no HTTP/1.1, or ends too early. In words."""
+
+
+class CutOff(BadResponse):
+    """The connection ended before the response did."""
 
 
 class ResponseHead:
@@ -93,7 +97,7 @@ class ResponseReader:
                 if len(self._held) >= HEAD_BYTES_MAX:
                     raise BadResponse(f"its head has more than {HEAD_BYTES_MAX} bytes")
                 if self._at_end:
-                    raise BadResponse("it closed the connection within the head" if self._held else "no response came")
+                    raise CutOff("it closed the connection within the head" if self._held else "no response came")
                 return None
             head, self._held = self._held[:end].decode("latin-1"), self._held[end + 4 :]
             first, line_end, _ = head.partition("\r\n")
@@ -230,4 +234,4 @@ class ResponseReader:
 
     def _check_more_may_come(self) -> None:
         if self._at_end:
-            raise BadResponse(f"it closed the connection, and {self._stage.value} is missing")
+            raise CutOff(f"it closed the connection, and {self._stage.value} is missing")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.proxy.relay import Refused
     from trioserve.proxy.routed_form import RoutedForm
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
@@ -77,6 +78,7 @@ class RouterContext(Responder):
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
     page: the live page. processes: the other ones of this router.
+    refused: how an endpoint refused it, as long as another one may see that otherwise.
     leg: the span of what is asked of an endpoint now, where the request is traced.
     forms: how many large forms are read at a time. form: the body, if it is one.
     stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
@@ -119,6 +121,7 @@ class RouterContext(Responder):
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
+        self.refused: Refused | None = None
         self.leg: Span = NO_SPAN
         self.stream = Stream()
         self.client_events = ClientEvents()

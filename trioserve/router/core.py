@@ -175,6 +175,10 @@ class RouterCore:
         endpoint = self._fleet.of(ticket)
         if not ticket.has_token:
             ticket.has_token = True
+            for id in ticket.refused_by:  # wrongly: another one serves it
+                if (refusing := self.endpoints.get(id)) is not None:
+                    refusing.failures_total["refused_wrongly"] += 1
+                    refusing.note_failure(now)
             ticket.fingerprint = endpoint.fingerprint
             self._disaggregation.note_outcome(ticket, PairOutcome.PAIRED)
         ticket.is_answered, ticket.can_go_on = True, can_go_on
@@ -246,11 +250,12 @@ class RouterCore:
         busy_seconds: float = 1.0,
         token_count: int = 0,
         is_certain: bool = False,
+        reason: str | None = None,
     ) -> bool:
         """The endpoint failed a request that has no token yet, or a stream that can go on elsewhere; with a stream that
         cannot, the caller leaves. The lease is back before anything else happens. busy_seconds: of a BUSY or LEAVING
         endpoint, for how long it is left alone. token_count: what the stream's client has by now. is_certain: the
-        endpoint has said itself that it is its fault.
+        endpoint has said itself that it is its fault. reason: for the counts, if it is another word than the fault's.
 
         Returns whether the ticket waits again (or has a lease elsewhere already); otherwise it has ended, and the
         caller tells the client the ticket's refusal, or if there is none what the endpoint said.
@@ -261,9 +266,10 @@ class RouterCore:
         endpoint = self._fleet.of(ticket)
         next_lease, ticket.next_lease = ticket.next_lease, None
         self._let_go(ticket, now)
+        endpoint.failures_total[reason or fault.value] += 1
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
-        elif fault in (Fault.BROKE, Fault.FAILED):
+        elif fault in (Fault.BROKE, Fault.FAILED, Fault.INVALID):
             endpoint.note_failure(now)
         elif fault in (Fault.BUSY, Fault.LEAVING):
             endpoint.note_busy(now, busy_seconds)
@@ -302,6 +308,8 @@ class RouterCore:
             ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
         elif fault is not Fault.BUSY:
             ticket.failed_by |= {endpoint.id}
+            if fault is Fault.REFUSED:
+                ticket.refused_by |= {endpoint.id}
 
     def _goes_on(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
         """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
@@ -335,6 +343,10 @@ class RouterCore:
             return False
         if fault in LOST:
             return self._fleet.is_any_left(ticket)
+        if fault is Fault.INVALID and not self.is_draining:
+            return self._fleet.is_any_left(ticket)  # nothing of this was the request's fault
+        if fault is Fault.REFUSED and not self.is_draining:
+            return self._fleet.is_any_left(ticket, unejected=True)
         if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:
             return False
         if fault is Fault.BUSY:
@@ -409,6 +421,25 @@ class RouterCore:
         if state is not None:
             self._fleet.note_load(state, load, now, sent_when_asked=sent_when_asked)
             self._judge(now)
+            self._hand_over(now)
+
+    def note_client_fault(self, ticket: Ticket) -> bool:
+        """Note that an endpoint refused a request as its client's fault.
+
+        Returns:
+            Whether another endpoint has to confirm it: this one has refused several in a row, and served none.
+        """
+        if ticket.state is not TicketState.LEASED:
+            return False
+        endpoint = self._fleet.of(ticket)
+        endpoint.refusals_in_a_row += 1
+        return endpoint.refusals_in_a_row > self.settings.failures_max
+
+    def note_probe(self, id: EndpointId, is_well: bool, now: float) -> None:
+        """A request of the router's own has shown whether an ejected endpoint serves requests again."""
+        state = self.endpoints.get(id)
+        if state is not None:
+            state.note_probe(is_well, now)
             self._hand_over(now)
 
     def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:

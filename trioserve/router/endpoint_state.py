@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from trioserve.router.settings import RouterSettings
 
 __all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
 
+FAILED_LOADS_MAX = 256  # of failed requests that are counted as load; more change nothing
 DIVIDED_SECONDS_MIN = 0.3  # in which an endpoint tells what has changed since its last report, asked or by itself
 DIVIDED_SECONDS_MAX = 0.6
 
@@ -50,6 +52,8 @@ class Fault(enum.Enum):
     BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
     BROKE = "broke"  # its connection ended before the response did: the endpoint may have died
     FAILED = "failed"  # it answered 500, 502 or 504, or ended the stream with an error of its own
+    INVALID = "invalid"  # it sent what no inference server sends: something else is at its address
+    REFUSED = "refused"  # it refused the request in a way that another endpoint has to confirm
     TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
     HUNG = "hung"  # it does not answer any more, its checks neither
     LEAVING = "leaving"  # it ended the stream because it stops, and said so
@@ -104,7 +108,8 @@ class EndpointState:
     time. suspects: requests here with which another endpoint broke; suspects_seen: the most since a check found it
     well. fingerprint: of what computes there; None: it does not tell. moved_from_total, moved_to_total: streams that
     left it, on purpose or since it broke off, and went on elsewhere; that others have left and that went on here.
-    role: which stages it is meant for; None: of disaggregated requests none.
+    role: which stages it is meant for; None: of disaggregated requests none. failures_total: of requests, by the
+    reason. refusals_in_a_row: of requests that it refused as their clients' fault, since it served one.
     """
 
     def __init__(
@@ -143,6 +148,8 @@ class EndpointState:
         self.fingerprint: str | None = None
         self.moved_from_total = 0
         self.moved_to_total = 0
+        self.failures_total: Counter[str] = Counter()
+        self.refusals_in_a_row = 0
         self.others = 0
         self.lease_share: int | None = None
         self._on_change = on_change
@@ -153,6 +160,9 @@ class EndpointState:
         self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
         self._slots_seen = 0
         self._failures_in_a_row = 0
+        self._failed_checks_in_a_row = 0
+        self._failed_at: deque[float] = deque(maxlen=FAILED_LOADS_MAX)
+        self._has_failed_requests = False  # and was ejected for that, so that no check brings it back
         self._ejections_in_a_row = 0
         self._is_ejected_by_check = False
         self._owes_slow_start = slow_start
@@ -227,12 +237,33 @@ class EndpointState:
 
     def load_at(self, now: float) -> tuple[float, float]:
         """What it has, of this router and of all, relative to its limit, whichever is more; and the others' part."""
-        own = self.in_flight / self.leases_own_max
+        in_flight = self.in_flight + self._failed_lately(now)
+        own = in_flight / self.leases_own_max
         if not self.others or now >= self._load_at + self._settings.load_seconds_max:
             return own, 0.0
         others = self.others / self.leases_max
-        together = self.in_flight / self.leases_max + others
+        together = in_flight / self.leases_max + others
         return (together, others) if together > own else (own, others)
+
+    def _failed_lately(self, now: float) -> int:
+        """Count the requests that failed here of late. Each is load still: or who fails fast would look idle."""
+        while self._failed_at and self._failed_at[0] + self._settings.failed_load_seconds <= now:
+            self._failed_at.popleft()
+        return len(self._failed_at)
+
+    @property
+    def is_back_by_itself(self) -> bool:
+        """Whether it is ejected until a moment that is known."""
+        return self.health is EndpointHealth.EJECTED and not self._waits_for_probe
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether a request of the router's own has to show that it serves requests again."""
+        is_ejected = self.health is EndpointHealth.EJECTED and self._waits_for_probe
+        return is_ejected and now >= self.ejected_until
+
+    @property
+    def _waits_for_probe(self) -> bool:
+        return self._has_failed_requests and self._settings.sends_probes
 
     # --- what it is given ---
 
@@ -309,18 +340,36 @@ class EndpointState:
         """A health check ended. Who was ejected by checks is back with the first good one; who failed requests while it
         answered its checks has to wait until it may be probed."""
         if not is_well:
-            self.note_failure(now)
-            self._is_ejected_by_check = self.health is EndpointHealth.EJECTED
+            self._failed_checks_in_a_row += 1
+            self._eject_if(self._failed_checks_in_a_row >= self._settings.failures_max, now)
+            self._is_ejected_by_check = self.health is EndpointHealth.EJECTED and not self._has_failed_requests
             return
         self.checks_total += 1
         self.suspects_seen = self.suspects
+        self._failed_checks_in_a_row = 0
         if self.health is EndpointHealth.EJECTED and self._is_ejected_by_check:
             self._move(EndpointHealth.PROBING)
-        self.note_success(now)
+        if not self._has_failed_requests:
+            self._begin(now)
 
     def note_success(self, now: float) -> None:
-        """A request got its first token there, or a health check its response."""
-        self._failures_in_a_row = 0
+        """Note that a request got its first token here."""
+        self._failures_in_a_row = self._failed_checks_in_a_row = self.refusals_in_a_row = 0
+        if self.health is not EndpointHealth.EJECTED:  # or it was sent before the others failed
+            self._has_failed_requests = False
+        self._begin(now)
+
+    def note_probe(self, is_well: bool, now: float) -> None:
+        """Note the answer to a request of the router's own; see wants_probe."""
+        if not self.wants_probe(now):
+            return
+        if is_well:
+            self._move(EndpointHealth.PROBING)
+        else:
+            self._eject(now, is_again=True)
+
+    def _begin(self, now: float) -> None:
+        """It is found well, and gets requests, if it did not."""
         if self.health is EndpointHealth.STARTING or self.health is EndpointHealth.PROBING:
             if self._owes_slow_start:
                 self._share_since = now
@@ -328,18 +377,26 @@ class EndpointState:
             self._move(EndpointHealth.HEALTHY)
 
     def note_failure(self, now: float) -> None:
-        """A request failed there in a way that is the endpoint's own fault, or a health check did."""
+        """Note that a request failed here in a way that is the endpoint's own fault."""
         self._failures_in_a_row += 1
-        if self.health is EndpointHealth.PROBING or (
-            self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY)
-            and self._failures_in_a_row >= self._settings.failures_max
-        ):
+        self._failed_at.append(now)
+        has_failed_enough = self._failures_in_a_row >= self._settings.failures_max
+        self._has_failed_requests |= self._is_to_be_ejected(has_failed_enough)
+        self._eject_if(has_failed_enough, now)
+
+    def _is_to_be_ejected(self, has_failed_enough: bool) -> bool:
+        is_begun = self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY)
+        return self.health is EndpointHealth.PROBING or (is_begun and has_failed_enough)
+
+    def _eject_if(self, has_failed_enough: bool, now: float) -> None:
+        if self._is_to_be_ejected(has_failed_enough):
             self._eject(now)
 
     def note_lost(self, now: float) -> None:
-        """It cannot even be reached: one such failure is enough."""
-        self._failures_in_a_row += 1
+        """It cannot even be reached: one such failure is enough. What serves there next has failed nothing yet."""
         if self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY, EndpointHealth.PROBING):
+            self._failures_in_a_row = 0
+            self._has_failed_requests = False
             self._eject(now)
 
     def note_suspect(self, count: int) -> None:
@@ -357,6 +414,8 @@ class EndpointState:
     def note_leaving(self, now: float) -> None:
         """It takes nothing new, and will stop. It is back with the first good check, and not before."""
         self.note_lost(now)
+        self._failures_in_a_row = 0
+        self._has_failed_requests = False
         self._is_ejected_by_check = True
         self.ejected_until = math.inf
         self._on_change(self)
@@ -368,7 +427,7 @@ class EndpointState:
 
     def tick(self, now: float) -> None:
         """An ejection that is over by now ends; it may be probed."""
-        if self.health is EndpointHealth.EJECTED and now >= self.ejected_until:
+        if self.health is EndpointHealth.EJECTED and now >= self.ejected_until and not self._waits_for_probe:
             self._move(EndpointHealth.PROBING)
 
     def opens_at(self, now: float) -> float:
@@ -394,19 +453,23 @@ class EndpointState:
         self.role = role
         self.fingerprint = None
         self._owes_slow_start = True
+        self._has_failed_requests = False
         self._move(EndpointHealth.STARTING)
 
-    def _eject(self, now: float) -> None:
+    def _eject(self, now: float, *, is_again: bool = False) -> None:
         settings = self._settings
         seconds = min(settings.ejection_seconds_max, settings.ejection_seconds * 2.0**self._ejections_in_a_row)
         self._ejections_in_a_row = min(self._ejections_in_a_row + 1, 32)
         self.ejected_until = now + seconds
-        self.ejections_total += 1
+        self.ejections_total += not is_again
         self._is_ejected_by_check = False
         self._owes_slow_start = True
         self.load = None
         self.others = 0
-        self._move(EndpointHealth.EJECTED)
+        if is_again:
+            self._on_change(self)
+        else:
+            self._move(EndpointHealth.EJECTED)
 
     def _move(self, health: EndpointHealth) -> None:
         assert (self.health, health) in _LEGAL_MOVES, f"{self.id} cannot go from {self.health} to {health}"

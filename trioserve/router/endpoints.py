@@ -322,7 +322,7 @@ class Endpoints:
 
     def _note_health(self, state: EndpointState, filing: Filing) -> None:
         filing.health = state.health
-        self._ejections.set(state.id, state.ejected_until if state.health is EndpointHealth.EJECTED else math.inf)
+        self._ejections.set(state.id, state.ejected_until if state.is_back_by_itself else math.inf)
         if state.health is EndpointHealth.HEALTHY:
             self._healthy_ids.add(state.id)
         else:

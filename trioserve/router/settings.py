@@ -24,8 +24,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         there keeps the order here, where a waiter that left costs nothing and another endpoint can still take it.
     lease_until: when a lease goes back; at the first token it bounds prefills, at the end it bounds answers.
     load_seconds_max: how old a report of load may be; what is older says nothing.
-    failures_max: this many in a row eject an endpoint. ejection_seconds: how long the first time; it doubles with each
-        probe that fails, up to ejection_seconds_max.
+    failures_max: this many checks, or requests, that fail in a row eject an endpoint. sends_probes: an endpoint that
+        failed requests gets a tiny one of the router's own after its ejection, and a client's only if that is served.
+        failed_load_seconds: so long a failed request counts as load of its endpoint. ejection_seconds: how long the
+        first time; it doubles with each probe that fails, up to ejection_seconds_max.
     slow_start_seconds: in which an endpoint that came (back) gets its whole share.
     retry_share_max, retries_per_second_min: requests that an endpoint answered with an error before their first token,
         or had no room for, may be tried elsewhere as long as retries are at most this share of the requests, and this
@@ -58,6 +60,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_until: Literal["first_token", "end"] = "end"
     load_seconds_max: float = 2.0
     failures_max: int = 3
+    sends_probes: bool = False
+    failed_load_seconds: float = 10.0
     ejection_seconds: float = 1.0
     ejection_seconds_max: float = 30.0
     slow_start_seconds: float = 10.0
@@ -97,6 +101,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in (
             "queue_seconds_max",
             "load_seconds_max",
+            "failed_load_seconds",
             "ejection_seconds",
             "ejection_seconds_max",
             "continuation_seconds_max",

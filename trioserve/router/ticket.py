@@ -75,7 +75,8 @@ class Ticket:
     index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand. endpoint:
     where its lease is, or was when it went back at the first token. tried: the endpoints that failed it, and how many
     good health checks each had had by then. failed_by: those of them that answered it with an error before
-    its first token, so that it does not go there again. is_lost: an endpoint that had it was lost before its first
+    its first token, so that it does not go there again. refused_by: those that refused it in a way
+    that another one has to confirm. is_lost: an endpoint that had it was lost before its first
     token. sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
     again_index: of all that began to wait again, when it did so last. has_token: its
     client has seen a token. is_answered: and has seen one from the endpoint of its lease. refusal: why it ended without
@@ -122,6 +123,7 @@ class Ticket:
         "prefilled_by",
         "queue_deadline",
         "refusal",
+        "refused_by",
         "request",
         "sent_index",
         "stage",
@@ -156,6 +158,7 @@ class Ticket:
         self.tried: dict[EndpointId, int] = {}
         self.failed_by: frozenset[EndpointId] = frozenset()
         self.is_lost = False
+        self.refused_by: frozenset[EndpointId] = frozenset()
         self.refusal: TrioserveError | None = None
         self.own_deadline = request.queue_deadline
         self.stage: Stage | None = None

@@ -20,6 +20,8 @@ from trioserve.simulation.router.queue_rules import ExpectedRequest, Fairness, c
 
 __all__ = ["RouterBooks"]
 
+CLOSE_LOAD = 1e-9
+
 LOST = frozenset({"unreachable", "broke", "hung", "leaving"})
 """Faults after which a request without a token waits for another endpoint, whatever the retry budget says."""
 
@@ -381,11 +383,13 @@ class RouterBooks:
         if entry.stage is None and book.role != "prefill":
             beside = [other for other in beside if other.role != "prefill"]
         if not any(other.others for other in self.serving(entry)):
-            calmer = [other.id for other in beside if other.load < book.load]
+            calmer = [other.id for other in beside if other.load(self.now) < book.load(self.now)]
             assert not calmer, f"{entry.name} gets {book.id}, and {calmer} have less to do"
         elif beside:
-            most = max(other.load_most for other in beside)
-            assert book.load <= most, f"{entry.name} gets {book.id}, which has more to do than all others"
+            most = max(other.load_most(self.now) for other in beside)
+            assert book.load(self.now) <= most + CLOSE_LOAD, (
+                f"{entry.name} gets {book.id}, which has more to do than all others"
+            )
 
     def _is_any_left(self, entry: ExpectedRequest) -> bool:
         return any(entry.has_token or book.id not in entry.failed_by for book in self.serving(entry))
@@ -394,6 +398,8 @@ class RouterBooks:
         if entry.request.pinned is not None or self.now >= entry.deadline:
             return False
         left = [book for book in self.serving(entry) if book.id not in entry.failed_by]
+        if fault == "invalid" and not self.is_draining:
+            return bool(left)
         if fault in LOST:  # an accepted request is never lost while an endpoint is there, or may come back
             return bool(left)
         if self.is_draining or len(entry.failed_by) >= self.world.attempts_max:

@@ -17,6 +17,7 @@ from trioserve.simulation.router.history import Add, RouterWorld
 __all__ = ["EndpointBook"]
 
 CLOSE_SECONDS = 1e-6  # two moments that are nearer than this are one, for all that is judged here
+FAILED_LOADS_MAX = 256
 GIVEN = ("healthy", "probing")
 
 
@@ -80,7 +81,10 @@ class EndpointBook:
         self._ejected_until = 0.0
         self._failures = 0
         self._ejections = 0
+        self._failed_checks = 0
+        self._failed_at: list[float] = []
         self._fails_checks = False
+        self._fails_requests = False
         self._starts_slowly = starts_slowly
         self._slow_since: float | None = None
 
@@ -96,9 +100,14 @@ class EndpointBook:
     def in_flight(self) -> int:
         return self.claims + sum(self.running.values())
 
+    def load(self, now: float) -> float:
+        """Of this router, with the requests that failed here of late."""
+        failed = sum(at + self._world.failed_load_seconds > now for at in self._failed_at[-FAILED_LOADS_MAX:])
+        return (self.in_flight + failed) / self.leases_max
+
     @property
-    def load(self) -> float:
-        return self.in_flight / self.leases_max
+    def waits_for_probe(self) -> bool:
+        return self.health == "ejected" and self._fails_requests and self._world.sends_probes
 
     @property
     def others(self) -> int:
@@ -106,10 +115,9 @@ class EndpointBook:
         report = self._report
         return 0 if report is None else max(0, report.load.running + report.load.waiting - report.known)
 
-    @property
-    def load_most(self) -> float:
+    def load_most(self, now: float) -> float:
         """The same, with what it told of others, if that is still believed."""
-        return (self.in_flight + self.others) / self.leases_max
+        return self.load(now) + self.others / self.leases_max
 
     @property
     def is_given(self) -> bool:
@@ -117,8 +125,10 @@ class EndpointBook:
 
     @property
     def ejection_ends_at(self) -> float | None:
-        """None: it is not ejected, or until a check finds it well."""
-        return self._ejected_until if self.health == "ejected" and self._ejected_until < math.inf else None
+        """None: it is not ejected, or until a check or a probe finds it well."""
+        if self.health != "ejected" or self.waits_for_probe or self._ejected_until == math.inf:
+            return None
+        return self._ejected_until
 
     def serves(self, model: str) -> bool:
         return model in self.models and self.health != "draining"
@@ -243,17 +253,33 @@ class EndpointBook:
 
     def note_check(self, is_well: bool, now: float) -> None:
         if not is_well:
-            self.note_broke(now)
-            self._fails_checks = self.health == "ejected"
+            self._failed_checks += 1
+            if self._is_ejected_by(self._failed_checks):
+                self._eject(now)
+            self._fails_checks = self.health == "ejected" and not self._fails_requests
             return
         self.checks += 1
         self.suspects_seen = len(self.suspects)
+        self._failed_checks = 0
         if self.health == "ejected" and self._fails_checks:
             self.health = "probing"
-        self.note_success(now)
+        if not self._fails_requests:
+            self._begin(now)
 
     def note_success(self, now: float) -> None:
-        self._failures = 0
+        self._failures = self._failed_checks = 0
+        self._fails_requests = self._fails_requests and self.health == "ejected"
+        self._begin(now)
+
+    def note_probe(self, is_well: bool, now: float) -> None:
+        if not self.waits_for_probe or now < self._ejected_until:
+            return
+        if is_well:
+            self.health = "probing"
+        else:
+            self._eject(now)
+
+    def _begin(self, now: float) -> None:
         if self.health in ("starting", "probing"):
             self.health = "healthy"
             self._ejections = 0
@@ -262,19 +288,27 @@ class EndpointBook:
 
     def note_broke(self, now: float) -> None:
         self._failures += 1
-        is_enough = self._failures >= self._world.failures_max
-        if self.health == "probing" or (self.health in ("starting", "healthy") and is_enough):
+        self._failed_at.append(now)
+        if self._is_ejected_by(self._failures):
             self._eject(now)
+            self._fails_requests = True
+
+    def _is_ejected_by(self, failures: int) -> bool:
+        is_enough = failures >= self._world.failures_max
+        return self.health == "probing" or (self.health in ("starting", "healthy") and is_enough)
 
     def note_lost(self, now: float) -> None:
-        self._failures += 1
         if self.health not in ("ejected", "draining"):
+            self._failures = 0
+            self._fails_requests = False
             self._eject(now)
 
     def note_left(self, now: float) -> None:
         """It hangs, or will stop: a good check brings it back, and no time."""
         if self.health != "draining":
             self.note_lost(now)
+            self._failures = 0
+            self._fails_requests = False
             self._fails_checks = True
             self._ejected_until = math.inf
 
@@ -282,7 +316,7 @@ class EndpointBook:
         self._busy_until = max(self._busy_until, now + seconds)
 
     def tick(self, now: float) -> None:
-        if self.health == "ejected" and now >= self._ejected_until:
+        if self.health == "ejected" and now >= self._ejected_until and not self.waits_for_probe:
             self.health = "probing"
 
     def drain(self) -> None:
@@ -294,6 +328,7 @@ class EndpointBook:
         self.role = event.role
         self.fingerprint = event.fingerprint
         self._starts_slowly = True
+        self._fails_requests = False
         self.health = "starting"
 
     def _eject(self, now: float) -> None:

@@ -29,6 +29,7 @@ from trioserve.simulation.router.history import (
     Models,
     Moved,
     Note,
+    Probe,
     Remove,
     Response,
     Role,
@@ -168,11 +169,11 @@ class RouterGenerator:
         return round(self._chance(), 2) if self._chance() < 0.5 else 0.0
 
     def _failure(self, entry: ExpectedRequest) -> Fail:
-        faults: tuple[str, ...] = ("unreachable", "busy", "broke", "certain", "failed", "hung")
+        faults: tuple[str, ...] = ("unreachable", "busy", "broke", "certain", "failed", "invalid", "hung")
         if entry.is_answered:
-            faults = ("broke", "certain", "hung", "leaving", "failed")
+            faults = ("broke", "certain", "hung", "leaving", "failed", "invalid")
         elif entry.stage is Stage.DECODE:
-            faults = ("busy", "broke", "failed", "transfer")
+            faults = ("busy", "broke", "failed", "invalid", "transfer")
         fault = self._one(faults)
         if fault == "certain":
             return Fail(name=entry.name, is_certain=True)
@@ -230,8 +231,11 @@ class RouterGenerator:
             return Response(id=book.id, lie=(int(self._chance() * 6), int(self._chance() * 6)) if is_lie else None)
         return Note(id=book.id)
 
-    def _check(self, simulation: RouterSimulation) -> Check:
+    def _check(self, simulation: RouterSimulation) -> Check | Probe:
         on_trial = _broken(simulation)
+        unproved = [book.id for book in simulation.books.endpoints.values() if book.waits_for_probe]
+        if unproved and self._chance() < 0.5:
+            return Probe(id=self._one(unproved), is_well=self._chance() > self._fault_share)
         ill = [book.id for book in simulation.books.endpoints.values() if not book.is_given or book.id in on_trial]
         if ill and self._chance() < 0.5:
             return Check(id=self._one(ill))
@@ -343,6 +347,8 @@ def _drawn_world(rng: Random) -> RouterWorld:
         lease_until=rng.choice(("first_token", "end")),
         load_seconds_max=rng.choice((0.3, 2.0, 7.0)),
         failures_max=rng.choice((1, 2, 3)),
+        sends_probes=rng.random() < 0.5,
+        failed_load_seconds=rng.choice((0.2, 10.0)),
         ejection_seconds=ejection_seconds,
         ejection_seconds_max=ejection_seconds * rng.choice((1, 3, 10)),
         slow_start_seconds=rng.choice((0.0, 0.3, 3.0, 10.0)),

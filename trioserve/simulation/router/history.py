@@ -32,6 +32,7 @@ __all__ = [
     "Models",
     "Moved",
     "Note",
+    "Probe",
     "Remove",
     "Role",
     "RouterEvent",
@@ -110,6 +111,13 @@ class Remove(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="check"):
     """A health check of it ends."""
+
+    id: str
+    is_well: bool = True
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="probe"):
+    """A request of the router's own to it ends, where it has one."""
 
     id: str
     is_well: bool = True
@@ -234,7 +242,7 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="f
     """Its endpoint fails it, before the first token or in the middle of its stream. is_certain: and says so itself."""
 
     name: str
-    fault: Literal["unreachable", "busy", "broke", "failed", "transfer", "hung", "leaving"] = "broke"
+    fault: Literal["unreachable", "busy", "broke", "failed", "invalid", "transfer", "hung", "leaving"] = "broke"
     busy_seconds: float = 1.0
     is_certain: bool = False
 
@@ -267,6 +275,7 @@ RouterEvent = (
     | Remove
     | Check
     | Hang
+    | Probe
     | Stopping
     | Ask
     | Response

@@ -36,6 +36,7 @@ from trioserve.simulation.router.history import (
     Models,
     Moved,
     Note,
+    Probe,
     Remove,
     Response,
     Role,
@@ -315,7 +316,7 @@ class RouterSimulation:
         self.books.release(entry)
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
-        elif fault in (Fault.BROKE, Fault.FAILED):
+        elif fault in (Fault.BROKE, Fault.FAILED, Fault.INVALID):
             endpoint.note_broke(now)
         elif fault in (Fault.BUSY, Fault.LEAVING):
             endpoint.note_busy(now, event.busy_seconds)
@@ -431,6 +432,13 @@ class RouterSimulation:
             if event.is_well:
                 self._stop_moving(event.id)
         self.core.note_health(EndpointId(event.id), event.is_well, self.books.now)
+
+    def _probe(self, event: Probe) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None:
+            self._count(f"probes: {'well' if event.is_well else 'unwell'}", book.waits_for_probe)
+            book.note_probe(event.is_well, self.books.now)
+        self.core.note_probe(EndpointId(event.id), event.is_well, self.books.now)
 
     def _hang(self, event: Hang) -> None:
         book = self.books.endpoints.get(event.id)
@@ -727,6 +735,7 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Remove: RouterSimulation._remove,
     Check: RouterSimulation._check_health,
     Hang: RouterSimulation._hang,
+    Probe: RouterSimulation._probe,
     Stopping: RouterSimulation._stopping,
     Ask: RouterSimulation._ask,
     Response: RouterSimulation._response,
