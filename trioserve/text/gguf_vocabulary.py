@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
 
-__all__ = ["vocabulary_from_gguf"]
+__all__ = ["KNOWN_SPLITS", "vocabulary_from_gguf"]
 
 _T = TypeVar("_T")
 
@@ -125,6 +125,10 @@ _PRE_TOKENIZERS = {
     "smollm": _PreTokenizer(splits=(r"\p{N}",), splits_like_gpt2=True),
     "tekken": _PreTokenizer(splits=(_TEKKEN_SPLIT,), takes_whole_words=True, adds_bos=True),
 }
+
+
+KNOWN_SPLITS = frozenset(split for pre_tokenizer in _PRE_TOKENIZERS.values() for split in pre_tokenizer.splits)
+"""Expressions of known families, which take linear time in practice."""
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
+from trioserve.text.tokenizer_patterns import check_patterns
 
 __all__ = ["TokenizerDirectory"]
 
@@ -64,9 +65,11 @@ class TokenizerDirectory:
             )
         self._check_size(path, TOKENIZER_BYTES_MAX)
         try:
-            return tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every fault of the file
             raise ModelLoadError(f"{path} cannot be read as a tokenizer ({error}): download it again") from error
+        check_patterns(backend, path)
+        return backend
 
     def _read_json(self, name: str) -> dict[str, Any]:
         """The object in a file, empty if there is no such file."""
