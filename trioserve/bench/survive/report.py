@@ -17,9 +17,10 @@ NOTES = (
 
 
 class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
-    """failed, differing: of the disturbed run; failures, differences: the first of them. compared: whole in both runs.
-    left_behind: what is taken when all is over. troubles: interruptions that went otherwise than planned. continued,
-    not_continued: what the router counted, by reason; told_streams: streams in which a comment said so."""
+    """failed, differing: of the disturbed run; lost_before_first_token: of those that failed, without a token;
+    failures, differences: the first of them. compared: whole in both runs. left_behind: what is taken when all is
+    over. troubles: interruptions that went otherwise than planned. continued, not_continued: what the router
+    counted, by reason; told_streams: streams in which a comment said so."""
 
     settings: SurviveSettings
     date: str
@@ -30,6 +31,7 @@ class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
     undisturbed_failed: int
     undisturbed_failures: list[str]
     failed: int
+    lost_before_first_token: int
     failures: list[str]
     compared: int
     differing: int
@@ -66,7 +68,8 @@ def survive_text(report: SurviveReport) -> str:
         f"({' '.join(settings.server_flags)}), {settings.concurrency} at a time, seed {settings.seed}",
         f"{report.machine.cpu}, {report.machine.cores} cores, Python {report.machine.python}, {report.date}",
         "",
-        _claim("failed requests", report.failed),
+        _claim("requests lost before their first token", report.lost_before_first_token),
+        _claim("streams lost after their first token", report.failed - report.lost_before_first_token),
         _claim(f"streams that differ, of {report.compared}", report.differing),
         _claim("blocks, leases and requests left behind", len(report.left_behind)),
         _claim("failed requests of the undisturbed run", report.undisturbed_failed),

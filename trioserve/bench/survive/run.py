@@ -84,6 +84,11 @@ class _Heard:
         self._last_at: float | None = None
         self._body = bytearray()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the response itself has come."""
+        return self.status == 200 and self._last_at is not None
+
     def head(self, status: int) -> None:
         self.status = status
 
@@ -109,6 +114,7 @@ class _Pass:
         self.contents: dict[int, Content] = {}
         self.failures: dict[int, str] = {}
         self.pauses: dict[int, float] = {}
+        self.lost_unbegun = 0
         self.seconds = 0.0
         self._settings = settings
         self._target = Target.from_url(f"http://127.0.0.1:{port}")
@@ -149,6 +155,7 @@ class _Pass:
             self.contents[request.index] = heard.content()
         except StreamFault as fault:
             self.failures[request.index] = str(fault)
+            self.lost_unbegun += not heard.has_begun
         self.pauses[request.index] = heard.pause_seconds
 
     async def _show_progress(self, count: int) -> None:
@@ -189,6 +196,7 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
         undisturbed_failures=_examples(undisturbed.failures, kinds, lambda text: text),
         undisturbed_failed=len(undisturbed.failures),
         failed=len(disturbed.failures),
+        lost_before_first_token=disturbed.lost_unbegun,
         failures=_examples(disturbed.failures, kinds, lambda text: text),
         differing=len(differing),
         differences=_examples(differing, kinds, "; ".join),

@@ -12,15 +12,17 @@ __all__ = ["SurviveSettings"]
 class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Raises StartupError, one sentence, when a value is out of range.
 
-    model: what each endpoint serves. output_tokens: the most that a response may have. period_seconds: between two
-    interruptions, on the average. timeout_seconds: in which a response has to be whole. server_flags: of every
-    endpoint; they have to make its tokens independent of a request's company, or streams differ for that alone.
-    logprob_tolerance: by so much a log probability may differ; in float32 without --batch-invariant 1e-3 is enough.
+    concurrency: requests at a time. More than one endpoint gets (64), and several times what one computes at once,
+    so that many have no token yet when an endpoint dies. model: what each endpoint serves. output_tokens: the most
+    that a response may have. period_seconds: between two interruptions, on the average. timeout_seconds: in which a
+    response has to be whole. server_flags: of every endpoint; they have to make its tokens independent of a
+    request's company, or streams differ for that alone. logprob_tolerance: by so much a log probability may differ;
+    in float32 without --batch-invariant 1e-3 is enough.
     """
 
     model: str = "smollm2"
     endpoints: int = 3
-    concurrency: int = 24
+    concurrency: int = 96
     requests: int = 1000
     output_tokens: int = 64
     period_seconds: float = 6.0
