@@ -148,7 +148,7 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
                     await reader.read(fake, name, request_id=f"id-{name}")
 
                 nursery.start_soon(read)
-        assert fake.metrics.engine_restarts_total._value.get() == 2
+        assert fake.metrics.engine_restarts_total._value.get() == 3  # all, some of them, it alone
         assert fake.metrics.requests_poisoned_total._value.get() == 1
         ended = fake.metrics.request_success_total
         assert (ended.labels("error")._value.get(), ended.labels("length")._value.get()) == (1, 4)
@@ -157,7 +157,7 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
         fake.assert_all_free()
     poisoned = readers.pop("poison")
     assert poisoned.end.finish_reason is FinishReason.ERROR
-    assert "2 times in steps that computed this request" in str(poisoned.end.message)
+    assert "3 times in steps that computed this request, also where it was alone" in str(poisoned.end.message)
     assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5  # what it had is told, once
     for reader in readers.values():
         assert reader.end.finish_reason is FinishReason.LENGTH
@@ -182,7 +182,7 @@ async def test_over_http_a_stream_goes_on_and_a_poisoned_one_says_so(autojump_cl
 
                 nursery.start_soon(ask, "one")
                 nursery.start_soon(ask, "poison")
-            assert server.engine.metrics.engine_restarts_total._value.get() == (0 if model is None else 2)
+            assert server.engine.metrics.engine_restarts_total._value.get() == (0 if model is None else 3)
 
     def told(name: str) -> list[str]:
         return [line for line in bodies[name].splitlines() if line.startswith("data:")]
@@ -335,9 +335,72 @@ async def test_faults_in_a_row_end_it_with_the_reason(autojump_clock):
             for reader in readers:
                 nursery.start_soon(reader.read, fake, "one")
             await trio.sleep_forever()
-    faults = [reader for reader in readers if isinstance(reader.error, EngineFault)]
-    ended = [reader for reader in readers if reader.error is None]
-    assert (len(faults), len(ended)) == (5, 1)
+    assert all(isinstance(reader.error, EngineFault) for reader in readers), "none of them is blamed for the machine"
+
+
+@pytest.mark.parametrize(
+    "pauses", [(0.0, 0.0), (0.0, 0.015), (0.015, 0.015), (0.045, 0.045), (0.1, 0.0), (0.13, 0.13)], ids=str
+)
+async def test_three_faults_of_the_machine_end_no_request(autojump_clock, pauses):
+    """Pauses: seconds between an opening and the next fault."""
+    readers = [Reader() for _ in range(8)]
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=3) as fake:
+        async with trio.open_nursery() as nursery:
+            for index, reader in enumerate(readers):
+                nursery.start_soon(reader.read, fake, f"request {index}")
+            await trio.sleep(0.035)
+            for count, pause in enumerate((*pauses, 0.0), start=1):
+                fake.break_next_step()
+                while fake.metrics.engine_restarts_total._value.get() < count or not fake.ready:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                await trio.sleep(pause)
+        assert fake.metrics.requests_poisoned_total._value.get() == 0
+        fake.assert_all_free()
+    assert [reader.end.finish_reason for reader in readers] == [FinishReason.LENGTH] * 8
+
+
+async def test_requests_that_come_while_a_suspect_is_alone_wait_for_its_first_token(autojump_clock):
+    suspects, late = [Reader(), Reader()], Reader()
+    async with (
+        open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=1.0) as fake,
+        trio.open_nursery() as nursery,
+    ):
+        for reader in suspects:
+            nursery.start_soon(reader.read, fake, "suspect")
+        await trio.sleep(0.025)
+        fake.break_next_step()
+        await trio.sleep(1.0)
+        fake.step_seconds = 1.0
+        await trio.sleep(0.2)
+        nursery.start_soon(late.read, fake, "late")
+        await trio.sleep(0.2)
+        assert len(fake.core.live_requests()) == 1
+        await trio.sleep(1.0)
+        assert len(fake.core.live_requests()) > 1
+        fake.step_seconds = 0.01
+    assert [reader.end.finish_reason for reader in (*suspects, late)] == [FinishReason.LENGTH] * 3
+
+
+async def test_a_newcomer_that_leaves_while_a_suspect_is_alone_leaves_nothing(autojump_clock):
+    suspect = Reader()
+    async with (
+        open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=1.0) as fake,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(suspect.read, fake, "suspect")
+        await trio.sleep(0.025)
+        fake.break_next_step()
+        await trio.sleep(1.0)
+        fake.step_seconds = 1.0
+        await trio.sleep(0.1)
+        with trio.move_on_after(0.3):
+            async with fake.generate("late", LONG) as stream:
+                async for _ in stream:
+                    pass
+        assert fake.dispatch.core.stats().leases == {"local": 1}
+        fake.step_seconds = 0.01
+    assert suspect.end.finish_reason is FinishReason.LENGTH
+    fake.assert_all_free()
 
 
 async def test_an_opening_that_fails_is_tried_again(autojump_clock):

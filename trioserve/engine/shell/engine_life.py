@@ -27,7 +27,7 @@ from trioserve.engine.shell.pausing import PauseState, Pausing
 from trioserve.engine.shell.request_admission import RequestAdmission
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope, ScopeState
 from trioserve.engine.shell.requests_by_id import RequestsById
-from trioserve.engine.shell.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
+from trioserve.engine.shell.restarts import LONE_FAULTS_MAX, Readmission, RestartBudget
 from trioserve.engine.shell.sleeping import LEVELS, Sleeping
 from trioserve.engine.shell.step_gate import StepGate
 from trioserve.engine.shell.step_watch import StepWatch
@@ -86,7 +86,10 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._is_running = False
         self._idle = trio.Event()
         self._restarts = RestartBudget(settings.restarts_max)
-        self._readmission = Readmission[ScopeT](self._begin)
+        self._readmission = Readmission[ScopeT](
+            self._begin, end=self._end_poisoned, has_brought=lambda: self._delivery.has_brought
+        )
+        self._last_fault: EngineFault | None = None  # that the engine was opened again after
         self._carried: list[ScopeT] = []  # who goes on when the engine was opened anew
         self._reopened = trio.Event()
         self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
@@ -281,27 +284,35 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
                 carried.append((choice, goes_on))
         for request in self._readmission.stop():
             requests.setdefault(request, [])
+        self._last_fault = fault or self._last_fault
         for request, carried in requests.items():
             if any(choice.sequence_id in suspect_ids for choice, _ in carried):
-                request.fault_count += 1
+                own_ids = {choice.sequence_id for choice in request.choices}
+                request.note_fault(is_alone=own_ids >= suspect_ids)
             request.carry(carried)
-            if fault is not None and (request in lost or request.fault_count >= FAULTS_OF_ONE_MAX):
-                self._end_poisoned(request, fault)
+            if fault is not None and request in lost:
+                self._end_with_error(request, f"the engine broke, and this request cannot be resumed: {fault}")
+            elif fault is not None and request.lone_fault_count >= LONE_FAULTS_MAX:
+                self._end_poisoned(request)
             elif not request.upcoming:
                 request.on_gone()
         self._carried = [request for request in requests if request.upcoming]
         self._note_idle()
 
-    def _end_poisoned(self, request: ScopeT, fault: EngineFault) -> None:
-        """It was in each step that failed."""
+    def _end_poisoned(self, request: ScopeT) -> None:
+        """End a request that broke the engine: the failed steps had it, and one of them had nothing else."""
         logger.error("request ended: it was in %d steps that failed request=%s", request.fault_count, request.id)
         self.metrics.requests_poisoned_total.inc()
         message = (
-            f"the engine broke {request.fault_count} times in steps that computed this request, which was ended so "
-            f"that the others go on: {fault}"
+            f"the engine broke {request.fault_count} times in steps that computed this request, also where it was "
+            f"alone in one; it was ended so that the others go on: {self._last_fault}"
         )
+        self._end_with_error(request, message, stop_reason=REQUEST_POISONED)
+
+    def _end_with_error(self, request: ScopeT, message: str, *, stop_reason: str | None = None) -> None:
+        """End a request that the core does not have."""
         self._delivery.note_lost(request)
-        self._delivery.end_with_final_delta(request, FinishReason.ERROR, message, stop_reason=REQUEST_POISONED)
+        self._delivery.end_with_final_delta(request, FinishReason.ERROR, message, stop_reason=stop_reason)
 
     def reopen(self, parts: PartsT) -> None:
         """Go on with these; run is called next."""

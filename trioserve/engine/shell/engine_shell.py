@@ -181,7 +181,7 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
             sequences = self._sequences(request)
             choices = [choice for choice in request.choices if not choice.is_ended]
             request.upcoming.extend(zip(choices, sequences, strict=True))
-            self._begin(request)
+            self._readmission.admit(request)
         except BaseException:
             self._leave(request)
             raise

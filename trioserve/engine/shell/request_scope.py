@@ -78,8 +78,8 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     lease and making what the core gets. choices: its parts. core_count: of these, the ones that the core has.
     upcoming: what the core gets one by one, each when it is done with another, so that what it has of this request at a
     time is bounded. begin_next: hands it the next of them. sequence_count: as many are with the core at a time, at
-    most. fault_count: steps that had it and failed, one after the other. part_of: the span of what it is made for.
-    trace: is told what becomes of it.
+    most. fault_count: failed steps that had this request since it last made progress. lone_fault_count: how many of
+    them had no other request. part_of: the span of what it is made for. trace: is told what becomes of it.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.begin_next: Callable[[], None] = lambda: None
         self.on_gone: Callable[[], None] = lambda: None
         self.fault_count = 0
+        self.lone_fault_count = 0
         self.scope = ScopeState.NEW
         self._pending: dict[int, DeltaT] = {}
         self._unfinished_count = sequence_count
@@ -164,6 +165,15 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         if self._error is not None:
             return FinishReason.ERROR
         return None if self._first_end is None else self._first_end.finish_reason
+
+    def note_fault(self, *, is_alone: bool) -> None:
+        """A step that had this request failed. is_alone: it had no other request."""
+        self.fault_count += 1
+        self.lone_fault_count += is_alone
+
+    def clear_faults(self) -> None:
+        """The request made progress in an engine that was opened again."""
+        self.fault_count = self.lone_fault_count = 0
 
     # --- the reader's side ---
 

@@ -1,8 +1,15 @@
-"""Whether an engine that broke is opened anew, and who goes on in it when. Nothing here waits.
+"""Decides whether a broken engine is opened again, and which requests resume in it when. Nothing here waits.
 
-A step has many requests, and most often none of them is to blame. Those that were in the step which failed are
-suspects: in the new engine they begin one by one, each when the one before has brought a token. So if a step fails
-again, the one on trial has done it, or at least was there both times. It is ended, and the others go on.
+A failed step has many requests, and a fault can also be the machine's. So the requests of a failed step are suspects,
+and only evidence turns a suspect into the cause:
+
+- In the new engine the suspects begin one by one. The next one begins when the one before has brought a token.
+- The first suspect begins alone: no other request is in the engine until that one has passed the point where the step
+  failed. Suspects that were in the most failed steps come first, those that have failed alone come last.
+- A suspect that was in three failed steps, and alone in one of them, is accused. It is ended as soon as another request
+  gets a step done in the new engine: the machine works, so the accused request was the cause.
+- A suspect that fails alone a second time is ended at once. That happens where there is no other request to compare.
+- Two accused requests clear each other. Then the machine is the cause, and `RestartBudget` counts its faults.
 """
 
 from __future__ import annotations
@@ -13,12 +20,13 @@ from typing import Any, Generic, TypeVar
 
 from trioserve.engine.shell.request_scope import AnyScope, RequestPart
 
-__all__ = ["FAULTS_OF_ONE_MAX", "Readmission", "RestartBudget"]
+__all__ = ["LONE_FAULTS_MAX", "Readmission", "RestartBudget"]
 
 PERIOD_SECONDS = 600.0  # faults that lie further apart than this many restarts say nothing of each other
 FAULTS_IN_A_ROW_MAX = 3  # that many openings which brought nothing: another one will not either
 BACKOFF_SECONDS = 1.0  # after the first one that brought nothing; twice as long after each further one
-FAULTS_OF_ONE_MAX = 2  # as many steps with it may fail before a request is ended
+FAULTS_OF_ONE_MAX = 3  # a request that was in this many failed steps, and alone in one of them, is accused
+LONE_FAULTS_MAX = 2  # a request that was alone in this many failed steps is ended at once
 
 
 class RestartBudget:
@@ -54,40 +62,78 @@ ScopeT = TypeVar("ScopeT", bound=AnyScope)
 
 
 class Readmission(Generic[ScopeT]):
-    """Who still has to begin in an engine that was opened anew. begin: hands a request's sequences to the core."""
+    """Which requests still wait to begin in an engine that was opened again.
 
-    def __init__(self, begin: Callable[[ScopeT], None]) -> None:
+    Args:
+        begin: Hands a request's sequences to the core.
+        end: Ends an accused request.
+        has_brought: Whether a step has brought something since the engine was opened.
+    """
+
+    def __init__(
+        self, begin: Callable[[ScopeT], None], *, end: Callable[[ScopeT], None], has_brought: Callable[[], bool]
+    ) -> None:
         self._begin = begin
+        self._end = end
+        self._has_brought = has_brought
         self._suspects: deque[ScopeT] = deque()
+        self._others: deque[ScopeT] = deque()  # in no failed step: they wait only while a suspect is alone
+        self._accused: list[ScopeT] = []
+        self._is_alone = False  # whether the request on trial has the engine for itself
         self._on_trial: ScopeT | None = None
         self._tried: list[tuple[RequestPart[Any], int]] = []  # its choices, and how far each was
 
     def start(self, requests: Iterable[ScopeT]) -> None:
-        """The engine runs: whoever was in no step that failed begins at once. In the order in which they are to be
-        computed."""
+        """The engine runs again. `requests` are in the order in which they will be computed."""
         self.stop()
-        for request in requests:
-            if request.fault_count:
-                self._suspects.append(request)
-            else:
+        requests = [*requests]
+        suspects = [request for request in requests if request.fault_count]
+        others = [request for request in requests if not request.fault_count]
+        if not suspects:
+            for request in others:
                 self._begin(request)
+            return
+        self._suspects.extend(sorted(suspects, key=lambda request: (request.lone_fault_count, -request.fault_count)))
+        self._others.extend(others)
+        self._accused = [request for request in suspects if _is_accused(request)]
+        if suspects == self._accused and self._others:
+            self._suspects.appendleft(self._others.popleft())  # shows whether the machine works
+        if len(self._accused) > 1:
+            for request in self._accused:
+                request.lone_fault_count = 0
+            self._accused.clear()
+        self._is_alone = True
         self.look()
 
+    def admit(self, request: ScopeT) -> None:
+        """Begin a new request, or keep it until the request on trial is not alone any more."""
+        if self._is_alone:
+            self._others.append(request)
+            self.look()
+        else:
+            self._begin(request)
+
     def stop(self) -> list[ScopeT]:
-        """It broke again. Returns who had not begun yet."""
-        waiting = [*self._suspects]
+        """The engine broke again. Returns the requests that have not begun."""
+        waiting = [*self._suspects, *self._others]
         self._suspects.clear()
+        self._others.clear()
+        self._accused.clear()
+        self._is_alone = False
         self._on_trial = None
         self._tried.clear()
         return waiting
 
     def look(self) -> None:
-        """Begin the next suspect if the one on trial has passed: to be called when a step was delivered, and when a
+        """Begin the next suspect if the one on trial has passed. Call this after a step was delivered, and when a
         request has left the core."""
         while self._has_passed():
             if self._on_trial is not None:
-                self._on_trial.fault_count = 0
-                self._on_trial = None
+                passed, self._on_trial = self._on_trial, None
+                passed.clear_faults()
+            if self._is_alone and (self._has_brought() or not self._suspects):
+                self._end_loneliness()
+                continue  # ending a request may have begun others
             if not self._suspects:
                 return
             request = self._suspects.popleft()
@@ -96,9 +142,27 @@ class Readmission(Generic[ScopeT]):
                 self._tried = [(choice, choice.progress) for choice, _ in request.upcoming]
                 self._begin(request)
 
+    def _end_loneliness(self) -> None:
+        """A step has brought something, so the machine works: judge the accused request, and let the others begin."""
+        self._is_alone = False
+        accused, others = [*self._accused], [*self._others]
+        self._accused.clear()
+        self._others.clear()
+        for request in accused:
+            if request in self._suspects and self._has_brought():  # otherwise it has passed, or left
+                self._suspects.remove(request)
+                self._end(request)
+        for request in others:
+            if request.upcoming:
+                self._begin(request)
+
     def _has_passed(self) -> bool:
         """The core has none of it any more, or each of its sequences has gone beyond where it was, or is over."""
         request = self._on_trial
         if request is None or not request.has_begun:
             return True
         return all(choice.is_ended or choice.progress > count for choice, count in self._tried)
+
+
+def _is_accused(request: AnyScope) -> bool:
+    return request.lone_fault_count > 0 and request.fault_count >= FAULTS_OF_ONE_MAX

@@ -29,7 +29,7 @@ from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.shell.request_scope import AnyScope
-from trioserve.engine.shell.restarts import FAULTS_OF_ONE_MAX
+from trioserve.engine.shell.restarts import LONE_FAULTS_MAX
 from trioserve.simulation.clients_inside import ClientsInside
 from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
 from trioserve.simulation.images.picture_book import PictureBook
@@ -66,7 +66,7 @@ class ImagesSimulation(TracedRun):
         self._gone_at: dict[str, int] = {}  # sequences that nobody waits for, and with which step they are over
         self._owners: dict[str, Client] = {}  # of sequences
         self._step_count = 0  # that were computed
-        self._fault_count = 0
+        self._faults_of: dict[int, list[set[int]]] = {}  # of each client: who was in the failed steps with its request
         self._step_seconds = itertools.cycle(plan.stage.step_seconds)
         self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
         self._pauses = Pauses(
@@ -208,7 +208,9 @@ class ImagesSimulation(TracedRun):
         elif reason is FinishReason.DEADLINE:
             assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
         elif delta.stop_reason == REQUEST_POISONED:
-            assert self._fault_count >= FAULTS_OF_ONE_MAX, f"{name} is blamed for {self._fault_count} faults"
+            steps = self._faults_of.get(client.number, [])
+            assert len(steps) >= LONE_FAULTS_MAX, f"{name} is blamed for {len(steps)} faults"
+            assert {client.number} in steps, f"{name} is blamed, and was alone in no failed step: {steps}"
         else:
             assert reason is FinishReason.ERROR, f"{name} ended with {reason}"
             assert delta.message == FAILED, f"{name} ended with an error: {delta.message}"
@@ -317,7 +319,9 @@ class ImagesSimulation(TracedRun):
         fake.step_seconds = next(self._step_seconds)
         self._step_count += 1
         if self._step_count - 1 in self.plan.stage.faults:
-            self._fault_count += 1
+            members = {self._owners[work.request.id].number for work in plan.works}
+            for number in members:
+                self._faults_of.setdefault(number, []).append(members)
             self.count("faults")
             raise RuntimeError(BROKEN)
 
