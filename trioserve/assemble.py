@@ -85,7 +85,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.media_fetcher import MediaFetcher
-from trioserve.trio_tools.own_run import check_is_in_trio
+from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
 from trioserve.trio_tools.worker_thread import WorkerThread
 from trioserve.vision.image_file import why_no_images
 from trioserve.vision.image_prompt import IMAGE_SIGN
@@ -143,7 +143,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
 
 
-@uninterrupted_context
+@opened_once
 async def open_engine(
     model: str = "smollm2",
     *,

@@ -33,7 +33,7 @@ from trioserve.model.fingerprint import fingerprint_of
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.long_job import LongJob
-from trioserve.trio_tools.own_run import check_is_in_trio
+from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 STEP_PIXELS = 8 * 2**20  # eight rows of a megapixel: 20 GiB of activations in a network such as SDXL's, in 16 bits
 
 
-@uninterrupted_context
+@opened_once
 async def open_image_engine(
     model: str | Path,
     *,

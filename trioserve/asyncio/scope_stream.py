@@ -37,6 +37,7 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         self._stream = stream
         self._box = DeltaBox[DeltaT](merge)
         self._task: TrioTask[None] | None = None
+        self._is_left = False
 
     async def __aenter__(self) -> Self:
         if self._task is not None:
@@ -54,10 +55,14 @@ class ScopeStream(Generic[StreamT, DeltaT]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._task is not None, "it is left, and was not entered"
+        self._thread.own_process.check("leaving a request")
+        if self._task is None or self._is_left:
+            how = "was left before" if self._is_left else "is left, and was not entered"
+            raise AlreadyEnded(f"request {self.id} {how}: leave its scope once, after entering it")
         await self._leave(self._task, error)
 
     async def _leave(self, task: TrioTask[None], error: BaseException | None) -> None:
+        self._is_left = True
         task.cancel()
         self._box.leave(self._ended())
         if not isinstance(error, GeneratorExit):  # where nothing may be awaited
@@ -90,6 +95,7 @@ class ScopeStream(Generic[StreamT, DeltaT]):
     async def __anext__(self) -> DeltaT:
         if self._task is None:
             raise self._ended()
+        self._thread.own_process.check("reading a request")
         return await self._box.get()
 
     def _ended(self) -> AlreadyEnded:

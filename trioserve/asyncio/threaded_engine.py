@@ -18,6 +18,7 @@ import trio
 from trioserve.asyncio.trio_thread import NoteStarted, ThreadOwner, TrioTask, TrioThread
 from trioserve.contracts.errors import EngineFault
 from trioserve.engine.shell.engine_life import EngineLife
+from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "made", "opened_in_a_thread"]
 
@@ -102,7 +103,7 @@ def made(
     return call
 
 
-@asynccontextmanager
+@opened_once
 async def opened_in_a_thread(
     open_engine: Callable[[], AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], U]
 ) -> AsyncIterator[U]:

@@ -6,6 +6,7 @@ What ends a task there is one message that never waits. Waiting for the end of i
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,6 +19,7 @@ import trio
 from trioserve.asyncio.thread_event import ThreadEvent
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.trio_tools.errors_unwrapped import unwrapped
+from trioserve.trio_tools.own_run import OwnProcess
 
 __all__ = ["NoteStarted", "ThreadOwner", "TrioTask", "TrioThread"]
 
@@ -34,6 +36,7 @@ class TrioThread:
         self._nursery: trio.Nursery
         self._token: trio.lowlevel.TrioToken | None = None
         self._is_stopped = False
+        self.own_process = OwnProcess()
         self._is_running = threading.Event()
         self._is_over = ThreadEvent()
         # A daemon: whoever abandons an engine without leaving its scope must still be able to end the process.
@@ -52,6 +55,7 @@ class TrioThread:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.own_process.check("leaving the engine's scope")
         self.stop()
         if kind is not GeneratorExit:
             await self._is_over.wait()
@@ -59,9 +63,9 @@ class TrioThread:
 
     def stop(self) -> None:
         """Cancel everything in it, also if it has not begun. Never waits. May be called from any thread, by the garbage
-        collector too."""
+        collector too. Does nothing in a forked child."""
         self._is_stopped = True
-        if self._token is not None:
+        if self._token is not None and self.own_process.is_here:
             self.soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
 
     def join(self, seconds_max: float) -> None:
@@ -69,7 +73,9 @@ class TrioThread:
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that never waits, called in the Trio run. Holds the caller up until it is that
-        run's turn, which is soon: nothing blocks it. When it is over the function is called right here."""
+        run's turn, which is soon: nothing blocks it. When it is over the function is called right here. Raises
+        WrongLoop in a forked child, which has no such thread."""
+        self.own_process.check("an engine")
         assert self._token is not None, "the thread was not started"
         try:
             return trio.from_thread.run_sync(function, *arguments, trio_token=self._token)
@@ -77,7 +83,8 @@ class TrioThread:
             return function(*arguments)
 
     def begin(self, function: Callable[[NoteStarted], Awaitable[T]]) -> TrioTask[T]:
-        """A task in the Trio run. Never waits."""
+        """A task in the Trio run. Never waits. Raises WrongLoop in a forked child."""
+        self.own_process.check("an engine")
         task = TrioTask(function, self.soon)
         if not self.soon(task.start, self):
             task.refuse()
@@ -125,7 +132,12 @@ class TrioThread:
         self._nursery.start_soon(function)
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> bool:
-        """Have it called in the Trio run, after what was asked before. False: that is over."""
+        """Have it called in the Trio run, after what was asked before. False: that is over.
+
+        Raises:
+            WrongLoop: This is a forked child. It shares the parent's wake-up socket, and must not write to it.
+        """
+        self.own_process.check("an engine")
         assert self._token is not None, "the thread was not started"
         try:
             self._token.run_sync_soon(function, *arguments)
@@ -217,6 +229,7 @@ class TrioTask(Generic[T]):
 
 
 _RUNNING: set[TrioThread] = set()
+os.register_at_fork(after_in_child=_RUNNING.clear)  # the threads are the parent's: the child has none to stop
 
 
 @atexit.register

@@ -75,8 +75,8 @@ class AlreadyEnded(InvalidRequest):
 
 
 class WrongLoop(TrioserveError, RuntimeError):
-    """Called outside of the loop that it belongs to: in an asyncio task, in another thread or another run, or where no
-    loop runs at all. The message says what to do."""
+    """Called outside of the loop that it belongs to: in an asyncio task, another thread or another run, where no loop
+    runs, or in a forked child of the process that opened the engine. The message says what to do."""
 
 
 class StartupError(TrioserveError):

@@ -766,10 +766,12 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
 
     def stats(self) -> EngineStats:
         """How many sequences run and wait, and what the KV blocks are: a frozen snapshot."""
+        self._own_run.check_process("engine.stats")
         return self._core.stats()
 
     def load(self) -> EndpointLoad:
         """How much there is to do, as a router asks. Waiting are those being tokenized, too."""
+        self._own_run.check_process("engine.load")
         stats = self._core.stats()
         return EndpointLoad(
             running=stats.running_count,

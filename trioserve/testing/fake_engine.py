@@ -48,8 +48,8 @@ from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.interrupts import uninterrupted_context
 from trioserve.trio_tools.media_fetcher import MediaFetcher
+from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "fake_adapter_digest", "open_fake_engine"]
 
@@ -213,7 +213,7 @@ def byte_form_compiler() -> FormCompiler:
     return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 
 
-@uninterrupted_context
+@opened_once
 async def open_fake_engine(
     *,
     block_count: int = 64,

@@ -29,7 +29,7 @@ from trioserve.testing.iterative_invariants import check_iterative_idle
 from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.interrupts import uninterrupted_context
+from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["FAKE_CLASSES", "FAKE_IMAGE_MODEL", "FakeImageEngine", "open_fake_image_engine"]
 
@@ -117,7 +117,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         check_iterative_idle(self._core)
 
 
-@uninterrupted_context
+@opened_once
 async def open_fake_image_engine(
     *,
     slot_count: int = 4,

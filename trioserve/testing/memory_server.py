@@ -31,7 +31,7 @@ from trioserve.testing.inline_pictures import InlineDecoder, InlinePictures, Job
 from trioserve.testing.inline_store import InlineStore, open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
-from trioserve.trio_tools.interrupts import uninterrupted_context
+from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["MemoryImageServer", "MemoryServer", "open_memory_image_server", "open_memory_server"]
 
@@ -102,7 +102,7 @@ class MemoryImageServer(ServedInMemory[FakeImageEngine, ImageApp]):
     decoder: JobGate
 
 
-@uninterrupted_context
+@opened_once
 async def open_memory_server(
     *,
     limits: FrontendLimits | None = None,
@@ -147,7 +147,7 @@ async def open_memory_server(
                 nursery.cancel_scope.cancel()
 
 
-@uninterrupted_context
+@opened_once
 async def open_memory_image_server(
     *,
     limits: FrontendLimits | None = None,

@@ -1,24 +1,76 @@
-"""The Trio run that an object belongs to; and a sentence for whoever calls it from somewhere else."""
+"""The process and the Trio run that an object belongs to, and the error for a call from anywhere else."""
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Generic, ParamSpec, TypeVar
 
 import trio
+from trio.lowlevel import enable_ki_protection
 
-from trioserve.contracts.errors import WrongLoop
+from trioserve.contracts.errors import AlreadyEnded, WrongLoop
+from trioserve.trio_tools.interrupts import uninterrupted_context
 
-__all__ = ["OwnRun", "check_is_in_trio"]
+__all__ = ["OpenedOnce", "OwnProcess", "OwnRun", "check_is_in_trio", "opened_once"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class OwnProcess:
+    """The process that made this object."""
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the same process."""
+        return os.getpid() == self._process_id
+
+    def check(self, what: str) -> None:
+        """Check that this is the same process.
+
+        Args:
+            what: What is called, for the message.
+
+        Raises:
+            WrongLoop: This is a forked child. It has a copy of the engine's memory, and none of its threads.
+        """
+        process_id = os.getpid()
+        if process_id != self._process_id:
+            raise WrongLoop(
+                f"{what} was called in process {process_id}, and the engine was opened in process {self._process_id}: "
+                "a forked process cannot use the engine of its parent, so open one here"
+            )
 
 
 class OwnRun:
-    """Made in the Trio run that is meant."""
+    """The Trio run, and the process, that made this object."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
+        self._process = OwnProcess()
+
+    def check_process(self, what: str) -> None:
+        """Check only that this is the same process: for what any thread may read. See OwnProcess.check."""
+        self._process.check(what)
 
     def check(self, what: str) -> None:
-        """what: is called. Raises WrongLoop anywhere else, also in another run."""
+        """Check that this is the same run.
+
+        Args:
+            what: What is called, for the message.
+
+        Raises:
+            WrongLoop: This is another process, thread or run, or no run.
+        """
+        self._process.check(what)
         check_is_in_trio(what)
         if trio.lowlevel.current_trio_token() is not self._token:
             raise WrongLoop(
@@ -51,3 +103,50 @@ def _runs_asyncio() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class OpenedOnce(AbstractAsyncContextManager[T], Generic[T]):
+    """A scope that is entered once and left once, in the process that made it.
+
+    Entering again, and leaving again or before, raises AlreadyEnded. Leaving in a forked child raises WrongLoop. Both
+    change nothing.
+    """
+
+    def __init__(self, scope: AbstractAsyncContextManager[T], what: str) -> None:
+        self._scope = scope
+        self._what = what
+        self._process = OwnProcess()
+        self._is_entered = self._is_left = False
+
+    @enable_ki_protection
+    async def __aenter__(self) -> T:
+        self._process.check(f"entering {self._what}")
+        if self._is_entered:
+            raise AlreadyEnded(f"{self._what} was entered before: call it again for another scope")
+        self._is_entered = True
+        try:
+            return await self._scope.__aenter__()
+        except BaseException:
+            self._is_left = True
+            raise
+
+    @enable_ki_protection
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self._process.check(f"leaving {self._what}")
+        if self._is_left or not self._is_entered:
+            raise AlreadyEnded(f"{self._what} {'was left before' if self._is_left else 'is left, and was not entered'}")
+        self._is_left = True
+        return await self._scope.__aexit__(kind, error, traceback)
+
+
+def opened_once(function: Callable[P, AsyncIterator[T]]) -> Callable[P, OpenedOnce[T]]:
+    """Make a public scope of an async generator function, as uninterrupted_context does. See OpenedOnce."""
+    open_scope = uninterrupted_context(function)
+
+    @functools.wraps(function)
+    def open_once(*args: P.args, **kwargs: P.kwargs) -> OpenedOnce[T]:
+        return OpenedOnce(open_scope(*args, **kwargs), function.__name__)
+
+    return open_once

@@ -173,10 +173,12 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
 
     def stats(self) -> IterativeStats:
         """How many pictures are worked on and wait, and how many slots are taken: a frozen snapshot."""
+        self._own_run.check_process("engine.stats")
         return self._core.stats()
 
     def load(self) -> EndpointLoad:
         """How much there is to do, as a router asks."""
+        self._own_run.check_process("engine.load")
         stats = self._core.stats()
         return EndpointLoad(
             running=stats.running_count,

@@ -379,6 +379,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
 
     async def wait_until_idle(self) -> None:
         """Returns when no request is entered, and nothing is held for another engine. For use after drain()."""
+        self._own_run.check("engine.wait_until_idle")
         while self._is_busy:
             if self._idle.is_set():  # otherwise somebody else waits for it, too
                 self._idle = trio.Event()

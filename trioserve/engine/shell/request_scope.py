@@ -184,6 +184,12 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.scope = ScopeState.ENTERED
         self.entered_at = trio.current_time()
 
+    def check_may_leave(self) -> None:
+        """Raises AlreadyEnded if the scope was left before, or was never entered."""
+        if self.scope is not ScopeState.ENTERED:
+            how = "was left before" if self.scope is ScopeState.LEFT else "is left, and was not entered"
+            raise AlreadyEnded(f"request {self.id} {how}: leave its scope once, after entering it")
+
     def leave(self) -> None:
         """The scope is over: whoever still waits for something of it is told so."""
         self.scope = ScopeState.LEFT

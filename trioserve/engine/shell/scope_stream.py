@@ -58,6 +58,8 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._own_run.check("leaving a request")
+        self._request.check_may_leave()
         self._request.leave()
         self._leave(self._request)
 
@@ -65,6 +67,7 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
         return self
 
     def __anext__(self) -> Awaitable[DeltaT]:  # not async: a call more for every delta would be seen
+        self._own_run.check_process("reading a request")  # a forked child would wait for ever
         return self._request.next_delta()
 
     @property
