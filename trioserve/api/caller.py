@@ -17,6 +17,7 @@ import msgspec
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.http.limits import RESPONSE_BYTES_MAX
 
 __all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin", "check_may_operate", "check_model"]
 
@@ -33,6 +34,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     metrics_need_key, load_needs_key: these pages are closed to callers without a key.
     model_is_required: a request that names no model is refused.
     loads_adapters: LoRA adapters may be loaded and unloaded while the server runs.
+    response_bytes_max: of a whole response, estimated from the request. See ResponseBound.
 
     These count where there are no keys:
     host_names: what the Host header may be; None: anything. See PageGate.
@@ -47,6 +49,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     load_needs_key: bool = False
     model_is_required: bool = False
     loads_adapters: bool = False
+    response_bytes_max: int = RESPONSE_BYTES_MAX
     host_names: tuple[str, ...] | None = None
     page_origins: tuple[str, ...] = ()
     operates_without_key: bool = True

@@ -9,6 +9,7 @@ import trio
 
 from trioserve.api.caller import AccessRules
 from trioserve.api.engine_context import EngineContext, PauseMode
+from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseShape
 from trioserve.contracts.prompt import Cut
 from trioserve.http.clock_and_ids import ClockAndIds
 
@@ -99,6 +100,7 @@ class RequestContext(EngineContext):
     ) -> None:
         super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
         self.page = page
+        self.response_bound = ResponseBound(rules.response_bytes_max)
         self.engine = engine
         self.store = store
         self.background = background
@@ -110,6 +112,9 @@ class RequestContext(EngineContext):
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
         self.adapter: str | None = None  # that the request's model is; known when model_name was asked
+
+    def note_large_bytes(self, change: int) -> None:
+        self.engine.metrics.large_response_bytes.inc(change)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         await self.engine.pause_generation(mode, clear_cache=clear_cache)
@@ -141,9 +146,16 @@ class RequestContext(EngineContext):
         resume: Resume | None = None,
         resumable: bool = False,
         keep_logprobs: bool = False,
+        shape: ResponseShape = PLAIN,
     ) -> RequestStream:
-        """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
-        what the caller may not ask for."""
+        """A request to the engine in this caller's name, to be entered with `async with`. shape: what makes its
+        response larger. Raises InvalidRequest for what the caller may not ask for, also for too large a response."""
+        sampling = self.response_bound.bounded(
+            sampling,
+            shape,
+            tokens_max=self.engine.model.context_tokens_max,
+            default_tokens_max=self.engine.default_sampling.max_tokens,
+        )
         tenant = self.named_tenant
         self.caller.check_priority(body.priority)
         stream = self.engine.generate(
@@ -176,8 +188,13 @@ class RequestContext(EngineContext):
         *,
         name_of: Callable[[int], str],
         add_special_tokens: bool = True,
+        is_base64: bool | None = None,
     ) -> PooledStream:
-        """The same for what is pooled."""
+        """The same for what is pooled. is_base64: how vectors are written; None: none are in the response."""
+        if is_base64 is not None:
+            pooled = self.engine.model.pooled
+            size = 0 if pooled is None else pooled.embedding_size  # without it the engine refuses the request
+            self.response_bound.check_vectors(len(inputs), params.dimensions or size, is_base64=is_base64)
         tenant = self.named_tenant
         self.caller.check_priority(body.priority)
         cut = None

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import trio
+
 from trioserve.api.caller import ANYBODY, Caller
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
 from trioserve.api.request_end import Outcome
 from trioserve.api.sse import encode
 from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
+from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
@@ -62,6 +65,27 @@ class Responder:
     ) -> None:
         """Send `value` as JSON."""
         await self.respond_bytes(encode(value), "application/json", status=status, headers=headers)
+
+    async def respond_large(self, large: LargeJson, value: object) -> None:
+        """Send `value`, of which `large` has the lists that were encoded piece by piece. Holds only what is unsent."""
+        if large.is_empty:
+            await self.respond_json(value)
+            return
+        held = large.byte_count
+        self.note_large_bytes(held)
+        try:
+            await self.start_bytes("application/json")
+            for piece in large.pieces(value):
+                await self.exchange.send(piece)
+                self.note_large_bytes(large.byte_count - held)
+                held = large.byte_count
+                await trio.lowlevel.checkpoint()
+            await self.exchange.finish()
+        finally:
+            self.note_large_bytes(-held)
+
+    def note_large_bytes(self, change: int) -> None:
+        """Bytes of a large response were encoded, or sent or given up."""
 
     async def respond_bytes(
         self, body: bytes, content_type: str, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()

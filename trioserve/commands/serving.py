@@ -160,6 +160,7 @@ def access_rules(config: ServerConfig) -> AccessRules:
         metrics_need_key=config.metrics_need_key,
         load_needs_key=config.load_needs_key,
         model_is_required=config.require_model,
+        response_bytes_max=config.max_response_bytes,
         host_names=names,
         page_origins=config.cors_origin,
         operates_without_key=config.allow_operator_without_key or not _is_reached_by_others(config),

@@ -669,7 +669,14 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HANGS,
         kind="counter",
         unit="requests",
-        meaning="Requests ended with an error since the engine broke twice in steps that computed them.",
+        meaning="Requests ended with an error since they broke the engine, at least once in a step of their own.",
+    ),
+    Metric(
+        name="large_response_bytes",
+        question=Question.LEFT_BEHIND,
+        kind="gauge",
+        unit="bytes",
+        meaning="Bytes of large whole responses that are encoded and not yet sent (each at most --max-response-bytes).",
     ),
     Metric(
         name="tasks",

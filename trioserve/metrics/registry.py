@@ -96,6 +96,7 @@ class Metrics:
     attended_token_flops: Gauge
     engine_restarts_total: Counter
     requests_poisoned_total: Counter
+    large_response_bytes: Gauge
     tasks: Gauge
     step_seconds: PlainHistogram
     step_age_seconds: Gauge

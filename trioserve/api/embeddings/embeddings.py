@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import trio
+import msgspec
 
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.embeddings.request_types import EmbeddingsBody
@@ -14,13 +15,12 @@ from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import TokenizeBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import encode
+from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import INPUTS_MAX, Pooled
 from trioserve.contracts.prompt import Prompt
 
-__all__ = ["create_embeddings", "joined_vectors"]
-
-PIECE_NUMBERS_MAX = 20_000  # written in a few milliseconds; after as many, others get their turn
+__all__ = ["add_vectors", "create_embeddings"]
 
 
 async def create_embeddings(context: RequestContext) -> None:
@@ -37,18 +37,21 @@ async def create_embeddings(context: RequestContext) -> None:
         body.params(),
         name_of=lambda index: name if is_one else f"input[{index}]",
         add_special_tokens=body.add_special_tokens is not False,
+        is_base64=body.encoding_format == "base64",
     )
-    data = await joined_vectors(response.pooled, _as_base64 if body.encoding_format == "base64" else _as_numbers)
-    head = encode(
+    large = LargeJson()
+    write = _as_base64 if body.encoding_format == "base64" else _as_numbers
+    await context.respond_large(
+        large,
         {
             "id": f"embd-{context.request_id}",
             "object": "list",
             "created": context.clock_and_ids.unix_seconds(),
             "model": model,
             "usage": response.usage,
-        }
+            "data": await add_vectors(large, response.pooled, write),
+        },
     )
-    await context.respond_bytes(head[:-1] + b',"data":[' + data + b"]}", "application/json")
 
 
 def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
@@ -85,14 +88,10 @@ def _embedding(index: int, value: bytes) -> bytes:
     return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, value)
 
 
-async def joined_vectors(vectors: Sequence[Pooled], written: Callable[[int, Pooled], bytes]) -> bytes:
-    """What `written` makes of each vector and its index, with commas between. Others get their turns meanwhile."""
-    pieces: list[bytes] = []
-    number_count = 0
-    for index, vector in enumerate(vectors):
-        pieces.append(written(index, vector))
-        number_count += len(vector)
-        if number_count >= PIECE_NUMBERS_MAX:
-            number_count = 0
-            await trio.lowlevel.checkpoint()
-    return b",".join(pieces)
+async def add_vectors(
+    large: LargeJson, vectors: Sequence[Pooled], written: Callable[[int, Pooled], bytes]
+) -> msgspec.Raw:
+    """A list of what `written` makes of each vector and its index, for `large` to send."""
+    return await large.add_encoded(
+        (len(vector), functools.partial(written, index, vector)) for index, vector in enumerate(vectors)
+    )

@@ -33,12 +33,27 @@ async def pool(
     *,
     name_of: Callable[[int], str],
     add_special_tokens: bool = True,
+    is_base64: bool | None = None,
 ) -> PooledResponse:
-    """What each input gives, in their order. name_of: what an input is called in an error, by its index. When it
-    returns the request's scope is left. Raises what the engine does, and what is said of a request that ended in
-    another way than it should."""
+    """Compute what each input gives, in their order. When this returns, the request's scope is left.
+
+    Args:
+        name_of: What an input is called in an error, by its index.
+        is_base64: How the vectors are written; None: the response has none.
+
+    Raises:
+        TrioserveError: What the engine raises, and what is said of a request that ended in another way than it should.
+    """
     deadlines = deadlines_of(body, context.exchange.headers)
-    asked = context.embed(inputs, params, body, deadlines, name_of=name_of, add_special_tokens=add_special_tokens)
+    asked = context.embed(
+        inputs,
+        params,
+        body,
+        deadlines,
+        name_of=name_of,
+        add_special_tokens=add_special_tokens,
+        is_base64=is_base64,
+    )
     async with asked as stream:
         await _read(stream)
         token_count = stream.prompt_token_count

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trioserve.api.embeddings.embeddings import joined_vectors
+from trioserve.api.embeddings.embeddings import add_vectors
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.ollama.answer import nanoseconds
 from trioserve.api.ollama.models import model_asked
@@ -14,6 +14,7 @@ from trioserve.api.ollama.request_types import OllamaEmbedBody, OllamaEmbeddings
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import encode
+from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
 
@@ -38,17 +39,19 @@ async def embed(context: RequestContext) -> None:
         inputs,
         PoolingParams(normalize=True, dimensions=body.dimensions),
         name_of=lambda index: "input" if isinstance(body.input, str) else f"input[{index}]",
+        is_base64=False,
     )
-    vectors = await joined_vectors(response.pooled, _numbers)
-    tail = encode(
+    large = LargeJson()
+    await context.respond_large(
+        large,
         {
+            "model": body.model or model,
+            "embeddings": await add_vectors(large, response.pooled, _numbers),
             "total_duration": nanoseconds(trio.current_time() - began_at),
             "load_duration": 0,
             "prompt_eval_count": response.usage.prompt_tokens,
-        }
+        },
     )
-    head = encode({"model": body.model or model})
-    await context.respond_bytes(head[:-1] + b',"embeddings":[' + vectors + b"]," + tail[1:], "application/json")
 
 
 async def embed_one(context: RequestContext) -> None:

@@ -21,6 +21,7 @@ from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import GroupIds, Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.api.turn.turn_request import TurnRequest
+from trioserve.api.whole_response import LargeJson, ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
@@ -48,7 +49,8 @@ async def create_chat_completion(context: RequestContext) -> None:
     }
     async with chat_turn(context, request, resumption) as turn:
         stream = turn.stream
-        whole = functools.partial(whole_response, context.engine.tokenizer, body, turn, head, resumption)
+        large = LargeJson()
+        whole = functools.partial(whole_response, large, context.engine.tokenizer, body, turn, head, resumption)
         if body.stream:
             await turn.wait_until_begun()
             await context.start_events(resumption.headers([stream]))
@@ -61,13 +63,13 @@ async def create_chat_completion(context: RequestContext) -> None:
         else:
             choices = await turn.collect()
             if stream.is_held:  # a client that leaves before it knows of the hold ends it
-                await context.respond_json(whole(choices))
+                await context.respond_large(large, await whole(choices))
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
-        await context.respond_json(whole(choices))
+        await context.respond_large(large, await whole(choices))
 
 
 async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEvents, ids: GroupIds | None) -> None:
@@ -106,6 +108,7 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
         cache_salt=body.cache_salt,
         deadlines=deadlines_of(body, context.exchange.headers),
         kv_transfer_params=body.kv_transfer_params,
+        shape=ResponseShape(is_streamed=bool(body.stream), has_token_ids=bool(body.return_token_ids)),
         cut=prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens),
     )
 

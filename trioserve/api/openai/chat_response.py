@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from trioserve.api.generation import CUT_OFF, transfer_fields
-from trioserve.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from trioserve.api.openai.logprobs import chat_tokens, prompt_logprobs
 from trioserve.api.openai.request_types import ChatBody
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnFinish
+from trioserve.api.whole_response import LargeJson
 
 if TYPE_CHECKING:
     from trioserve.api.resumption import Resumption
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["echo_of", "finish_shown", "whole_response"]
 
 
-def whole_response(
+async def whole_response(
+    large: LargeJson,
     tokenizer: Tokenizer,
     body: ChatBody,
     turn: ChatTurn,
@@ -25,14 +28,23 @@ def whole_response(
     resumption: Resumption,
     choices: list[CollectedChoice],
 ) -> dict[str, object]:
+    """Large lists are encoded by `large`, which has to send the response."""
     stream = turn.stream
+
+    async def logprobs_of(choice: CollectedChoice) -> dict[str, object] | None:
+        if not body.logprobs:
+            return None
+        weight = 1 + (body.top_logprobs or 0)
+        content = await large.add(choice.logprobs, functools.partial(chat_tokens, tokenizer), item_weight=weight)
+        return {"content": content, "refusal": None}
+
     response = {
         **head,
         "choices": [
             {
                 "index": index,
                 "message": _message(body, choice),
-                "logprobs": chat_logprobs(tokenizer, choice.logprobs) if body.logprobs else None,
+                "logprobs": await logprobs_of(choice),
                 "finish_reason": finish_shown(body, choice.finish_reason),
                 "stop_reason": choice.stop_reason,
                 **({"token_ids": choice.token_ids} if body.return_token_ids else {}),
@@ -48,7 +60,9 @@ def whole_response(
     if body.return_token_ids:
         response["prompt_token_ids"] = stream.prompt_token_ids
     if stream.prompt_logprobs is not None:
-        response["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.prompt_logprobs)
+        write = functools.partial(prompt_logprobs, tokenizer)
+        weight = 1 + (body.prompt_logprobs or 0)
+        response["prompt_logprobs"] = await large.add(stream.prompt_logprobs, write, item_weight=weight)
     return response
 
 

@@ -6,6 +6,7 @@ the request fails with that error. Choice number prompt_index * n + i is choice 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, cast
@@ -42,8 +43,9 @@ from trioserve.api.sse import (
     transfer_field,
     versions_field,
 )
+from trioserve.api.whole_response import LargeJson, ResponseShape
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.events import FinishReason
+from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import CHOICES_MAX, SamplingParams
 
@@ -83,6 +85,14 @@ async def create_completion(context: RequestContext) -> None:
     }
     deadlines = deadlines_of(body, context.exchange.headers)
     cut = prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens)
+    shape = ResponseShape(
+        is_streamed=bool(body.stream),
+        prompt_count=len(prompts),
+        prompt_copies=sampling.n,
+        has_prompt_text=bool(body.echo),
+        has_token_ids=bool(body.return_token_ids),
+    )
+    large = LargeJson()
     async with AsyncExitStack() as scopes:
         streams = [
             await scopes.enter_async_context(
@@ -96,11 +106,13 @@ async def create_completion(context: RequestContext) -> None:
                     resume=resumption.resume(index),
                     resumable=resumption.is_resumable,
                     keep_logprobs=resumption.gives_partial,
+                    shape=shape,
                 )
             )
             for index, prompt in enumerate(prompts)
         ]
         resumption.check(streams)
+        context.response_bound.check_prompts(sampling, shape, sum(stream.prompt_token_count for stream in streams))
         response = _Response(context, body, sampling.n if body.best_of is None else body.n or 1, streams, resumption)
         await response.read_echoes(prompts)
         if body.stream:
@@ -138,13 +150,13 @@ async def create_completion(context: RequestContext) -> None:
         else:
             collected = await collect(streams, sampling.n, is_partial=resumption.is_partial)
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
-                await context.respond_json(response.whole(head, collected))
+                await context.respond_large(large, await response.whole(large, head, collected))
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
-        await context.respond_json(response.whole(head, collected))
+        await context.respond_large(large, await response.whole(large, head, collected))
 
 
 def _check(body: CompletionBody) -> None:
@@ -272,30 +284,38 @@ class _Response:
     def usage(self) -> Usage:
         return usage_of(self.streams)
 
-    def whole(self, head: dict[str, object], collected: list[list[Choice]]) -> dict[str, object]:
-        """collected: with best_of, those that are not shown, too: any of them may be one that was cut off."""
+    async def whole(
+        self, large: LargeJson, head: dict[str, object], collected: list[list[Choice]]
+    ) -> dict[str, object]:
+        """The whole response. Large lists are encoded by `large`, which has to send it.
+
+        Args:
+            collected: With best_of also the choices that are not shown: any of them may have been cut off.
+        """
         choices = [_best(made, self.choice_count) for made in collected]
         return {
             **head,
-            "choices": self.choices(choices),
+            "choices": await self._choices(large, choices),
             "usage": self.usage(),
             **transfer_fields(choice.kv_transfer for choice in choices[0]),
             **({"resume": self.resumption.behind(self.streams)} if _has_cut_off(collected) else {}),
         }
 
-    def choices(self, choices: list[list[Choice]]) -> list[dict[str, object]]:
+    async def _choices(self, large: LargeJson, choices: list[list[Choice]]) -> list[dict[str, object]]:
         return [
-            self._choice(stream_index, choice_index, choice)
+            await self._choice(large, stream_index, choice_index, choice)
             for stream_index, of_stream in enumerate(choices)
             for choice_index, choice in enumerate(of_stream)
         ]
 
-    def _choice(self, stream_index: int, choice_index: int, choice: Choice) -> dict[str, object]:
+    async def _choice(
+        self, large: LargeJson, stream_index: int, choice_index: int, choice: Choice
+    ) -> dict[str, object]:
         stream = self.streams[stream_index]
         written: dict[str, object] = {
             "index": stream_index * self.choice_count + choice_index,
             "text": self.echoes[stream_index] + choice.text,
-            "logprobs": self._logprobs(stream, choice),
+            "logprobs": await self._logprobs(large, stream, choice),
             "finish_reason": _finish_shown(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
@@ -305,18 +325,22 @@ class _Response:
         if choice.weight_versions:
             written["weight_versions"] = choice.weight_versions
         if self.body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
-            written["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, stream.prompt_logprobs)
+            write = functools.partial(prompt_logprobs, self._engine.tokenizer)
+            weight = 1 + self.body.prompt_logprobs
+            written["prompt_logprobs"] = await large.add(stream.prompt_logprobs, write, item_weight=weight)
         return written
 
-    def _logprobs(self, stream: RequestStream, choice: Choice) -> dict[str, object] | None:
+    async def _logprobs(self, large: LargeJson, stream: RequestStream, choice: Choice) -> dict[str, object] | None:
         if self.body.logprobs is None:
             return None
+        token_ids: Sequence[int] = choice.token_ids
+        of_tokens: Sequence[TokenLogprob | None] = choice.logprobs
+        if self.body.echo and stream.prompt_logprobs is not None:
+            token_ids, of_tokens = [*stream.prompt_token_ids, *token_ids], [*stream.prompt_logprobs, *of_tokens]
         logprobs = self.new_logprobs()
-        prompt = self.echoed_logprobs(stream, logprobs)
-        output = logprobs.take(choice.token_ids, choice.logprobs)
-        if prompt is None:
-            return output
-        return {name: [*cast("list[object]", prompt[name]), *cast("list[object]", output[name])] for name in output}
+        tokens = list(zip(token_ids, of_tokens, strict=True))
+        weight = 1 + self.body.logprobs
+        return await large.add_columns(tokens, logprobs.take_pairs, item_weight=weight)
 
 
 class _CompletionEvents:

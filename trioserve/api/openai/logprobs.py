@@ -11,19 +11,24 @@ from trioserve.contracts.events import TokenLogprob
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["CompletionLogprobs", "chat_logprobs", "prompt_logprobs"]
+__all__ = ["CompletionLogprobs", "chat_logprobs", "chat_tokens", "prompt_logprobs"]
+
+
+def chat_tokens(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[object]:
+    """The tokens of chat completions, each with its alternatives."""
+    return [
+        {
+            **_chat_token(tokenizer, logprob.token_id, logprob.logprob),
+            "top_logprobs": [_chat_token(tokenizer, token_id, value) for token_id, value in logprob.top],
+        }
+        for logprob in logprobs
+    ]
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
     """Chat completions: a list of tokens, each with its alternatives."""
     return {
-        "content": [
-            {
-                **_chat_token(tokenizer, logprob.token_id, logprob.logprob),
-                "top_logprobs": [_chat_token(tokenizer, token_id, value) for token_id, value in logprob.top],
-            }
-            for logprob in logprobs
-        ],
+        "content": chat_tokens(tokenizer, logprobs),
         "refusal": None,
     }
 
@@ -61,6 +66,10 @@ class CompletionLogprobs:
             "top_logprobs": [None if logprob is None else self._top(logprob) for logprob in logprobs],
             "text_offset": offsets,
         }
+
+    def take_pairs(self, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, object]:
+        """The same for tokens with their log probabilities."""
+        return self.take([token_id for token_id, _ in tokens], [logprob for _, logprob in tokens])
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
         """The best ones by their text, and the chosen one, which may be one more. Of two tokens with one text (broken

@@ -12,6 +12,7 @@ from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.prompt_fields import prompt_cut
 from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ async def tokenize(context: RequestContext) -> None:
     with context.engine.tokenizing(owner=context.owner) as texts:
         token_ids = await _token_ids(context, body, texts)
         strings = await _run_on_tokens(context, texts, _token_texts, token_ids) if body.return_token_strs else None
-    await context.respond_json(
+    large = LargeJson()
+    await context.respond_large(
+        large,
         {
             "count": len(token_ids),
             "max_model_len": context.engine.model.context_tokens_max,
-            "tokens": token_ids,
-            "token_strs": strings,
-        }
+            "tokens": await large.add(token_ids, list),
+            "token_strs": None if strings is None else await large.add(strings, list),
+        },
     )
 
 
@@ -45,9 +48,11 @@ async def detokenize(context: RequestContext) -> None:
     body = await context.body(DetokenizeBody)
     context.model_name(body.model)
     with context.engine.tokenizing(owner=context.owner) as texts:
-        await _run_on_tokens(context, texts, _check_token_ids, body.tokens)
+        byte_count = await _run_on_tokens(context, texts, _checked_byte_count, body.tokens)
+        context.response_bound.check_text(byte_count, f"{len(body.tokens)} tokens as text", "tokens")
         prompt = await texts.decode(body.tokens)
-    await context.respond_json({"prompt": prompt})
+    large = LargeJson()
+    await context.respond_large(large, {"prompt": await large.add_text(prompt)})
 
 
 async def read_tokenizer_info(context: RequestContext) -> None:
@@ -79,13 +84,15 @@ def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
     return [engine.tokenizer.token_text(token_id) for token_id in token_ids]
 
 
-def _check_token_ids(engine: Engine, token_ids: Sequence[int]) -> None:
+def _checked_byte_count(engine: Engine, token_ids: Sequence[int]) -> int:
+    """How many bytes the texts of the tokens have. Raises InvalidRequest for an id that is no token's."""
     vocab_size = engine.model.vocab_size
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"tokens[{index}] is {token_id}, allowed is 0 to {vocab_size - 1}", param=f"tokens[{index}]"
             )
+    return sum(len(engine.tokenizer.token_bytes(token_id)) for token_id in token_ids)
 
 
 async def _token_ids(context: RequestContext, body: TokenizeBody, texts: PromptEncoder) -> list[int]:

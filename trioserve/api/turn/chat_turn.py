@@ -33,6 +33,7 @@ from trioserve.api.resumption import Resumption, skip_known
 from trioserve.api.turn.restraints import restrained
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import TurnRequest
+from trioserve.api.whole_response import ResponseBound
 from trioserve.contracts.output import Delta
 from trioserve.text.response_families import PROMPT_END_TOKENS, offered_tools
 from trioserve.text.response_parts import ResponsePart
@@ -60,7 +61,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
 
     def generate(prompt: Prompt, sampling: SamplingParams) -> RequestStream:
         if resumption is None:
-            return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut)
+            return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut, shape=request.shape)
         return context.generate(
             prompt,
             resumption.seeded(sampling),
@@ -70,6 +71,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
             resume=resumption.resume(),
             resumable=resumption.is_resumable,
             keep_logprobs=resumption.gives_partial,
+            shape=request.shape,
         )
 
     new_id = None if resumption is None else resumption.new_ids()
@@ -80,6 +82,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
         new_id=new_id or (lambda _: context.clock_and_ids.new_request_id()),
         is_partial=never_partial if resumption is None else resumption.is_partial,
         may_go_on=resumption is not None and resumption.is_resumable,
+        bound=context.response_bound,
     )
 
 
@@ -100,7 +103,9 @@ class ChatTurn:
         new_id: Callable[[int], str],
         is_partial: IsPartial = never_partial,
         may_go_on: bool = False,
+        bound: ResponseBound | None = None,
     ) -> None:
+        self._bound = bound or ResponseBound()
         self.is_partial = is_partial
         self._may_go_on = may_go_on
         self._engine = engine
@@ -119,6 +124,11 @@ class ChatTurn:
 
     async def __aenter__(self) -> ChatTurn:
         await self.stream.__aenter__()
+        try:
+            self._bound.check_prompts(self._request.sampling, self._request.shape, self.stream.prompt_token_count)
+        except BaseException:
+            await self.stream.__aexit__(None, None, None)
+            raise
         prompt_end = ""
         if not self.is_plain:
             last = self.stream.prompt_token_ids[-PROMPT_END_TOKENS:]

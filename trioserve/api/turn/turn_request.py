@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from trioserve.api.whole_response import ResponseShape
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt, Cut
@@ -67,7 +68,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     "parameters", "strict"}}; those that tool_choice excludes may be among them. structured: the form of the text that
     is no thought and no call. template_arguments: the caller's own go before those of `reasoning`. plain_prompt: a text
     in the place of messages, for which there is no template; all of its response is content.
-    priority, cache_salt, kv_transfer_params, cut: see Engine.generate.
+    priority, cache_salt, kv_transfer_params, cut: see Engine.generate. shape: of the response, to bound its size.
     """
 
     messages: list[dict[str, Any]]
@@ -87,6 +88,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: KVTransferParams | None = None
     cut: Cut | None = None
     plain_prompt: str | None = None
+    shape: ResponseShape = ResponseShape()
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

@@ -1,0 +1,219 @@
+"""Whole responses: too large ones are refused from an estimate, and large ones leave the event loop to others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from trioserve.api.caller import AccessRules
+from trioserve.api.whole_response import PIECE_BYTES, PLAIN, LargeJson, ResponseBound, ResponseShape
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.memory_server import open_memory_server
+
+CONTEXT = 131_072
+
+
+def bounded(shape: ResponseShape = PLAIN, *, tokens_max: int = CONTEXT, **sampling: Any) -> SamplingParams:
+    return ResponseBound().bounded(SamplingParams(**sampling), shape, tokens_max=tokens_max, default_tokens_max=None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sampling"),
+    [
+        (ResponseShape(), {"max_tokens": CONTEXT}),
+        (ResponseShape(has_token_ids=True), {"max_tokens": CONTEXT, "n": 8}),
+        (ResponseShape(), {"max_tokens": 4096, "n": 16, "logprobs": 5}),
+        (ResponseShape(prompt_count=128), {"max_tokens": 256, "logprobs": 5}),
+        (ResponseShape(is_streamed=True), {"max_tokens": CONTEXT, "n": 128, "logprobs": 20}),
+    ],
+    ids=str,
+)
+def test_usual_output_is_not_refused_and_not_shortened(shape, sampling):
+    assert bounded(shape, **sampling) == SamplingParams(**sampling)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sampling", "tokens"),
+    [
+        (ResponseShape(prompt_copies=1), {"prompt_logprobs": 1}, 128 * 4000),
+        (ResponseShape(prompt_copies=1, has_prompt_text=True), {"prompt_logprobs": 20, "logprobs": 20}, 8192),
+        (ResponseShape(prompt_copies=1, has_prompt_text=True), {"prompt_logprobs": 5, "logprobs": 5}, 128 * 2000),
+        (ResponseShape(has_token_ids=True, prompt_copies=128), {}, CONTEXT // 8),
+    ],
+    ids=str,
+)
+def test_usual_prompts_are_not_refused(shape, sampling, tokens):
+    ResponseBound().check_prompts(SamplingParams(**sampling), shape, tokens)
+
+
+@pytest.mark.parametrize(("count", "dimensions", "is_base64"), [(2048, 1536, False), (2048, 4096, True)])
+def test_usual_vectors_are_not_refused(count, dimensions, is_base64):
+    ResponseBound().check_vectors(count, dimensions, is_base64=is_base64)
+
+
+def test_too_much_output_is_refused_with_what_was_received_and_what_is_allowed():
+    with pytest.raises(InvalidRequest) as caught:
+        bounded(max_tokens=2000, n=64, logprobs=20)
+    message = str(caught.value)
+    assert "about 215,808,000 bytes" in message
+    assert "1 prompts x 64 choices x 2000 tokens x (6 bytes of text + 80 x (20 logprobs + 1))" in message
+    assert "134,217,728" in message
+    assert "set stream" in message
+    assert "--max-response-bytes" in message
+
+
+def test_output_is_counted_up_to_the_context_only():
+    assert bounded(tokens_max=4096, max_tokens=10**9, logprobs=20).max_tokens == 10**9
+
+
+def test_without_max_tokens_the_output_gets_the_tokens_that_fit():
+    given = bounded(n=4, logprobs=20).max_tokens
+    assert given is not None
+    assert 4 * given * (6 + 80 * 21) <= ResponseBound().bytes_max < 4 * (given + 1) * (6 + 80 * 21)
+    assert bounded(n=1, logprobs=1).max_tokens is None
+    with pytest.raises(InvalidRequest):
+        bounded(ResponseShape(prompt_count=128), n=8, logprobs=20)
+
+
+SMALL = AccessRules(response_bytes_max=20_000)
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "choices": ("/v1/completions", {"prompt": "a", "n": 8, "max_tokens": 100, "logprobs": 5}),
+    "best_of": ("/v1/completions", {"prompt": "a", "best_of": 8, "max_tokens": 100, "logprobs": 5}),
+    "prompts": ("/v1/completions", {"prompt": ["a"] * 8, "max_tokens": 100, "logprobs": 5}),
+    "echo": ("/v1/completions", {"prompt": "a" * 90, "n": 4, "max_tokens": 0, "echo": True, "logprobs": 3}),
+    "prompt_logprobs": ("/v1/completions", {"prompt": "a" * 90, "n": 4, "max_tokens": 1, "prompt_logprobs": 3}),
+    "streamed echo": (
+        "/v1/completions",
+        {"prompt": "a" * 90, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "n": 8, "max_tokens": 100, "logprobs": True},
+    ),
+    "chat's prompt": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a" * 80}], "max_tokens": 1, "prompt_logprobs": 20},
+    ),
+    "response": (
+        "/v1/responses",
+        {
+            "model": "fake",
+            "input": "a",
+            "max_output_tokens": 100,
+            "top_logprobs": 20,
+            "include": ["message.output_text.logprobs"],
+        },
+    ),
+    "streamed response that repeats them": (
+        "/v1/responses",
+        {"model": "fake", "input": "a", "max_output_tokens": 100, "top_logprobs": 20, "stream": True},
+    ),
+    "vectors": ("/v1/embeddings", {"input": ["a"] * 400}),
+    "Ollama's vectors": ("/api/embed", {"model": "fake", "input": ["a"] * 400}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_every_api_refuses_too_large_a_response_and_holds_nothing(autojump_clock, name):
+    path, body = REFUSED[name]
+    async with open_memory_server(access=SMALL, context_tokens_max=256, block_count=256, max_num_seqs=16) as server:
+        response = await server.client().post(path, body)
+        told = (await response.read()).decode()
+        assert response.status == 400, told
+        assert "the response could have about" in told
+        assert "allowed are 20,000" in told
+        await trio.sleep(1)  # the step in flight ends
+        server.engine.assert_all_free()
+
+
+async def test_what_is_streamed_is_not_refused_for_its_total(autojump_clock):
+    async with open_memory_server(access=SMALL, context_tokens_max=256, block_count=256, max_num_seqs=16) as server:
+        body = {**REFUSED["choices"][1], "stream": True}
+        response = await server.client().post("/v1/completions", body)
+        assert response.status == 200
+        assert len(await response.read()) > 20_000
+
+
+async def turns_while(act: Any) -> tuple[int, Any]:
+    """How many turns another task got while `act` ran."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(count)
+        result = await act()
+        nursery.cancel_scope.cancel()
+    return turns, result
+
+
+async def test_large_lists_are_encoded_in_pieces_and_read_as_the_same_value():
+    items = list(range(60_000))
+    vectors = [[float(index)] * 4000 for index in range(20)]
+    text = 'a"\\\n\u2028é😀' * 100_000
+
+    async def encode() -> bytes:
+        large = LargeJson()
+        value = {
+            "small": await large.add([1, 2], list),
+            "items": await large.add(items, list),
+            "columns": await large.add_columns(items, lambda part: {"a": [*part], "b": [str(one) for one in part]}),
+            "vectors": await large.add_encoded([(4000, lambda one=one: msgspec.json.encode(one)) for one in vectors]),
+            "none": await large.add_encoded([]),
+            "text": await large.add_text(text),
+            "end": "end",
+        }
+        pieces = list(large.pieces(value))
+        assert max(map(len, pieces)) <= 3 * PIECE_BYTES
+        return b"".join(pieces)
+
+    turns, encoded = await turns_while(encode)
+    assert turns > 60
+    assert json.loads(encoded) == {
+        "small": [1, 2],
+        "items": items,
+        "columns": {"a": items, "b": [str(one) for one in items]},
+        "vectors": vectors,
+        "none": [],
+        "text": text,
+        "end": "end",
+    }
+
+
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": "abc", "n": 4, "max_tokens": 400, "logprobs": 20, "ignore_eos": True}),
+    "echo": ("/v1/completions", {"prompt": "a" * 400, "max_tokens": 1, "logprobs": 20, "echo": True}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "logprobs": True, "top_logprobs": 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_a_large_response_is_what_a_small_one_would_be(autojump_clock, name, monkeypatch):
+    path, body = LARGE[name]
+    values = []
+    for small_items_max in (10**9, 10):
+        monkeypatch.setattr("trioserve.api.whole_response.SMALL_ITEMS_MAX", small_items_max)
+        async with open_memory_server(context_tokens_max=1024, block_count=1024) as server:
+            response = await server.client().post(path, {**body, "seed": 1, "ignore_eos": True})
+            assert response.status == 200
+            values.append(json.loads(await response.read())["choices"])
+            assert server.engine.metrics.large_response_bytes._value.get() == 0
+    assert values[0] == values[1]
+
+
+async def test_a_client_that_leaves_ends_the_encoding(autojump_clock):
+    with trio.move_on_after(0) as scope:
+        await LargeJson().add(range(10**9), list)
+    assert scope.cancelled_caught
