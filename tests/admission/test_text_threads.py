@@ -10,6 +10,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from trioserve.admission.text_threads import (
 from trioserve.contracts.errors import AlreadyEnded, Overloaded
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
+from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.long_job import JobCancelled
 
 WAIT_SECONDS_MAX = 60  # a test that fails must end; a machine that is busy must not make one fail
 
@@ -208,3 +211,98 @@ async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no
     with pytest.raises(AlreadyEnded):
         await threads.run(lambda: 1, size=5000)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trioserve-text")]
+
+
+STAGES: dict[str, Any] = {
+    "short texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=2000),
+    "long texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=SHORT_CHARACTERS_MAX + 1),
+    "longest texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=LONG_CHARACTERS_MAX + 1),
+    "forms": lambda threads, key, job: threads.run_compile(job, tenant=key),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_tenant_waits_for_one_job_of_a_tenant_with_hundreds(stage, gate):
+    run, order = STAGES[stage], []
+    async with TextThreads() as threads, trio.open_nursery() as nursery:
+        nursery.start_soon(run, threads, "flood", gate.job)
+        await gate.wait_until_begun()
+        for _ in range(200):
+            nursery.start_soon(run, threads, "flood", lambda *_: order.append("flood"))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(run, threads, "other", lambda *_: order.append("other"))
+        await trio.testing.wait_all_tasks_blocked()
+        gate.open()
+    assert order.index("other") == 0
+    assert len(order) == 201
+
+
+async def test_texts_for_their_own_sake_take_turns(gate):
+    order: list[str] = []
+
+    async def ask(threads: TextThreads, owner: str, job: Any) -> None:
+        with threads.aside(owner) as texts:
+            await texts.run(job, size=10)
+
+    async with TextThreads() as threads, trio.open_nursery() as nursery:
+        nursery.start_soon(ask, threads, "flood", gate.job)
+        await gate.wait_until_begun()
+        for _ in range(ASIDE_JOBS_OF_ONE_MAX - 1):
+            nursery.start_soon(ask, threads, "flood", lambda: order.append("flood"))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(ask, threads, "other", lambda: order.append("other"))
+        await trio.testing.wait_all_tasks_blocked()
+        gate.open()
+    assert order[0] == "other"
+
+
+async def test_a_compile_that_nobody_waits_for_ends(gate):
+    ended: list[str] = []
+
+    def compile_parts(check: Any) -> None:
+        gate.job()
+        try:
+            check()
+        except JobCancelled:
+            ended.append("in the middle")
+            raise
+
+    async with TextThreads() as threads:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(threads.run_compile, compile_parts, tenant="a"))
+            await gate.wait_until_begun()
+            nursery.cancel_scope.cancel()
+        gate.open()
+    assert ended == ["in the middle"]
+
+
+async def test_a_tenant_with_too_many_texts_is_refused_and_others_are_served(gate, monkeypatch):
+    monkeypatch.setattr("trioserve.admission.text_threads.FairPlaces", partial(FairPlaces, waiting_of_one_max=2))
+    async with open_memory_server(**ENGINE) as server:
+        hold_up_long_texts(server.engine, gate, 4999)
+        statuses: list[int] = []
+
+        async def ask(tenant: str) -> None:
+            headers = {"x-tenant-id": tenant}
+            body = {"prompt": "x" * 5000, "max_tokens": 1}
+            statuses.append((await server.client().post("/v1/completions", body, headers=headers)).status)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "a")
+            await gate.wait_until_begun()
+            for tenant in "aabb":
+                nursery.start_soon(ask, tenant)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.fail_after(WAIT_SECONDS_MAX):
+                response = await server.client().post(
+                    "/v1/completions", {"prompt": "x" * 5000}, headers={"x-tenant-id": "a"}
+                )
+            assert response.status == 429
+            assert response.headers["x-trioserve-reason"] == "stage_full"
+            assert int(response.headers["retry-after"]) >= 1
+            assert "2 texts of this key wait already" in json.loads(response.body)["error"]["message"]
+            gate.open()
+        assert statuses == [200] * 5
+        shown = server.engine.metrics.expose().decode().splitlines()
+        [refused] = [line for line in shown if "requests_rejected_total{" in line and "stage_full" in line]
+        assert refused.endswith(" 1.0")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trioserve import EngineFault, FinishReason, InvalidRequest, Resume, SamplingParams, StructuredOutput, Thinking
 from trioserve.contracts.errors import ResumeMismatch
 from trioserve.contracts.resume import digest_of
+from trioserve.engine.known_output import KNOWN_TOKENS_MAX, checked_resume
 from trioserve.testing import open_fake_engine
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID
 
@@ -233,6 +234,19 @@ async def test_what_cannot_be_the_response_so_far_is_refused(
                 pass
         assert refused.value.param == "resume.token_ids"
         fake.assert_all_free()
+
+
+def test_the_tokens_of_all_choices_together_are_bounded() -> None:
+    def check(token_count: int, context_tokens_max: int) -> None:
+        half = (7,) * (token_count // 2)
+        resume = Resume(token_ids=(half, half), finished=(True, True))
+        checked_resume(resume, SamplingParams(n=2), vocab_size=100, context_tokens_max=context_tokens_max)
+
+    check(KNOWN_TOKENS_MAX, KNOWN_TOKENS_MAX)
+    check(KNOWN_TOKENS_MAX + 2, KNOWN_TOKENS_MAX + 2)
+    with pytest.raises(InvalidRequest, match="has 524290 tokens in 2 lists, at most 524288 may be") as refused:
+        check(KNOWN_TOKENS_MAX + 2, KNOWN_TOKENS_MAX)
+    assert refused.value.param == "resume.token_ids"
 
 
 async def test_another_prompt_is_refused() -> None:

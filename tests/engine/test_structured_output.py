@@ -203,7 +203,7 @@ async def until(event):
 class CompilesNothing(InlineTexts):
     """Whoever wants a form waits for it until leaving."""
 
-    async def run_compile(self, function, *arguments):
+    async def run_compile(self, function, *, tenant):
         await trio.sleep_forever()
 
 

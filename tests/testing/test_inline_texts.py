@@ -30,11 +30,11 @@ async def test_a_clock_that_jumps_does_not_run_on_while_texts_and_forms_are_work
 async def test_an_error_is_its_callers_and_who_is_cancelled_leaves():
     ran: list[int] = []
 
-    def refuse() -> None:
+    def refuse(*_: object) -> None:
         raise InvalidRequest("no")
 
     async with InlineTexts() as texts:
-        for run in (lambda: texts.run(refuse, size=1), lambda: texts.run_compile(refuse)):
+        for run in (lambda: texts.run(refuse, size=1), lambda: texts.run_compile(refuse, tenant=None)):
             with pytest.raises(InvalidRequest, match="no"):
                 await run()
         with trio.CancelScope() as scope:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -70,6 +71,12 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._context_tokens_max = context_tokens_max
         self._tool_family = tool_family or COMMON_TOOL_FAMILY
+
+    def within(self, texts: TextRunner) -> PromptEncoder:
+        """The same encoder, with long texts worked on elsewhere."""
+        encoder = copy(self)
+        encoder._texts = texts
+        return encoder
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
         """Token ids of a prompt. cut: of one that is longer; None: it is refused. Raises InvalidRequest,

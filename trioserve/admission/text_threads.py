@@ -1,11 +1,14 @@
 """Where texts become tokens and tokens texts, so that a long one delays none that is shorter.
 
 A text is tokenized in one call that nothing can interrupt, and takes about a microsecond a character. So texts of each
-order of size have a thread of their own, in which they are done in the order of their coming: a short one never waits
-for a long one, and a long one for none that takes more than some times as long as itself. The operating system shares
-the cores between them, since tokenizing lets go of the GIL.
+order of size have a thread of their own: a short one never waits for a long one, and a long one for none that takes
+more than some times as long as itself. The operating system shares the cores between them, since tokenizing lets go of
+the GIL.
 
 Forms of responses are compiled in a thread of their own, which has the stack that this takes.
+
+In front of each thread tenants take turns (FairPlaces): a tenant's text waits for one text of another tenant at most,
+however many that one has sent.
 
 What is done aside, for its own sake and without a place in the queue, has one more thread, and a bound of its own: it
 delays no request at all.
@@ -21,7 +24,9 @@ from typing import Any, Protocol, TypeVar
 
 from trioserve.contracts.errors import Overloaded
 from trioserve.text.form_bounds import COMPILE_STACK_BYTES
+from trioserve.trio_tools.fair_places import FairPlaces
 from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = [
@@ -65,6 +70,17 @@ class TextThreads:
         self._longest = WorkerThread("text-longest")
         self._aside = WorkerThread("text-aside")
         self._forms = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
+        # One job at a time leaves its queue for the thread, which therefore needs none of its own.
+        self._places = {
+            thread: FairPlaces(1, what=what)
+            for thread, what in (
+                (self._short, "texts"),
+                (self._long, "long texts"),
+                (self._longest, "longest texts"),
+                (self._aside, "texts aside"),
+                (self._forms, "forms of responses"),
+            )
+        }
         self._scopes = AsyncExitStack()
         self._aside_jobs: Counter[str | None] = Counter()  # by owner
         self._aside_characters = 0
@@ -81,24 +97,50 @@ class TextThreads:
     ) -> None:
         await self._scopes.__aexit__(kind, error, traceback)
 
-    async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """As TextRunner says, in the thread for texts of this size."""
+    def of_tenant(self, tenant: str | None) -> TextRunner:
+        """Runs the texts of one tenant. None: of everybody who cannot be told apart."""
+        return _TenantTexts(self, tenant)
+
+    async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
+        """Call a function of values in the thread for texts of its size (see TextRunner).
+
+        Raises:
+            Overloaded: too many texts of this tenant wait for that thread.
+        """
         if size <= SHORT_CHARACTERS_MAX:
             thread = self._short
         else:
             thread = self._long if size <= LONG_CHARACTERS_MAX else self._longest
-        return await thread.run_cancellable(function)
+        return await self._run_in_turn(thread, tenant, function)
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
         """What there is to do before the first request: loading."""
         return await self._short.run_cancellable(function, *arguments)
 
-    async def run_compile(self, function: Callable[..., T], *arguments: Any) -> T:
-        """A form's compile, after those that were asked before. A cancelled caller leaves at once."""
-        return await self._forms.run_cancellable(function, *arguments)
+    async def run_compile(self, function: Callable[[Callable[[], None]], T], *, tenant: str | None) -> T:
+        """Compile a form. A cancelled caller leaves at once.
 
-    async def _run_aside(self, function: Callable[[], T]) -> T:
-        return await self._aside.run_cancellable(function)
+        Args:
+            function: gets a function to call now and then, which raises when the caller has left: what nobody waits
+                for ends there.
+
+        Raises:
+            Overloaded: too many forms of this tenant wait.
+        """
+        job = LongJob()
+        try:
+            return await self._run_in_turn(self._forms, tenant, function, job.check)
+        finally:
+            job.cancel()  # if it still runs
+
+    async def _run_aside(self, function: Callable[[], T], owner: str | None) -> T:
+        return await self._run_in_turn(self._aside, owner, function)
+
+    async def _run_in_turn(
+        self, thread: WorkerThread, tenant: str | None, function: Callable[..., T], *arguments: Any
+    ) -> T:
+        async with self._places[thread].place(tenant):
+            return await thread.run_cancellable(function, *arguments)
 
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:
@@ -112,6 +154,19 @@ class TextThreads:
             job.leave()
 
 
+class _TenantTexts:
+    """A TextRunner."""
+
+    __slots__ = ("_tenant", "_threads")
+
+    def __init__(self, threads: TextThreads, tenant: str | None) -> None:
+        self._threads = threads
+        self._tenant = tenant
+
+    async def run(self, function: Callable[[], T], *, size: int) -> T:
+        return await self._threads.run(function, size=size, tenant=self._tenant)
+
+
 class _AsideJob:
     def __init__(self, threads: TextThreads, owner: str | None) -> None:
         self._threads = threads
@@ -122,7 +177,7 @@ class _AsideJob:
     async def run(self, function: Callable[[], T], *, size: int) -> T:
         if not self._is_counted:
             self._enter(size)
-        return await self._threads._run_aside(function)
+        return await self._threads._run_aside(function, self._owner)
 
     def _enter(self, size: int) -> None:
         threads, owner = self._threads, self._owner

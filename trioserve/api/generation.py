@@ -132,8 +132,10 @@ async def collect(
     choices = [[Choice() for _ in range(choice_count)] for _ in streams]
 
     for stream_index, stream in enumerate(streams):
-        for delta in stream.known:
+        for place, delta in enumerate(stream.known, start=1):
             choices[stream_index][delta.index].take(delta)
+            if place % KNOWN_IN_A_ROW_MAX == 0:
+                await trio.lowlevel.checkpoint()
         stream.forget_known()
 
     async def take(stream_index: int, delta: Delta) -> None:
@@ -143,6 +145,7 @@ async def collect(
     return choices
 
 
+KNOWN_IN_A_ROW_MAX = 1000  # deltas that a client had before, taken in about a millisecond
 KEEP_ALIVE_SECONDS = 15.0  # proxies and load balancers close a silent connection after 30 to 60
 
 Take = Callable[[int, Delta], Awaitable[None]]

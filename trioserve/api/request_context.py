@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import trio
-
 from trioserve.api.caller import AccessRules
 from trioserve.api.engine_context import EngineContext, PauseMode
 from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseShape
 from trioserve.contracts.prompt import Cut
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.trio_tools.fair_places import FairPlaces
 
 if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
@@ -91,7 +90,7 @@ class RequestContext(EngineContext):
         background: BackgroundResponses,
         batches: Batches,
         batch_endpoints: tuple[str, ...],
-        uploads: trio.CapacityLimiter,
+        uploads: FairPlaces,
         detached: DetachedStreams,
         router_streams: RouterStreams,
         routers_heard: RoutersHeard,

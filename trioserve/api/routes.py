@@ -80,6 +80,7 @@ from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.fair_places import FairPlaces
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
@@ -256,7 +257,7 @@ class App(BaseApp[RequestContext]):
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._store = store
         self.background = BackgroundResponses(store, background or BackgroundSettings())
-        self._uploads = trio.CapacityLimiter(UPLOADS_MAX)
+        self._uploads = FairPlaces(UPLOADS_MAX, what="uploads")
         self.batches = Batches(
             store,
             batches or BatchSettings(),

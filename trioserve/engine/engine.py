@@ -792,10 +792,19 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return self._preparation.new_choices(request)
 
     async def _prepare(self, request: OpenRequest) -> None:
-        request.guides = await self._guides.prepare(request.sampling, request.cache_salt)
-        await request.tokenize(self._prompts)
+        try:
+            await self._prepare_in_turn(request)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            raise
+
+    async def _prepare_in_turn(self, request: OpenRequest) -> None:
+        """Do what costs time before the core has the request, at each stage in turn with other tenants."""
+        request.guides = await self._guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
+        prompts = self._prompts.within(self._text_threads.of_tenant(request.tenant))
+        await request.tokenize(prompts)
         if request.resume is not None:
-            await self._take_known(request, request.resume)
+            await self._take_known(request, request.resume, prompts)
         if self._images is not None and request.images:
             self._preparation.check_room(request)
             await self._wait_until_admitted()
@@ -856,10 +865,10 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         request.trace.prepared(request.prompt_token_count)
         return sequences
 
-    async def _take_known(self, request: OpenRequest, resume: Resume) -> None:
+    async def _take_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
         """Put the choices where they stood: here if that is soon done, else where long texts are worked on."""
         known = self._preparation.known_output(request, resume)
-        request.take_known(await self._prompts.run(known.choices, size=known.size))
+        request.take_known(await prompts.run(known.choices, size=known.size))
         self.metrics.resumed_requests_total.inc()
         self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
         if request.is_finished:

@@ -3,6 +3,8 @@ request whose client leaves meanwhile leaves at once."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import trio
 
 from trioserve.admission.text_threads import TextThreads
@@ -25,9 +27,15 @@ class GuidePreparation:
         if factory is not None:
             show_forms(metrics, factory.compiler)
 
-    async def prepare(self, sampling: SamplingParams, cache_salt: str | None) -> PreparedGuides | None:
-        """None: nothing restrains its tokens. Raises InvalidRequest for a form that cannot be compiled. To be called by
-        who has a place in the batch: so no more than these wait for the thread."""
+    async def prepare(
+        self, sampling: SamplingParams, cache_salt: str | None, *, tenant: str | None
+    ) -> PreparedGuides | None:
+        """Compile what restrains a request's tokens, in turn with other tenants. None: nothing does.
+
+        Raises:
+            InvalidRequest: its form cannot be compiled.
+            Overloaded: too many forms of this tenant wait.
+        """
         if not is_guided(sampling):
             return None
         factory = self._factory
@@ -38,6 +46,6 @@ class GuidePreparation:
             return prepared
         began_at = trio.current_time()
         try:
-            return await self._threads.run_compile(factory.prepare, sampling, cache_salt)
+            return await self._threads.run_compile(partial(factory.prepare, sampling, cache_salt), tenant=tenant)
         finally:
             self._metrics.form_preparation_seconds.observe(trio.current_time() - began_at)

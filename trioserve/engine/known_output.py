@@ -18,8 +18,10 @@ from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["REPLAY_CHARACTERS", "KnownChoice", "KnownOutput", "checked_resume"]
+__all__ = ["KNOWN_TOKENS_MAX", "REPLAY_CHARACTERS", "KnownChoice", "KnownOutput", "checked_resume"]
 
+# Of all choices together: two seconds of a thread. One choice may fill the context of its model, however long that is.
+KNOWN_TOKENS_MAX = 524_288
 REPLAY_CHARACTERS = 8  # what a known token counts for that is gone through: several microseconds
 
 PARAM = "resume.token_ids"
@@ -139,6 +141,13 @@ def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int,
                 f"resume.token_ids[{index}] has token id {max(token_ids)}, this model's are 0 to {vocab_size - 1}",
                 param=PARAM,
             )
+    token_count, allowed = sum(map(len, resume.token_ids)), max(KNOWN_TOKENS_MAX, context_tokens_max)
+    if token_count > allowed:
+        raise InvalidRequest(
+            f"resume.token_ids has {token_count} tokens in {len(resume.token_ids)} lists, at most {allowed} may be: "
+            "resume fewer choices in one request",
+            param=PARAM,
+        )
     for index, entries in enumerate(resume.logprobs or ()):
         _check_logprobs(index, resume.token_ids[index], entries, vocab_size)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import trio
-
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.http.exchange import BodyTooLarge
 from trioserve.http.headers import Headers
 from trioserve.http.limits import FrontendLimits
+from trioserve.trio_tools.fair_places import FairPlaces
 
 __all__ = ["BodyBudget", "BodyShare"]
 
@@ -22,7 +21,7 @@ class BodyBudget:
         self.limits = limits
         self.bytes_held = 0
         self.bytes_total = 0
-        self.unfolding = trio.CapacityLimiter(UNFOLDING_MAX)
+        self.unfolding = FairPlaces(UNFOLDING_MAX, what="compressed bodies")
 
 
 class BodyShare:
@@ -37,7 +36,7 @@ class BodyShare:
         self.is_plain = False
 
     @property
-    def unfolding(self) -> trio.CapacityLimiter:
+    def unfolding(self) -> FairPlaces:
         return self._budget.unfolding
 
     def check_announced(self, headers: Headers) -> None:

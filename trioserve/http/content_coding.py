@@ -4,9 +4,8 @@ a body, so that one of a few bytes which would unfold to gigabytes costs no more
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING
-
-import trio
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.exchange import UnknownCoding
@@ -32,10 +31,11 @@ async def plain_body(share: BodyShare, headers: Headers) -> bytes:
     coding = headers.get("content-encoding")
     if coding is None or share.is_plain:
         return share.whole()
-    return await _unfolded(share, coding.strip().lower())
+    return await _unfolded(share, coding.strip().lower(), headers.get("authorization") or headers.get("x-api-key"))
 
 
-async def _unfolded(share: BodyShare, coding: str) -> bytes:
+async def _unfolded(share: BodyShare, coding: str, key: str | None) -> bytes:
+    """Unfold a body, piece by piece, in turn with those of other keys."""
     raw = share.whole()
     if coding in ("", "identity"):
         return raw
@@ -48,9 +48,7 @@ async def _unfolded(share: BodyShare, coding: str) -> bytes:
     share.add_unfolded(pieces[0])
     while decoder.unconsumed_tail:
         rest = decoder.unconsumed_tail
-        piece = await trio.to_thread.run_sync(
-            _piece, decoder, rest, coding, limiter=share.unfolding, abandon_on_cancel=True
-        )
+        piece = await share.unfolding.call(partial(_piece, decoder, rest, coding), key=key)
         share.add_unfolded(piece)
         pieces.append(piece)
     if not decoder.eof:

@@ -6,15 +6,14 @@ without; the endpoint tells its client what is wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import trio
 
 from trioserve.admission.prompt_encoder import PromptEncoder
-from trioserve.admission.text_threads import TextRunner
+from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.prompt import Prompt
 from trioserve.text.tokenizer import Tokenizer
 
@@ -25,41 +24,51 @@ NAMED_TOKENS_MAX = 32_768  # leading ones: 100 KB of names in blocks of 16; what
 NAMING_SECONDS_MAX = 1.0  # behind the texts of others, too: a hit saves seldom more, and waiting here is certain
 INLINE_TOKENS_MAX = 4096  # a quarter of a millisecond
 
-T = TypeVar("T")
-
 
 class PromptBlocks:
     """texts: where long ones are tokenized, and many tokens named."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: TextRunner) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: TextThreads) -> None:
         self._texts = texts
         self._encoder = PromptEncoder(
             tokenizer, texts, vocab_size=tokenizer.vocab_size, context_tokens_max=PROMPT_TOKENS_MAX
         )
 
     async def names(
-        self, prompt: Prompt, block_sizes: Iterable[int], *, salt: str | None, add_special_tokens: bool
+        self,
+        prompt: Prompt,
+        block_sizes: Iterable[int],
+        *,
+        salt: str | None,
+        add_special_tokens: bool,
+        tenant: str | None = None,
     ) -> dict[int, tuple[BlockHash, ...]]:
-        """By block size, the names of the prompt's leading blocks; empty if they cannot be had within
-        NAMING_SECONDS_MAX, or the prompt is wrong. add_special_tokens: as the engine is asked to."""
+        """Name the prompt's leading blocks, by block size.
+
+        Args:
+            add_special_tokens: as the engine is asked to.
+            tenant: whose prompt it is; a long one is tokenized in turn with those of other tenants.
+
+        Returns:
+            Nothing if the names cannot be had within NAMING_SECONDS_MAX, or the prompt is wrong.
+        """
+        texts = self._texts.of_tenant(tenant)
         with trio.move_on_after(NAMING_SECONDS_MAX):
             try:
-                token_ids = await self._token_ids(prompt, add_special_tokens=add_special_tokens)
+                token_ids = await self._token_ids(prompt, texts, add_special_tokens=add_special_tokens)
                 sizes = tuple(block_sizes)
-                return await self._run_on_tokens(lambda: _named(token_ids, sizes, salt), token_count=len(token_ids))
-            except InvalidRequest:
+                if len(token_ids) <= INLINE_TOKENS_MAX:
+                    return _named(token_ids, sizes, salt)
+                size = min(len(token_ids), NAMED_TOKENS_MAX)
+                return await texts.run(lambda: _named(token_ids, sizes, salt), size=size)
+            except (InvalidRequest, Overloaded):
                 pass
         return {}
 
-    async def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool) -> Sequence[int]:
+    async def _token_ids(self, prompt: Prompt, texts: TextRunner, *, add_special_tokens: bool) -> Sequence[int]:
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
             return prompt  # taken as they are, and an id that the model does not have finds no block
-        return await self._encoder.encode(prompt, add_special_tokens=add_special_tokens)
-
-    async def _run_on_tokens(self, function: Callable[[], T], *, token_count: int) -> T:
-        if token_count <= INLINE_TOKENS_MAX:
-            return function()
-        return await self._texts.run(function, size=min(token_count, NAMED_TOKENS_MAX))
+        return await self._encoder.within(texts).encode(prompt, add_special_tokens=add_special_tokens)
 
 
 def _named(token_ids: Sequence[int], block_sizes: Iterable[int], salt: str | None) -> dict[int, tuple[BlockHash, ...]]:

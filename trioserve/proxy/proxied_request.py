@@ -127,7 +127,7 @@ async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> 
     if is_adapter and digest is None:  # nobody knows how its blocks are named
         return request
     with dispatch.preparing(request):
-        blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes, digest)
+        blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes, digest, tenant=request.tenant)
     return msgspec.structs.replace(request, blocks=blocks)
 
 

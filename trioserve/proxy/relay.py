@@ -49,6 +49,7 @@ from trioserve.proxy.response_shape import (
 )
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.fair_places import STAGE_FULL
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -84,6 +85,7 @@ KEY_REFUSED = frozenset({401, 403})
 # What a server of another kind says of every request. An endpoint may say it, too: then others say the same.
 DOUBTFUL = KEY_REFUSED | {404, 405, 410, 421}
 DOUBTFUL_IN_A_ROW = frozenset({400, 422})  # the same, where an endpoint says nothing else
+KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})  # one key has asked for too much; others are served
 BUSY_SECONDS_MAX = 5.0
 # Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
@@ -291,7 +293,7 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
         fault = Fault.BROKE  # it ends whatever the endpoint has
     if fault is Fault.BUSY and code in STOPPING:
         fault = Fault.LEAVING
-    if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) == TEXT_QUEUE_FULL:
+    if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) in KEYS_OWN_REFUSALS:
         fault = None  # the second says nothing of how much the engine has to do
     elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
         # Its prompt was computed with less asked for, so it may be the client's fault after all.

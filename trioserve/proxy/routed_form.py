@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import trio
 
 from trioserve.api.form import INLINE_BYTES_MAX, FormPart, form_boundary, form_parts, text_of, twice
 from trioserve.api.openai.request_types import wrong_field
@@ -76,6 +76,5 @@ async def read_form(context: RouterContext, raw: bytes) -> RoutedForm:
     content_type = context.exchange.headers.get("content-type")
     if len(raw) <= INLINE_BYTES_MAX:
         return RoutedForm.read(raw, content_type)
-    return await trio.to_thread.run_sync(
-        RoutedForm.read, raw, content_type, limiter=context.forms, abandon_on_cancel=True
-    )
+    tenant = context.caller.tenant(context.named_tenant)
+    return await context.forms.call(partial(RoutedForm.read, raw, content_type), key=tenant)

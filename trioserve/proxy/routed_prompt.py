@@ -25,10 +25,16 @@ COMPLETIONS_PATH = "/v1/completions"
 
 
 async def named_blocks(
-    naming: PromptBlocks, path: str, raw: bytes, block_sizes: Collection[int], adapter_digest: str | None = None
+    naming: PromptBlocks,
+    path: str,
+    raw: bytes,
+    block_sizes: Collection[int],
+    adapter_digest: str | None = None,
+    *,
+    tenant: str | None = None,
 ) -> dict[int, tuple[BlockHash, ...]]:
     """By block size, the names of the leading blocks of what the body asks to be continued; empty if they cannot be
-    told, or do not matter. adapter_digest: of the LoRA adapter that it is to be computed with."""
+    told, or do not matter. adapter_digest: of the LoRA adapter that it is to be computed with. tenant: whose it is."""
     try:
         body: GenerationBody
         if path == CHAT_PATH:
@@ -46,7 +52,7 @@ async def named_blocks(
     if prompt is None or body.prompt_logprobs is not None:  # whose tokens are all computed, cached or not
         return {}
     salt = adapter_salt(body.cache_salt, adapter_digest)
-    return await naming.names(prompt, block_sizes, salt=salt, add_special_tokens=adds_special_tokens)
+    return await naming.names(prompt, block_sizes, salt=salt, add_special_tokens=adds_special_tokens, tenant=tenant)
 
 
 def _chat(body: ChatBody) -> Prompt | None:

@@ -56,6 +56,7 @@ from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.routed_form import EDITS_PATH
 from trioserve.proxy.router_context import RouterContext, RoutingRules
 from trioserve.proxy.router_feed import RouterFeed
+from trioserve.trio_tools.fair_places import FairPlaces
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
@@ -404,7 +405,7 @@ class RouterApp(BaseApp[RouterContext]):
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
         self._streams = LiveStreams()
-        self._forms = trio.CapacityLimiter(FORMS_MAX)
+        self._forms = FairPlaces(FORMS_MAX, what="forms")
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
 
     def route(self, path: str) -> Route[RouterContext] | None:

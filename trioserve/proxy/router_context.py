@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
-import trio
-
 from trioserve.api.caller import AccessRules
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
@@ -22,6 +20,7 @@ from trioserve.proxy.peers.kept_stream import Stream
 from trioserve.proxy.peers.not_the_same import not_the_same
 from trioserve.proxy.peers.processes import OneProcess
 from trioserve.proxy.peers.retries import NoPeers
+from trioserve.trio_tools.fair_places import FairPlaces
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -100,7 +99,7 @@ class RouterContext(Responder):
         peers: NoPeers | None = None,
         page: Page | None = None,
         processes: OneProcess | None = None,
-        forms: trio.CapacityLimiter,
+        forms: FairPlaces,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.processes = processes or OneProcess()

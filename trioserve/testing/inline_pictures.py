@@ -58,7 +58,7 @@ class InlinePictures(PictureThreads):
         super().__init__()
         self.gate = JobGate()
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T], *, tenant: str) -> T:
         await self.gate.enter()
         return function()
 

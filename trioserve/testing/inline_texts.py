@@ -13,6 +13,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.text.form_bounds import COMPILE_STACK_BYTES
+from trioserve.trio_tools.long_job import LongJob
 
 __all__ = ["InlineTexts"]
 
@@ -37,8 +38,8 @@ class InlineTexts(TextThreads):
         self._is_left = True
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """size: counts for nothing."""
+    async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
+        """Call it here. Neither the size nor the tenant matters."""
         return await self.run_cancellable(function)
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -47,10 +48,10 @@ class InlineTexts(TextThreads):
         await trio.lowlevel.checkpoint()
         return function(*arguments)
 
-    async def run_compile(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await self.run_cancellable(_in_deep_stack, function, *arguments)
+    async def run_compile(self, function: Callable[[Callable[[], None]], T], *, tenant: str | None) -> T:
+        return await self.run_cancellable(_in_deep_stack, function, LongJob().check)
 
-    async def _run_aside(self, function: Callable[[], T]) -> T:
+    async def _run_aside(self, function: Callable[[], T], owner: str | None) -> T:
         return await self.run_cancellable(function)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.token_masks import mask_words
@@ -87,7 +87,19 @@ class GuideFactory:
             return None
         return PreparedGuides(self.compiler, sampling, form)
 
-    def prepare(self, sampling: SamplingParams, cache_salt: str | None = None) -> PreparedGuides:
-        """In a thread for that (FormCompiler.compile). Raises InvalidRequest."""
-        form = None if sampling.structured is None else self.compiler.compile(sampling.structured, cache_salt)
+    def prepare(
+        self, sampling: SamplingParams, cache_salt: str | None = None, check: Callable[[], None] = lambda: None
+    ) -> PreparedGuides:
+        """Compile what a request needs, in a thread for that (FormCompiler.compile).
+
+        Args:
+            check: raises when nobody waits for it any more.
+
+        Raises:
+            InvalidRequest: it cannot be compiled.
+        """
+        check()
+        form = (
+            None if sampling.structured is None else self.compiler.compile(sampling.structured, cache_salt, check=check)
+        )
         return PreparedGuides(self.compiler, sampling, form)

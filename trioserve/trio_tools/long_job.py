@@ -29,6 +29,10 @@ class LongJob:
         if self._is_cancelled.is_set():
             raise JobCancelled
 
+    def cancel(self) -> None:
+        """Nobody waits any more: the next check ends the job."""
+        self._is_cancelled.set()
+
     async def run(self, thread: WorkerThread, function: Callable[..., T], *arguments: Any) -> T:
         """WorkerThread.run: waits for its end also when cancelled, and raises Cancelled then, whatever it said."""
         try:

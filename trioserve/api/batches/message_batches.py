@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
-import trio
 
 from trioserve.api.anthropic.surface import MESSAGES_PATH
 from trioserve.api.batches.batch_record import (
@@ -76,7 +76,7 @@ async def create_message_batch(context: RequestContext) -> None:
     if len(raw) <= INLINE_BYTES_MAX:
         count, lines = _lines(raw)
     else:
-        count, lines = await trio.to_thread.run_sync(_lines, raw, limiter=context.uploads, abandon_on_cancel=True)
+        count, lines = await context.uploads.call(partial(_lines, raw), key=context.owner)
     context.batches.check_room(context.owner)
     now = int(store.now())
     new_id = context.clock_and_ids.new_request_id

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from urllib.parse import quote
-
-import trio
 
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.files.stored_files import (
@@ -41,9 +40,7 @@ async def create_file(context: RequestContext) -> None:
     if len(body) <= INLINE_BYTES_MAX:
         upload = parsed_upload(body, content_type)
     else:
-        upload = await trio.to_thread.run_sync(
-            parsed_upload, body, content_type, limiter=context.uploads, abandon_on_cancel=True
-        )
+        upload = await context.uploads.call(partial(parsed_upload, body, content_type), key=context.owner)
     file_id = f"file-{context.clock_and_ids.new_request_id()}"
     record = FileRecord(filename=upload.filename, purpose=upload.purpose)
     quota = file_quota(store, context.owner, to_come=context.batches.files_to_come(context.owner))

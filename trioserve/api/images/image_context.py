@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trioserve.api.caller import AccessRules
 from trioserve.api.engine_context import EngineContext
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
 
 __all__ = ["ImageContext"]
+
+T = TypeVar("T")
 
 
 class AsksPictures(Protocol):
@@ -73,6 +76,14 @@ class ImageContext(EngineContext):
     def tenant(self) -> str:
         """With whom it shares one turn."""
         return self.caller.tenant(self.named_tenant)
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Call a function of values in a thread, in turn with other tenants.
+
+        Raises:
+            Overloaded: too many images of this tenant wait.
+        """
+        return await self.threads.run(function, tenant=self.tenant)
 
     def generate_image(self, body: AsksPictures, params: ImageParams, deadlines: Deadlines) -> ImageStream:
         """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import trio
+from trioserve.trio_tools.fair_places import FairPlaces
 
 __all__ = ["PictureThreads"]
 
@@ -17,10 +17,15 @@ THREADS_MAX = 2  # at a time: what computes pictures needs the other cores
 
 
 class PictureThreads:
-    """Whoever is cancelled leaves at once; a thread goes on to its end then, and keeps its place so long."""
+    """Tenants take turns. A caller that is cancelled leaves at once, and its thread keeps its place until it ends."""
 
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
-        self._places = trio.CapacityLimiter(threads_max)
+        self._places = FairPlaces(threads_max, what="images")
 
-    async def run(self, function: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(function, limiter=self._places, abandon_on_cancel=True)
+    async def run(self, function: Callable[[], T], *, tenant: str) -> T:
+        """Call a function of values.
+
+        Raises:
+            Overloaded: too many images of this tenant wait.
+        """
+        return await self._places.call(function, key=tenant)

@@ -65,7 +65,7 @@ async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> Who
     if len(raw) <= INLINE_BYTES_MAX:
         form = parsed_edit(raw, content_type)
     else:
-        form = await context.threads.run(partial(parsed_edit, raw, content_type))
+        form = await context.in_thread(partial(parsed_edit, raw, content_type))
     model = context.model_name(form.body.model)
     form.body.check()
     decoder = context.decoder
@@ -132,7 +132,7 @@ async def _collect(
     async for delta in stream:
         _note(context, delta)
         if delta.finish_reason is not None:
-            entry = entries[delta.index] = await context.threads.run(partial(writer.entry, delta))
+            entry = entries[delta.index] = await context.in_thread(partial(writer.entry, delta))
             share.hold(share.byte_count + len(entry))
     return [entries[index] for index in sorted(entries)]
 
@@ -169,9 +169,9 @@ async def _stream(
         if delta is not None:
             _note(context, delta)
             if delta.finish_reason is not None:
-                event = await context.threads.run(partial(writer.completed, delta))
+                event = await context.in_thread(partial(writer.completed, delta))
             elif delta.picture is not None:
-                event = await context.threads.run(partial(writer.partial, delta, partial_counts[delta.index]))
+                event = await context.in_thread(partial(writer.partial, delta, partial_counts[delta.index]))
                 partial_counts[delta.index] += 1
             elif tells_progress:
                 event = writer.progress(delta)

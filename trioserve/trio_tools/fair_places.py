@@ -1,0 +1,138 @@
+"""Places of a stage that requests pass before or beside the queue, such as a thread, handed out fairly between keys.
+
+A key that waits gets the next free place, or the one after a job of each other key that waits, however many jobs the
+others have brought. This is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py, with
+jobs that all cost the same: those of a stage are of one order of size. Within a key the first comes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import trio
+
+from trioserve.contracts.errors import Overloaded
+
+__all__ = ["STAGE_FULL", "WAITING_OF_ONE_MAX", "FairPlaces"]
+
+WAITING_OF_ONE_MAX = 1024  # jobs of one key for one stage: more than a batch has places, so only floods are refused
+STAGE_FULL = "stage_full"
+"""The reason of a refusal because a key has too many jobs waiting for one stage."""
+KEYS_KEPT_MAX = 1024  # whose turns are remembered while they do not wait; what one forgets is one turn
+RECENT_SHARE = 0.2  # what the latest job counts for in how long jobs take
+
+T = TypeVar("T")
+
+
+class FairPlaces:
+    """Usage: `async with places.place(key): ...`, or `await places.call(function, key=key)` for a thread.
+
+    A caller that is cancelled while it waits leaves at once, and costs the others nothing.
+
+    Args:
+        count: jobs at a time.
+        what: what the jobs are, in the plural, for the message of a refusal.
+        waiting_of_one_max: jobs of one key that may wait.
+    """
+
+    def __init__(self, count: int, *, what: str, waiting_of_one_max: int = WAITING_OF_ONE_MAX) -> None:
+        self._count = count
+        self._free_count = count
+        self._what = what
+        self._waiting_of_one_max = waiting_of_one_max
+        self._waiting: dict[str | None, OrderedDict[trio.Event, None]] = {}
+        self._turns: dict[str | None, int] = {}  # when each key is next: the lowest is served
+        self._now = 0  # the turn that was served last
+        self._job_seconds = 0.0  # what jobs took lately
+        self._threads = trio.CapacityLimiter(count)  # a thread that is abandoned keeps its place here until it ends
+
+    @property
+    def waiting_count(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def place(self, key: str | None) -> AsyncIterator[None]:
+        """Hold a place for the time of the scope, after waiting for it.
+
+        Args:
+            key: whose job it is. None is everybody who cannot be told apart.
+
+        Raises:
+            Overloaded: too many jobs of this key wait already.
+        """
+        if self._free_count:
+            if self._free_count == self._count:  # nobody is here: what came before does not matter
+                self._turns.clear()
+            self._free_count -= 1
+            self._serve(key)
+        else:
+            await self._wait(key)
+        began_at = trio.current_time()
+        try:
+            yield
+        finally:
+            self._job_seconds += RECENT_SHARE * (trio.current_time() - began_at - self._job_seconds)
+            self._pass_on()
+
+    async def call(self, function: Callable[[], T], *, key: str | None) -> T:
+        """Call a function of values in a thread of Trio's, in a place. A cancelled caller leaves at once."""
+        async with self.place(key):
+            return await trio.to_thread.run_sync(function, limiter=self._threads, abandon_on_cancel=True)
+
+    async def _wait(self, key: str | None) -> None:
+        events = self._waiting.get(key)
+        if events is None:
+            events = self._waiting[key] = OrderedDict()
+            self._turns[key] = max(self._turns.get(key, 0), self._now)
+        elif len(events) >= self._waiting_of_one_max:
+            raise self._refusal(len(events))
+        granted = trio.Event()
+        events[granted] = None
+        has_place = False
+        try:
+            await granted.wait()
+            has_place = True
+        finally:
+            if not has_place:
+                self._leave(key, granted)
+
+    def _leave(self, key: str | None, granted: trio.Event) -> None:
+        if granted.is_set():  # in the same moment
+            self._pass_on()
+            return
+        events = self._waiting[key]
+        del events[granted]
+        if not events:
+            del self._waiting[key]
+
+    def _pass_on(self) -> None:
+        """A place is free."""
+        if not self._waiting:
+            self._free_count += 1
+            return
+        key = min(self._waiting, key=self._turns.__getitem__)
+        events = self._waiting[key]
+        granted, _ = events.popitem(last=False)
+        if not events:
+            del self._waiting[key]
+        self._serve(key)
+        granted.set()
+
+    def _serve(self, key: str | None) -> None:
+        """A key gets a place."""
+        self._now = max(self._turns.get(key, 0), self._now)
+        self._turns[key] = self._now + 1
+        if len(self._turns) > KEYS_KEPT_MAX + len(self._waiting):
+            self._turns = {waiting: self._turns[waiting] for waiting in self._waiting}
+
+    def _refusal(self, waiting_count: int) -> Overloaded:
+        seconds = max(1.0, self._job_seconds * waiting_count / self._count)
+        return Overloaded(
+            f"{waiting_count} {self._what} of this key wait already, at most {self._waiting_of_one_max} may: try again "
+            f"in {seconds:.0f} s",
+            reason=STAGE_FULL,
+            retry_after_seconds=seconds,
+        )
