@@ -101,7 +101,7 @@ ROOMS = {
     "http": Room(
         rooms=words("contracts metrics trio_tools"),
         packages=words("trio h2 h11 hpack hyperframe hypercorn"),
-        only_in={"hypercorn": words("app.py hypercorn_server.py")},
+        only_in={"hypercorn": words("app.py hypercorn_bounds.py hypercorn_server.py")},
         without=words("asyncio"),
     ),
     "api": Room(
@@ -424,7 +424,7 @@ async def late():
         ("trioserve/api/openai/a.py", "from trioserve.proxy.relay import Relay", "api may import"),
         ("trioserve/http/a.py", "from trioserve.api.app import BaseApp", "http may import"),
         ("trioserve/http/a.py", "import torch", "http may import"),
-        ("trioserve/http/a.py", "import hypercorn.trio", "only app.py, hypercorn_server.py"),
+        ("trioserve/http/a.py", "import hypercorn.trio", "only app.py, hypercorn_bounds.py, hypercorn_server.py"),
         ("trioserve/engine/a.py", "from trioserve.http.server import HTTPServer", "engine may import"),
         ("trioserve/admission/a.py", "from trioserve.engine.engine import Engine", "admission may import"),
         (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
+from contextlib import asynccontextmanager, suppress
 
 import httpx
+import hypercorn.protocol.h2
 import pytest
 import trio
 import trio.testing
@@ -13,6 +16,7 @@ import trio.testing
 from trioserve.contracts.errors import StartupError
 from trioserve.http.asgi.app import AsgiApp, ResponseBrokenOff
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
+from trioserve.http.http2.frames import SETTINGS, frame
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import addresses, open_listeners
 
@@ -284,6 +288,76 @@ async def test_hypercorn_serves_the_handler_and_cancels_it_at_a_disconnect(watch
             await handler.ended.wait()
         assert handler.cancelled
         stop.set()
+
+
+@asynccontextmanager
+async def under_hypercorn(handler, **limits):
+    """Where Hypercorn serves the handler."""
+    (listener,) = await open_listeners("127.0.0.1", 0)
+    address = listener.socket.getsockname()
+    stop = trio.Event()
+    serve = functools.partial(
+        serve_with_hypercorn,
+        handler,
+        [listener],
+        shutdown_trigger=stop.wait,
+        drain_seconds_max=1,
+        limits=FrontendLimits(**limits),
+    )
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve)
+            yield address
+            stop.set()
+
+
+async def test_hypercorn_keeps_known_settings_only(h2_client, monkeypatch):
+    made = []
+    before = hypercorn.protocol.h2.H2Protocol.__init__
+
+    def look(self, *args, **kwargs):
+        before(self, *args, **kwargs)
+        made.append(self.connection)
+
+    monkeypatch.setattr(hypercorn.protocol.h2.H2Protocol, "__init__", look)
+    async with under_hypercorn(echo) as address:
+        client = h2_client(await trio.open_tcp_stream(*address))
+        await client.open()
+        for start in range(9, 20000, 2500):
+            payload = b"".join(number.to_bytes(2) + bytes(4) for number in range(start, start + 2500))
+            await client.stream.send_all(frame(SETTINGS, 0, 0, payload))
+        assert (await client.response(await client.request(body=b"a"))).status == 200
+        assert len(made[0].remote_settings) <= 7
+        await client.stream.aclose()
+
+
+@pytest.mark.parametrize("kind", [SETTINGS, 2, 6])
+async def test_hypercorn_ends_a_connection_of_too_many_control_frames(h2_client, kind):
+    payload, stream_id = {SETTINGS: (b"", 0), 2: (bytes(5), 1), 6: (bytes(8), 0)}[kind]
+    async with under_hypercorn(echo, control_frames_burst_max=100, control_frames_per_second_max=1) as address:
+        client = h2_client(await trio.open_tcp_stream(*address))
+        await client.open()
+        with suppress(trio.BrokenResourceError):
+            await client.stream.send_all(frame(kind, 0, stream_id, payload) * 200)
+        await client.until_eof()
+        await client.stream.aclose()
+        other = h2_client(await trio.open_tcp_stream(*address))
+        await other.open()
+        assert (await other.response(await other.request(body=b"a"))).status == 200
+        await other.stream.aclose()
+
+
+async def test_idle_and_silent_connections_make_room_under_hypercorn():
+    async with under_hypercorn(echo, connections_max=3) as address:
+        strangers = [await trio.open_tcp_stream(*address) for _ in range(10)]
+        for stream in strangers[::2]:
+            with suppress(trio.BrokenResourceError):
+                await stream.send_all(b"GET / HTTP/1.1\r\nhost: a\r\nx-slow: ")
+        new = await trio.open_tcp_stream(*address)
+        await new.send_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await new.receive_some()).startswith(b"HTTP/1.1 200")
+        for stream in (new, *strangers):
+            await stream.aclose()
 
 
 async def test_missing_hypercorn_is_one_clear_sentence(monkeypatch):

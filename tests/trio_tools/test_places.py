@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+import trioserve
 from trioserve.trio_tools import file_limit
 from trioserve.trio_tools.file_limit import connections_within, raise_file_limit
 from trioserve.trio_tools.places import Place, Places, remote_address
@@ -285,3 +288,32 @@ def test_connections_beyond_the_limit_of_files_are_lowered_with_a_warning(caplog
     assert connections_within(1024, 1024, files_each=2) == (1024 - file_limit.OWN_FILES) // 2
     assert connections_within(1024, 20) == 10
     assert connections_within(5000, resource.RLIM_INFINITY) == 5000
+
+
+LISTENERS = {
+    "commands/route.py": "HTTP: a process of a router, with listeners that its parent has opened",
+    "commands/router_processes.py": "opens those listeners, and accepts nothing itself",
+    "commands/serving.py": "HTTP: FrontendServer, or Hypercorn with hypercorn_bounds",
+    "connectors/stream/transport.py": "KV: Holder.strangers",
+    "http/listener.py": "makes the listeners of FrontendServer",
+    "model/parallel/torch_collectives.py": "torch.distributed: within a network of its own",
+    "model/parallel/trainer_group.py": "torch.distributed: within a network of its own",
+    "ranks/door.py": "ranks: Places",
+    "ranks/host.py": "looks for a free port, and accepts nothing",
+    "ranks/stage_meeting.py": "stages: STRANGERS_MAX",
+}
+LISTENS = re.compile(
+    r"\b(?:open_listeners|open_shared_listeners|open_unix_listener|inherited_listener|open_tcp_listeners|serve_tcp|"
+    r"serve_listeners|create_server|start_server|TCPStore|HTTPServer)\(|\.listen\([A-Z]"
+)
+
+
+def test_every_listener_is_one_whose_strangers_are_bounded():
+    """A new place where this project listens belongs here, with what bounds its strangers."""
+    root = Path(trioserve.__file__).parent
+    found = set()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name.partition("/")[0] not in ("bench", "testing", "simulation") and LISTENS.search(path.read_text()):
+            found.add(name)
+    assert found == set(LISTENERS)
