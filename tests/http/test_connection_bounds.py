@@ -6,6 +6,7 @@ import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 import trio
@@ -15,6 +16,7 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import open_listeners, open_unix_listener
 from trioserve.http.server import FrontendServer
+from trioserve.trio_tools.places import Place
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
 
@@ -119,6 +121,26 @@ async def test_connection_with_half_a_head_makes_room(sent):
         assert server.counters().connections_refused_total["crowded"] == 1
         for stream in (slow, new):
             await stream.aclose()
+
+
+async def test_connection_that_has_to_end_as_its_first_bytes_come_ends(autojump_clock):
+    server = FrontendServer(respond_ok)
+    ours, theirs = memory_stream_pair()
+    place = Place(None)
+
+    async def end_with_the_first_bytes(stream, peer):
+        made = await identify(stream, peer)
+        place.is_ending = True  # as a newcomer would have it, and the scope has no checkpoint left
+        place.end()
+        return made
+
+    identify, server._identify = server._identify, end_with_the_first_bytes
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(server.serve_connection, theirs, place=place))
+        await ours.send_all(REQUEST[:20])
+        with trio.fail_after(1), suppress(trio.BrokenResourceError):
+            assert await ours.receive_some() == b""
+    await ours.aclose()
 
 
 async def wait_until(condition) -> None:

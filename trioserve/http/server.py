@@ -148,7 +148,8 @@ class FrontendServer:
                         connection = await self._identify(stream, peer)
                 finally:
                     self._unidentified.discard(scope)
-            if connection is not None:
+            # It may have been told to end in the moment in which its first bytes came.
+            if connection is not None and not place.is_ending:
                 self._connections.add(connection)
                 if entered is not None and not self._setup.slots.takes_all_alike:
                     connection.on_known = functools.partial(self._places.know, entered)
