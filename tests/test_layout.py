@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -538,3 +539,66 @@ def test_nobody_reaches_through_the_inside_of_another_object():
 )
 def test_the_reader_of_reach_knows_whose_inside_it_is(source, count):
     assert len(list(reaches_in(source))) == count
+
+
+# --- connections ---
+
+WAY_OUT = "trio_tools/tcp_stream.py"
+"""The one file that opens TCP connections with Trio; its connections break when the other end vanishes."""
+BLOCKING = {
+    "bench/disagg/socket_copy.py": "to its own process",
+    "bench/router/run.py": "to its own server",
+    "bench/socket_load.py": "to its own server",
+    "commands/doctor.py": "asks whether a port is free",
+    "commands/remote.py": "urllib, each read within a time",
+    "model/loading/packaged_model.py": "urllib, each read within a time",
+    "ranks/placed.py": "a datagram socket that sends nothing",
+    "ranks/stage_meeting.py": "make_blocking bounds it",
+    "ray_engines.py": "closed at once",
+    "http/listener.py": "a Unix socket of this machine",
+}
+"""Files that connect without Trio, and why nobody waits for ever there."""
+CONNECTS = {"open_tcp_stream", "open_ssl_over_tcp_stream", "create_connection", "open_connection", "urlopen"}
+SOCKETS = ("asking", "connection", "probe", "sock", "socket", "self._socket")
+TAKES_TIMEOUT = {"create_connection": 2, "urlopen": 3, "open": 3}
+"""How many positional arguments a call has that brings its time along; or it is given as `timeout`."""
+
+
+def test_every_tcp_connection_breaks_when_its_other_end_vanishes():
+    """Nobody opens one but through connect_tcp, and who accepts one sets the same options."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "trioserve").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "trioserve"))
+        if name.startswith(("testing/", "simulation/", "bench/inside/")):
+            continue
+        tree = ast.parse(path.read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            function = call.func
+            if not isinstance(function, ast.Attribute):
+                continue
+            is_opener = function.attr == "open" and ast.unparse(function.value).endswith("opener")
+            is_socket = function.attr == "connect" and ast.unparse(function.value) in SOCKETS
+            if function.attr in CONNECTS or is_opener or is_socket:
+                found.setdefault(name, set()).add(function.attr)
+                least = TAKES_TIMEOUT.get(function.attr)
+                is_bounded = least is None or len(call.args) >= least or any(k.arg == "timeout" for k in call.keywords)
+                assert is_bounded, f"{name}:{call.lineno}: {function.attr} may wait for ever: give it a timeout"
+    assert found.pop(WAY_OUT) == {"open_tcp_stream"}
+    strangers = sorted(set(found) - set(BLOCKING))
+    assert not strangers, f"{strangers} open connections by themselves: use connect_tcp of trio_tools/tcp_stream.py"
+
+
+def test_every_accepted_tcp_connection_breaks_when_its_other_end_vanishes():
+    accepting = {
+        str(path.relative_to(ROOT / "trioserve"))
+        for path in (ROOT / "trioserve").rglob("*.py")
+        if re.search(r"serve_listeners|listener\.accept\(|\.accept\(listener", path.read_text())
+        and not str(path.relative_to(ROOT / "trioserve")).startswith(("testing/", "simulation/", "bench/"))
+    }
+    accepting -= {"trio_tools/places.py"}  # gives each to whoever asked for it
+    bounded = {name for name in accepting if re.search("end_when_vanished|make_blocking", _source(name))}
+    assert accepting == bounded
+
+
+def _source(name: str) -> str:
+    return (ROOT / "trioserve" / name).read_text()

@@ -138,6 +138,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[float, _about(
         "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
+    vanished_timeout: Annotated[float, _about(
+        "seconds after which a client whose machine or network vanished without a word is noticed, by TCP's keepalive; "
+        "its requests end then", "SECONDS", ge=6, le=86400)] = FrontendLimits().vanished_seconds_max
     require_model: Annotated[bool, _about(
         "a request that names no model is refused with 400, as OpenAI's API does; otherwise it gets the first one",
         )] = False

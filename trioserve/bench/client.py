@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from trioserve.bench.settings import Target
+from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = [
     "CONNECT_SECONDS_MAX",
@@ -94,7 +95,7 @@ def stream_opener(target: Target, http: int) -> OpenStream:
         context.set_alpn_protocols([protocol])
 
     async def open_stream() -> trio.abc.Stream:
-        stream = await trio.open_tcp_stream(target.host, target.port)
+        stream = await connect_tcp(target.host, target.port)
         if context is None:
             return stream
         secured = trio.SSLStream(stream, context, server_hostname=target.host, https_compatible=True)

@@ -38,7 +38,8 @@ GROUPS = {
     ),
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections "
-        "max_connections_per_address max_body_bytes max_response_bytes stall_timeout drain_timeout "
+        "max_connections_per_address max_body_bytes max_response_bytes stall_timeout vanished_timeout "
+        "drain_timeout "
         "require_model log_level"
     ),
     "keys and TLS": _words(

@@ -88,8 +88,11 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     reading would go unnoticed for as long."""
     stall_seconds_max: float = 30.0
     """A client that takes nothing for so long is not coming back; what it holds is needed by others. Also how far it
-    may fall behind the pace below, while something waits for it. TCP is told the same (TCP_USER_TIMEOUT), for a client
-    whose machine vanished while bytes were on their way to it."""
+    may fall behind the pace below, while something waits for it."""
+    vanished_seconds_max: float = 30.0
+    """Until a connection breaks whose client acknowledges nothing, by TCP's keepalive and TCP_USER_TIMEOUT: a machine
+    without power or network sends no FIN. Its requests end then, and their blocks are free. As long as
+    stall_seconds_max, since both are the time in which a client may come back from a lost link."""
     response_bytes_per_second_min: int = 256
     """The pace of a response: one event of a token a second, slower than anybody reads; streams_max responses at a time
     keep it over half a Mbit/s. Without it, a byte taken now and then would hold an exchange for hours."""

@@ -24,14 +24,12 @@ from trioserve.http.http2.connection import H2Connection
 from trioserve.http.http2.frames import PREFACE
 from trioserve.http.limits import FrontendLimits
 from trioserve.trio_tools.places import Place, Places, remote_address
+from trioserve.trio_tools.tcp_options import end_when_vanished
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["FrontendServer"]
 
 logger = logging.getLogger(__name__)
-
-# TCP asks a silent client whether it is there: a machine that lost power sends no FIN. Gone after 15 + 3 * 5 seconds.
-KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 class FrontendServer:
@@ -189,11 +187,8 @@ class FrontendServer:
         peer = _peer_name(stream)
         try:
             with contextlib.suppress(OSError):  # the client may be gone already; its stream will tell
-                stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                unacknowledged_ms_max = int(self._limits.stall_seconds_max * 1000)
-                for name, value in (*KEEPALIVE_OPTIONS, ("TCP_USER_TIMEOUT", unacknowledged_ms_max)):
-                    if hasattr(socket, name):
-                        stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                limits = self._limits
+                end_when_vanished(stream, limits.vanished_seconds_max, unread_seconds=limits.stall_seconds_max)
             served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream
             await self.serve_connection(served, peer=peer, place=place)
         finally:

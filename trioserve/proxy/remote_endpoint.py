@@ -20,7 +20,7 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
 from trioserve.proxy.response_reader import BadResponse, CutOff, ResponseHead, ResponseReader
 from trioserve.proxy.response_shape import InvalidAnswer
-from trioserve.trio_tools.tcp_stream import TcpStream
+from trioserve.trio_tools.tcp_stream import TcpStream, connect_tcp
 
 __all__ = ["RemoteRequest", "EndpointAddress", "RemoteResponse", "RemoteEndpoint", "Unreachable"]
 
@@ -221,7 +221,7 @@ class RemoteEndpoint:
             ) from error
 
     async def _open_tcp(self) -> trio.abc.Stream:
-        stream = await trio.open_tcp_stream(self.address.host, self.address.port)
+        stream = await connect_tcp(self.address.host, self.address.port)
         if self._ssl_context is None:
             return TcpStream(stream)
         secure = trio.SSLStream(stream, self._ssl_context, server_hostname=self.address.host, https_compatible=True)

@@ -15,8 +15,9 @@ import trio
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks.frames import framed
 from trioserve.ranks.handshake import Challenge, Hello, Verdict, answered, challenge, is_server, verdict
-from trioserve.ranks.keepalive import keep_alive
+from trioserve.ranks.stage_meeting import RANK_VANISHED_SECONDS, make_blocking
 from trioserve.trio_tools.places import Place, Places, remote_address
+from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["connect_rank", "wait_for_ranks"]
 
@@ -130,7 +131,7 @@ async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Col
 async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.socket:
     """A connection of this rank to its server, the caller's to close. Raises OSError if nobody listens there yet, or
     the connection ends, and StartupError if the two do not suit each other."""
-    stream = await trio.open_tcp_stream(host, port)
+    stream = await connect_tcp(host, port, vanished_seconds=RANK_VANISHED_SECONDS)
     try:
         with trio.fail_after(HANDSHAKE_SECONDS_MAX):
             asked = await _heard(stream, Challenge)
@@ -156,7 +157,7 @@ def _taken_out(stream: trio.SocketStream) -> socket.socket:
     """The connection, without Trio, with what shows that the other side is gone."""
     connection = socket.socket(fileno=stream.socket.detach())
     try:
-        keep_alive(connection)  # and blocking, whichever process has it
+        make_blocking(connection)  # whichever process has it
     except BaseException:
         connection.close()
         raise

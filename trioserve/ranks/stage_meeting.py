@@ -12,14 +12,15 @@ import socket
 import time
 
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks.keepalive import keep_alive
+from trioserve.trio_tools.tcp_options import end_when_vanished
 
-__all__ = ["KEY_BYTES", "StageListener", "connect_stage"]
+__all__ = ["KEY_BYTES", "RANK_VANISHED_SECONDS", "StageListener", "connect_stage", "make_blocking"]
 
 KEY_BYTES = 32
 MEETING_SECONDS_MAX = 60.0  # all ranks are told to meet when the last one has read its weights
 STRANGERS_MAX = 64  # connections that have not shown the key, at a time
 RETRY_SECONDS = 0.1
+RANK_VANISHED_SECONDS = 12.0  # a rank holds up all others: sooner than other connections
 
 
 class StageListener:
@@ -77,7 +78,7 @@ class StageListener:
             finally:
                 for connection in list(said):
                     _end(connection, said, selector)
-        keep_alive(found)
+        make_blocking(found)
         return found
 
     def _accept(self, said: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
@@ -123,5 +124,12 @@ def connect_stage(host: str, port: int, key: bytes) -> socket.socket:
         raise StartupError(
             f"the next stage cannot be reached at {host}:{port}, a port that it has chosen: {error.strerror or error}"
         ) from error
-    keep_alive(connection)
+    make_blocking(connection)
     return connection
+
+
+def make_blocking(connection: socket.socket) -> None:
+    """Make a connection to another rank's machine blocking and without delay, and have it break when that vanishes."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end_when_vanished(connection, RANK_VANISHED_SECONDS)

@@ -18,6 +18,7 @@ import h11
 import trio
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["Connect", "MediaFetcher", "public_addresses"]
 
@@ -183,9 +184,9 @@ async def _addresses_of(host: str, port: int) -> list[str]:
 
 async def _connect(address: str, port: int, host: str | None) -> trio.abc.Stream:
     if host is None:
-        return await trio.open_tcp_stream(address, port)
+        return await connect_tcp(address, port)
     trusted = await trio.to_thread.run_sync(_trusted_certificates)
-    stream = await trio.open_tcp_stream(address, port)
+    stream = await connect_tcp(address, port)
     return trio.SSLStream(stream, trusted, server_hostname=host, https_compatible=True)
 
 

@@ -1,4 +1,4 @@
-"""A TCP connection as trio.SocketStream has it, and one thing more: it can send what the kernel takes without waiting.
+"""TCP connections: how to open one, and a stream that can send what the kernel takes without waiting.
 
 Sending through Trio's socket costs a pass of the scheduler for every write, also when the kernel takes it at once. For
 streams of small events that is as much as all the rest of the write.
@@ -14,10 +14,33 @@ from contextlib import contextmanager
 
 import trio
 
-__all__ = ["TcpStream"]
+from trioserve.trio_tools.tcp_options import VANISHED_SECONDS, end_when_vanished
+
+__all__ = ["TcpStream", "connect_tcp"]
 
 RECEIVE_BYTES = 65_536
 CLOSED_ERRNOS = (errno.EBADF, errno.ENOTSOCK)
+
+
+async def connect_tcp(host: str, port: int, *, vanished_seconds: float = VANISHED_SECONDS) -> trio.SocketStream:
+    """Open a TCP connection that breaks when its other end vanishes.
+
+    Everything here that connects to another machine with Trio does it with this function. It bounds silence below TCP
+    alone: a peer that acknowledges bytes and says nothing has to be bounded by the caller.
+
+    Args:
+        vanished_seconds: until a connection breaks whose other end acknowledges nothing.
+
+    Raises:
+        OSError: nobody listens there, or the name is unknown.
+    """
+    stream = await trio.open_tcp_stream(host, port)
+    try:
+        end_when_vanished(stream, vanished_seconds)
+    except OSError:
+        stream.socket.close()  # it broke at once
+        raise
+    return stream
 
 
 class TcpStream(trio.abc.HalfCloseableStream):

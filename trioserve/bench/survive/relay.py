@@ -6,6 +6,8 @@ import enum
 
 import trio
 
+from trioserve.trio_tools.tcp_stream import connect_tcp
+
 __all__ = ["Cable", "Relay"]
 
 CHUNK_BYTES = 65_536
@@ -52,7 +54,7 @@ class Relay:
                 if self._cable is Cable.CUT:
                     return
                 await self._passes.wait()
-                far = await trio.open_tcp_stream("127.0.0.1", self._target_port)
+                far = await connect_tcp("127.0.0.1", self._target_port)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._pass_on, near, far, nursery.cancel_scope)
                     nursery.start_soon(self._pass_on, far, near, nursery.cancel_scope)

@@ -8,6 +8,7 @@ counted, and logged once for each peer and kind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import Started
 from trioserve.trio_tools.places import remote_address
+from trioserve.trio_tools.tcp_options import end_when_vanished
+from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["StreamTransport"]
 
@@ -100,6 +103,8 @@ class StreamTransport:
     @trio.lowlevel.enable_ki_protection
     async def _accepted(self, stream: trio.SocketStream) -> None:
         address = remote_address(stream) or "?"  # it has gone already
+        with contextlib.suppress(OSError):
+            end_when_vanished(stream)
         try:
             await self.holder.serve(partial(self._shake_hands, stream), address)
         except Exception:
@@ -113,7 +118,7 @@ class StreamTransport:
     async def _connect(self, source: Source) -> Wire:
         """Raises Refused where another attempt would end the same way."""
         try:
-            stream = await trio.open_tcp_stream(source.host, source.port)
+            stream = await connect_tcp(source.host, source.port)
         except ValueError as error:  # such as a label of a name that is too long
             raise Refused(f"its host cannot be looked up: {error}") from error
         except OSError as error:

@@ -18,6 +18,7 @@ from trioserve.bench.inside.images.asked import AskedPictures
 from trioserve.bench.inside.images.watch import ImageWatch
 from trioserve.contracts.events import IterativePhase
 from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.tcp_stream import connect_tcp
 
 if TYPE_CHECKING:
     from trioserve.bench.inside.images.pipeline import PlainPipeline
@@ -164,7 +165,7 @@ async def _others(asked: AskedPictures, watch: ImageWatch, count: int) -> AsyncI
 
 async def _ask_over_http(asked: AskedPictures, port: int, seed: int) -> trio.SocketStream:
     body = json.dumps(asked.body(seed)).encode()
-    stream = await trio.open_tcp_stream("127.0.0.1", port)
+    stream = await connect_tcp("127.0.0.1", port)
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     await stream.send_all(head.encode() + body)
     return stream
