@@ -38,6 +38,7 @@ from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
 from trioserve.http.limits import RESPONSE_BYTES_MAX, FrontendLimits
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
 from trioserve.model.loading.settings import generation_settings, lora_modules
+from trioserve.router.settings import SilenceSettings
 from trioserve.store.settings import StoreSettings
 
 __all__ = [
@@ -270,6 +271,15 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     hang_timeout: Annotated[float, _about(
         "seconds in which an endpoint that answers nothing at all is given up, and its streams go on at others",
         "SECONDS", gt=0, le=3600)] = 6.0
+    heartbeat_interval: Annotated[float, _about(
+        "how often an endpoint is asked for a byte within a response, so that a connection that went silent is known; "
+        "0: never", "SECONDS", ge=0, le=3600)] = SilenceSettings().beat_seconds
+    silence_timeout: Annotated[float, _about(
+        "seconds without a byte after which a response is taken from its endpoint, if that sends heartbeats; three "
+        "intervals at least", "SECONDS", ge=1, le=86400)] = SilenceSettings().silent_seconds_max
+    stalled_timeout: Annotated[float, _about(
+        "the same, once a response has begun, of endpoints that send none, such as vLLM; 0: as long as it likes",
+        "SECONDS", ge=0, le=86400)] = SilenceSettings().stalled_seconds_max
     move_timeout: Annotated[float, _about(
         "seconds in which an endpoint that stops, or is no longer named where endpoints are found, is emptied: its "
         "streams go on at others; 0: they end there", "SECONDS", ge=0, le=86400)] = 30.0

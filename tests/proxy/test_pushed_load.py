@@ -9,7 +9,7 @@ from trioserve.admission.sent_times import KEPT_SECONDS, SentTimes
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.pushed_load import ANCHOR_SECONDS, SILENT_SECONDS, PushedLoad
-from trioserve.testing.memory_server import open_memory_server
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 A = EndpointId("a")
 STREAM = "/kv_events?load=only"
@@ -109,3 +109,26 @@ async def test_a_stream_that_is_silent_brings_the_questions_back(open_setup, aut
         asked = reports["asked"]
         await trio.sleep(10)
         assert reports["asked"] > asked + 30
+
+
+async def test_a_silent_load_stream_is_opened_again(open_setup, autojump_clock, monkeypatch):
+    """Nothing is closed. Until then the endpoint is asked for its load."""
+    ends = []
+    connect = MemoryServer.connect
+
+    def recorded(server: MemoryServer):
+        ends.append(connect(server))
+        return ends[-1]
+
+    monkeypatch.setattr(MemoryServer, "connect", recorded)
+    watch = WatchSettings(health_seconds=1, load_seconds=0.5, response_seconds_max=1)
+    async with open_setup("a", watch=watch) as setup:
+        await trio.sleep(5)
+        reports = setup.router.dispatch.load_reports_total
+        assert reports["pushed"] > 1
+        for end in ends:
+            end.go_silent()
+        await trio.sleep(5)
+        pushed = reports["pushed"]
+        await trio.sleep(15)
+        assert reports["pushed"] > pushed

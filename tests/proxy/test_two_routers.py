@@ -508,7 +508,7 @@ def test_a_stream_that_was_found_and_cannot_be_read_there_is_ended_by_its_last_r
         def say(self, farewell: Farewell) -> None:
             said.append(farewell)
 
-    def request(*_: Any) -> Any:
+    def request(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(end=lambda: None)
 
     found = SimpleNamespace(has_ended=False, header={"x-trioserve-kept": "5;reader=3"}.get)

@@ -149,9 +149,12 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         if route is not None and self._tracer is not NO_TRACER and not route.is_polled:
             context.span = self._begin_span(exchange, route)
         token = begin_request(context)
+        heartbeat = context.begin_heartbeat()
         try:
             await self._respond(context, route, is_own=is_own)
         finally:
+            if heartbeat is not None:
+                heartbeat.end()
             seconds = trio.current_time() - began_at
             is_left_out = is_own or _is_polled(route)
             self._counts.end(_name(route), exchange.method, context.status, seconds, is_left_out=is_left_out)

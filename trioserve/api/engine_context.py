@@ -9,6 +9,7 @@ import msgspec
 
 from trioserve.api.caller import AccessRules, check_model
 from trioserve.api.generation import KeepAlive
+from trioserve.api.heartbeat import Heartbeat
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.api.sse import KEEP_ALIVE
@@ -42,6 +43,8 @@ class ServedEngine(Protocol):
     @property
     def step_watch(self) -> StepWatch: ...
     @property
+    def instance(self) -> str: ...
+    @property
     def load_changes(self) -> LoadChanges: ...
     @property
     def fault(self) -> EngineFault | None: ...
@@ -64,7 +67,9 @@ class ServedEngine(Protocol):
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None: ...
     async def wake_up(self) -> None: ...
     def load(self) -> EndpointLoad: ...
-    def abort(self, request_ids: Iterable[str], /, *, owner: str | None) -> dict[str, AbortOutcome]: ...
+    def abort(
+        self, request_ids: Iterable[str], /, *, owner: str | None, min_age_seconds: float = 0.0
+    ) -> dict[str, AbortOutcome]: ...
     def call_at(self, at: float, function: Callable[[], None], /) -> Alarm: ...
 
 
@@ -126,6 +131,9 @@ class EngineContext(Responder):
     def named_tenant(self) -> str | None:
         """Whose this is, as the request says; what that counts for, the caller tells."""
         return self.exchange.headers.get(self._tenant_header)
+
+    def begin_heartbeat(self) -> Heartbeat | None:
+        return Heartbeat.of(self.exchange, self.engine)
 
     @property
     def keep_alive(self) -> KeepAlive:

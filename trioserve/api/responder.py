@@ -18,6 +18,7 @@ from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
+    from trioserve.api.heartbeat import Heartbeat
     from trioserve.http.exchange import Exchange, HeaderFields
 
 __all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Responder", "request_id_from"]
@@ -59,6 +60,10 @@ class Responder:
     def owner(self) -> str | None:
         """Whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's."""
         return self.caller.owner
+
+    def begin_heartbeat(self) -> Heartbeat | None:
+        """Begin to send signs of life within the response, if the request asks for them. The caller owes `end`."""
+        return None
 
     async def respond_json(
         self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()

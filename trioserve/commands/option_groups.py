@@ -62,7 +62,8 @@ GROUPS = {
         "endpoints_ray ray_address endpoint_api_key endpoint_ca_certs model_alias policy session_header "
         "endpoint_max_requests max_request_sequences endpoint_max_waiting lease_until max_continuation_bytes "
         "router_peers router_name router_processes health_interval continuations_per_second retry_share "
-        "retries_per_second max_request_attempts hang_timeout move_timeout load_interval"
+        "retries_per_second max_request_attempts hang_timeout heartbeat_interval silence_timeout "
+        "stalled_timeout move_timeout load_interval"
     ),
 }
 

@@ -53,7 +53,7 @@ from trioserve.proxy.peers.retries import NoPeers, PeerStreams
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES, PolicyFactory
-from trioserve.router.settings import RouterSettings
+from trioserve.router.settings import RouterSettings, SilenceSettings
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service
 
@@ -187,6 +187,11 @@ class Routing:
             aliases=_aliases(config.model_alias),
             ssl_context=_endpoint_tls(config),
             peers=self._peer_watch,
+            silence=SilenceSettings(
+                beat_seconds=config.heartbeat_interval,
+                silent_seconds_max=config.silence_timeout,
+                stalled_seconds_max=config.stalled_timeout,
+            ),
         )
         self._specs = [
             *(_spec(text, config.endpoint_api_key, None) for text in config.endpoint),
@@ -200,6 +205,7 @@ class Routing:
         self.settings = engine_settings(config)
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
+        self.fleet.on_silent = lambda reason: self.metrics.silent_responses_total.labels(reason).inc()
         self._peers: NoPeers = NoPeers()
         if self._peer_watch is not None and place is not None:
             self._peers = ProcessPeers(self._peer_watch)

@@ -99,7 +99,9 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     one endpoint go on at another with the same one. Left out where nobody has looked. weight_version: of its weights,
     once they were replaced. routers: those that say who they
     are when they ask, and how many seconds ago each did so. clock, told_at: when it looked, in seconds of a clock of
-    its own that goes by this name; two reports by one clock tell how much time lies between them, and nothing else."""
+    its own that goes by this name; two reports by one clock tell how much time lies between them, and nothing else.
+    instance: names the process, from its start to its end. generated: tokens of all responses since it began; other
+    servers report it, ours send beats instead."""
 
     running: int
     waiting: int
@@ -111,3 +113,5 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     routers: dict[str, float] | UnsetType = UNSET
     clock: str | UnsetType = UNSET
     told_at: float | UnsetType = UNSET
+    instance: str | UnsetType = UNSET
+    generated: float | UnsetType = UNSET

@@ -6,14 +6,28 @@ How bytes reach the client, and who notices that it left, is the business of the
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.headers import Headers
 
-__all__ = ["BodyTimeout", "BodyTooLarge", "Exchange", "Handler", "HeaderFields", "UnknownCoding"]
+__all__ = ["Beats", "BodyTimeout", "BodyTooLarge", "Exchange", "Handler", "HeaderFields", "UnknownCoding"]
 
 HeaderFields = Sequence[tuple[str, str]]
+
+
+class Beats(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that say that a response is alive while nothing else of it can be sent.
+
+    Args:
+        fields: header fields of the response's head, and of each interim response (102) before it.
+        within: what goes between two writes of a body, by its media type. A body of another type has no beats.
+    """
+
+    fields: HeaderFields
+    within: Mapping[str, bytes]
 
 
 class BodyTooLarge(InvalidRequest):
@@ -56,6 +70,15 @@ class Exchange(abc.ABC):
     """"1.0", "1.1" or "2"."""
     peer: str
     """The client's address and port for log lines; "unknown" where the transport has none."""
+
+    def expect_beats(self, beats: Beats) -> bool:
+        """Prepare for `beat`. Returns False where this connection has none (HTTP/2, HTTP/1.0, other front ends)."""
+        return False
+
+    def beat(self) -> None:
+        """Send a sign of life, unless something was sent since the last call. Never waits, and may be called by
+        another task than the one that uses the exchange."""
+        return
 
     @property
     @abc.abstractmethod

@@ -1346,6 +1346,17 @@ CATALOGUE: tuple[Metric, ...] = (
         part="router",
     ),
     Metric(
+        name="silent_responses_total",
+        question=Question.SURVIVES,
+        kind="counter",
+        unit="responses",
+        meaning="Responses that were taken from endpoints since nothing came over an open connection, by the sign: no "
+        "heartbeat, another process at the address, nothing acknowledged, or, of endpoints without heartbeats, their "
+        "reports of load or time alone.",
+        labels=(Label("reason", ("silent", "replaced", "unacknowledged", "not_running", "overtaken", "stalled")),),
+        part="router",
+    ),
+    Metric(
         name="streams_not_resumable_total",
         question=Question.SURVIVES,
         kind="counter",

@@ -177,6 +177,7 @@ class Metrics:
     moving_requests: Gauge
     continuing_requests: Gauge
     streams_continued_total: Counter
+    silent_responses_total: Counter
     streams_not_resumable_total: Counter
     stream_pause_seconds: PlainHistogram
     continuation_bytes_held: Gauge

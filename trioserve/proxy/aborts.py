@@ -8,6 +8,7 @@ its own client, too. One that does not answer in time is left by closing the con
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,13 +20,15 @@ from trioserve.api.operations.live_requests import REQUEST_PATH, checked_ids, un
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
 from trioserve.contracts.events import AbortOutcome
+from trioserve.proxy.forwarded_headers import KEY_HEADERS
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
     from trioserve.proxy.peers.processes import Answer
+    from trioserve.proxy.remote_endpoint import RemoteEndpoint
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["ABORTS_PATH", "abort_for_vllm", "abort_one_or_all", "abort_request", "abort_requests"]
+__all__ = ["ABORTS_PATH", "abort_left", "abort_for_vllm", "abort_one_or_all", "abort_request", "abort_requests"]
 
 ABORTS_PATH = "/v1/requests/abort"
 OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
@@ -48,6 +51,10 @@ async def abort_requests(context: RouterContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
     raw = await context.exchange.body()
     body = decode_body(raw, AbortBody)
+    if body.min_age_seconds:
+        raise InvalidRequest(
+            "min_age_seconds is set, and a router does not know it: leave it out", param="min_age_seconds"
+        )
     ids = checked_ids(body.ids)
     await _respond(context, ids, await context.processes.ask(context, raw), with_partials=body.return_partial)
 
@@ -72,6 +79,28 @@ async def abort_for_vllm(context: RouterContext) -> None:
     count = sum(one.result is AbortOutcome.ABORTED for one in ended.values())
     count += sum(msgspec.json.decode(one.body, type=_Count).aborted for one in answers if one.status == 200)
     await context.respond_json({"status": "aborted", "aborted": count})
+
+
+async def abort_left(remote: RemoteEndpoint, headers: list[tuple[str, str]], silent_seconds: float) -> None:
+    """End a request at an endpoint whose connection was closed after a silence.
+
+    What became silent may lose the close as well, and the request would run on for nobody. A new request with the same
+    id, such as its own continuation, is younger than the silence, and goes on.
+
+    Args:
+        headers: of the request.
+        silent_seconds: for how long nothing had come.
+    """
+    id = next((value for name, value in headers if name == "x-request-id"), None)
+    if id is None:
+        return
+    asked = [(name, value) for name, value in headers if name in KEY_HEADERS]
+    body = msgspec.json.encode({"ids": [id], "min_age_seconds": silent_seconds / 2})
+    with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(EndpointLost, InvalidRequest):
+        async with remote.request(
+            "POST", ABORTS_PATH, [*asked, ("content-type", "application/json")], body
+        ) as response:
+            await response.whole(ANSWER_BYTES_MAX)
 
 
 def _live_ids(context: RouterContext) -> list[str]:

@@ -19,7 +19,7 @@ from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
 from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
 from trioserve.proxy.foreign_stream import TOKEN_IDS, ForeignStream, foreign_body
-from trioserve.proxy.remote_endpoint import Unreachable
+from trioserve.proxy.remote_endpoint import EndpointSilent, Unreachable
 from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
 
@@ -309,6 +309,8 @@ def fault_of(failure: EndpointLost) -> Fault:
         return Fault.INVALID
     if isinstance(failure, NotResumed):
         return Fault.TRANSFER
+    if isinstance(failure, EndpointSilent):
+        return Fault.HUNG
     return Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
 
 

@@ -132,7 +132,9 @@ class _DisaggregatedRequest:
         try:
             with context.asking(id, admission.stage), admission.attempt():
                 headers = request_headers(context, admission.stage)
-                request = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
+                request = context.fleet.remote(id).request(
+                    context.exchange.method, context.target, headers, sent, computes=True
+                )
                 hold = self._hold = _Hold(request)
                 response = await request.begin()
                 outcome = await self._read(id, response)

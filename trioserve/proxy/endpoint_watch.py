@@ -134,7 +134,7 @@ class _Watch:
 
     async def ask_health(self) -> None:
         while True:
-            response = await self._ask(self._health_path)
+            response = await self._ask(self._health_path, tries_beat=True)
             if response is not None and response[0] in NO_SUCH_PAGE and self._health_path != "/health":
                 self._health_path = "/health"
                 continue
@@ -160,6 +160,7 @@ class _Watch:
             return
         is_overdue = response is not None and _says(response, "step_overdue")
         is_hung = is_overdue or self._is_silent()
+        self._remote.watch.is_hung = is_overdue
         self._dispatch.note_health(id, is_well, hangs=is_overdue or response is None, is_hung=is_hung)
 
     def _is_silent(self) -> bool:
@@ -208,12 +209,12 @@ class _Watch:
                 load = None if response is None else self._read_load(response)
                 if load is not None:
                     self._pushed.note_asked(load, asked_at)
-                    await self._take_load(load, sent_total, is_pushed=False)
+                    await self._take_load(load, sent_total, asked_at, is_pushed=False)
             await trio.sleep(self._settings.load_seconds)
 
     async def listen_to_load(self) -> None:
         async def take(load: EndpointLoad, asked_at: float) -> None:
-            await self._take_load(load, self._dispatch.sent_total_at(asked_at), is_pushed=True)
+            await self._take_load(load, self._dispatch.sent_total_at(asked_at), asked_at, is_pushed=True)
 
         await self._pushed.listen(self._remote, self._own_headers, take)
 
@@ -221,8 +222,9 @@ class _Watch:
         name = None if self._peers is None else self._peers.own_name
         return [] if name is None else [(ROUTER_HEADER, name)]
 
-    async def _take_load(self, load: EndpointLoad, sent_total: int, *, is_pushed: bool) -> None:
-        """sent_total: of the requests that were sent anywhere, those that it may know."""
+    async def _take_load(self, load: EndpointLoad, sent_total: int, asked_at: float, *, is_pushed: bool) -> None:
+        """sent_total: of the requests that were sent anywhere, those that it may know. asked_at: when it was asked."""
+        self._remote.note_load(load, asked_at)
         # Requests that had ended there before it told its load are not in that. Their responses are here, too, but
         # perhaps not read: taken for ones that run, they would make room a second time once they are.
         for _ in range(TURNS_FOR_RESPONSES):
@@ -252,13 +254,22 @@ class _Watch:
         return load_from_metrics(body) if status == 200 else None
 
     async def _ask(
-        self, path: str, headers: Sequence[tuple[str, str]] = (), *, method: str = "GET", body: bytes = b""
+        self,
+        path: str,
+        headers: Sequence[tuple[str, str]] = (),
+        *,
+        method: str = "GET",
+        body: bytes = b"",
+        tries_beat: bool = False,
     ) -> tuple[int, bytes] | None:
-        """Status and body; None if no response came in time."""
+        """Status and body; None if no response came in time. tries_beat: and see whether beats come before heads."""
         asked_at = trio.current_time()
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
-                async with self._remote.request(method, path, list(headers), body) as response:
+                request = self._remote.request(method, path, list(headers), body, tries_beat=tries_beat)
+                async with request as response:
+                    if tries_beat:
+                        self._remote.watch.sends_beats = response.has_beaten
                     said = await response.whole(RESPONSE_BYTES_MAX)
                     self._silent_since = None
                     self._is_refused = False
@@ -331,9 +342,10 @@ class ServedModels(msgspec.Struct):
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+_GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total", "llamacpp:tokens_predicted_total")
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? (\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?=\s|\Z)", re.MULTILINE)
-_NAMES = frozenset(name.encode() for name in (*_RUNNING, *_WAITING, *_KV_USAGE))
+_NAMES = frozenset(name.encode() for name in (*_RUNNING, *_WAITING, *_GENERATED, *_KV_USAGE))
 
 
 def load_from_metrics(page: bytes) -> EndpointLoad | None:
@@ -351,4 +363,10 @@ def load_from_metrics(page: bytes) -> EndpointLoad | None:
     running, waiting = first(_RUNNING), first(_WAITING)
     if running is None or waiting is None or not math.isfinite(running + waiting):
         return None
-    return EndpointLoad(running=round(running), waiting=round(waiting), kv_usage=min(1.0, first(_KV_USAGE) or 0.0))
+    generated = first(_GENERATED)
+    return EndpointLoad(
+        running=round(running),
+        waiting=round(waiting),
+        kv_usage=min(1.0, first(_KV_USAGE) or 0.0),
+        generated=generated if generated is not None and math.isfinite(generated) else UNSET,
+    )

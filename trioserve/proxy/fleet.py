@@ -13,10 +13,13 @@ from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.proxy.aborts import abort_left
 from trioserve.proxy.endpoint_watch import MODELS_PATH, PeerReports, ServedModels, WatchSettings, watch_endpoint
 from trioserve.proxy.hand_over import hand_over
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.residency_watch import watch_residency
+from trioserve.router.settings import SilenceSettings
+from trioserve.router.silence import LOOK_SECONDS
 
 __all__ = ["EndpointSpec", "Fleet"]
 
@@ -65,7 +68,8 @@ class Fleet:
 
     aliases: names that clients may use, for names that endpoints know. watch: also, in which time an endpoint that its
     source does not name any more is emptied. connect: makes the endpoint's client; for tests.
-    peers: is told which other routers an endpoint has heard from.
+    peers: is told which other routers an endpoint has heard from. silence: bounds between the bytes of a response.
+    on_silent: called with the reason when a response is given up since nothing comes over its connection.
     """
 
     def __init__(
@@ -77,8 +81,13 @@ class Fleet:
         ssl_context: ssl.SSLContext | None = None,
         connect: Callable[[EndpointSpec], RemoteEndpoint] | None = None,
         peers: PeerReports | None = None,
+        silence: SilenceSettings | None = None,
     ) -> None:
         self.dispatch = dispatch
+        self.on_silent: Callable[[str], None] = lambda reason: None
+        self._silence = silence or SilenceSettings()
+        self._left: list[RemoteEndpoint] = []  # of members that came back as others, while responses are read
+        self._reads = trio.Event()  # set: a response is read
         self.aliases = dict(aliases or {})
         self._watch_settings = watch or WatchSettings()
         self._ssl_context = ssl_context
@@ -96,7 +105,7 @@ class Fleet:
                 for member in self._members.values():
                     self._begin_watch(member)
                 task_status.started()
-                await trio.sleep_forever()
+                await self._look_for_silence()
         finally:
             self._nursery = None
             for member in self._members.values():
@@ -115,6 +124,8 @@ class Fleet:
         known = self._members.get(id)
         if known is not None:  # it comes back while it was being drained
             known.remote.close()
+            self._left.append(known.remote)
+        self._listen_to(remote)
         member = self._members[id] = _Member(spec, source, remote)
         self._begin_watch(member)
         return id
@@ -292,10 +303,45 @@ class Fleet:
 
     # --- inside ---
 
+    def _listen_to(self, remote: RemoteEndpoint) -> None:
+        """Be told when a response of it begins to be read, and when one is left over a silent connection."""
+
+        def abort(headers: list[tuple[str, str]], seconds: float) -> None:
+            if self._nursery is not None:
+                self._nursery.start_soon(abort_left, remote, headers, seconds)
+
+        def note_silent(reason: str) -> None:
+            logger.warning("response given up endpoint=%s reason=%s", remote.id, reason)
+            self.on_silent(reason)
+
+        remote.on_read = self._note_read
+        remote.on_left_silent = abort
+        remote.on_silent = note_silent
+
+    def _note_read(self) -> None:
+        self._reads.set()
+
+    async def _look_for_silence(self) -> None:
+        """Until cancelled; also at endpoints that are drained, which nobody watches any more."""
+        while True:
+            await self._reads.wait()
+            await trio.sleep(LOOK_SECONDS)
+            now = trio.current_time()
+            self._left = [remote for remote in self._left if remote.is_read]
+            remotes = [*self._left, *(member.remote for member in self._members.values())]
+            for remote in remotes:
+                remote.look(now)
+            if not any(remote.is_read for remote in remotes):
+                self._reads = trio.Event()
+
     def _connected(self, spec: EndpointSpec) -> RemoteEndpoint:
         headers = () if spec.api_key is None else (("authorization", f"Bearer {spec.api_key}"),)
         return RemoteEndpoint(
-            spec.endpoint_id, EndpointAddress.parse(spec.url), headers=headers, ssl_context=self._ssl_context
+            spec.endpoint_id,
+            EndpointAddress.parse(spec.url),
+            headers=headers,
+            ssl_context=self._ssl_context,
+            silence=self._silence,
         )
 
     def _begin_watch(self, member: _Member) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from trioserve.api.heartbeat import HEARTBEAT_HEADER, INSTANCE_HEADER
 from trioserve.contracts.endpoint import Stage
 from trioserve.proxy.continuation import RESUME_HEADER
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["owner_of", "request_headers", "response_headers", "session_told"]
+__all__ = ["KEY_HEADERS", "owner_of", "request_headers", "response_headers", "session_told"]
 
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
@@ -51,6 +52,7 @@ NOT_FORWARDED = frozenset(
         "x-ttft-timeout",
         "x-request-timeout",
         STAGE_HEADER,
+        HEARTBEAT_HEADER,
     ]
 )
 NOT_RETURNED = frozenset(
@@ -67,6 +69,8 @@ NOT_RETURNED = frozenset(
         "upgrade",
         "x-request-id",
         "x-trioserve-kept",
+        HEARTBEAT_HEADER,
+        INSTANCE_HEADER,
     ]
 )
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_EVENTS_PATH = "/kv_events?load=only"
 SILENT_SECONDS = 1.5  # an endpoint sends its load once a second, whatever it is; then it is asked again
+BROKEN_SECONDS = 10.0  # silent for so long, its connection is given up and another one is opened
 ANCHOR_SECONDS = 30.0
 CLOCK_DRIFT = 0.001  # twice what clocks are slewed by at most
 RETRY_SECONDS_MIN = 0.5
@@ -76,16 +77,30 @@ class PushedLoad:
         while True:
             began_at = trio.current_time()
             try:
-                async with remote.request("GET", LOAD_EVENTS_PATH, headers(), b"") as response:
-                    lines: EventLines[LoadTold] = EventLines(LoadTold)
-                    while response.status == 200 and (piece := await response.next_piece()) is not None:
-                        for event in lines.events(piece):
-                            await self._take(event.load, take)
+                with trio.CancelScope(deadline=began_at + BROKEN_SECONDS) as silence:
+                    await self._read(remote, headers, take, silence)
+                if silence.cancelled_caught:
+                    logger.debug("load stream ended endpoint=%s reason=silent", remote.id)
             except (EndpointLost, BrokenEvents) as error:
                 logger.debug("load stream ended endpoint=%s reason=%s", remote.id, error)
             was_long = self._came_at is not None and self._came_at > began_at
             retry_seconds = RETRY_SECONDS_MIN if was_long else min(2 * retry_seconds, RETRY_SECONDS_MAX)
             await trio.sleep(retry_seconds)
+
+    async def _read(
+        self,
+        remote: RemoteEndpoint,
+        headers: Callable[[], list[tuple[str, str]]],
+        take: Callable[[EndpointLoad, float], Awaitable[None]],
+        silence: trio.CancelScope,
+    ) -> None:
+        """One stream, until it ends, breaks, or is silent for BROKEN_SECONDS."""
+        async with remote.request("GET", LOAD_EVENTS_PATH, headers(), b"") as response:
+            lines: EventLines[LoadTold] = EventLines(LoadTold)
+            while response.status == 200 and (piece := await response.next_piece()) is not None:
+                silence.deadline = trio.current_time() + BROKEN_SECONDS
+                for event in lines.events(piece):
+                    await self._take(event.load, take)
 
     async def _take(self, load: EndpointLoad, take: Callable[[EndpointLoad, float], Awaitable[None]]) -> None:
         asked_at = self.asked_at(load)

@@ -55,7 +55,8 @@ class _Stage(enum.Enum):
 
 
 class ResponseReader:
-    """The responses on one connection, one after another, none of them to a HEAD request."""
+    """The responses on one connection, one after another, none of them to a HEAD request. interim: the last interim
+    response (1xx) that came before the head of the response at hand."""
 
     def __init__(self) -> None:
         self._stage = _Stage.ENDED
@@ -65,6 +66,7 @@ class ResponseReader:
         self._goes_on = True
         self._interim_count = 0
         self._trailer_count = 0
+        self.interim: ResponseHead | None = None
 
     @property
     def can_go_on(self) -> bool:
@@ -79,11 +81,13 @@ class ResponseReader:
     def begin(self) -> None:
         """A request is sent: a response is to come."""
         assert self.can_go_on
+        self.interim = None
         self._stage = _Stage.HEAD
         self._interim_count = self._trailer_count = 0
 
     def feed(self, data: bytes) -> None:
         """What was received; nothing is the end of the connection."""
+        self._interim_count = 0  # heartbeats come for as long as a response takes, a few seconds apart
         if not data:
             self._at_end = True
         else:
@@ -109,16 +113,17 @@ class ResponseReader:
             status = int(status_line[2])
             if status == 101:
                 raise BadResponse("it changes to a protocol that nobody asked for")
+            headers = []
+            if line_end:
+                for line in head[len(first) + 2 :].split("\r\n"):
+                    name, _, value = line.partition(":")
+                    headers.append((name.lower(), value.strip(" \t")))
             if status >= 200:
                 break
             self._interim_count += 1
             if self._interim_count > INTERIM_RESPONSES_MAX:
                 raise BadResponse(f"more than {INTERIM_RESPONSES_MAX} interim responses came")
-        headers = []
-        if line_end:
-            for line in head[len(first) + 2 :].split("\r\n"):
-                name, _, value = line.partition(":")
-                headers.append((name.lower(), value.strip(" \t")))
+            self.interim = ResponseHead(status, headers)
         self._begin_body(status, status_line[1] == "1", headers)
         return ResponseHead(status, headers)
 

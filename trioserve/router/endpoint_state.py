@@ -55,7 +55,7 @@ class Fault(enum.Enum):
     INVALID = "invalid"  # it sent what no inference server sends: something else is at its address
     REFUSED = "refused"  # it refused the request in a way that another endpoint has to confirm
     TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
-    HUNG = "hung"  # it does not answer any more, its checks neither
+    HUNG = "hung"  # nothing comes from it any more: over this connection, or it answers no checks either
     LEAVING = "leaving"  # it ended the stream because it stops, and said so
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["RouterSettings"]
+__all__ = ["RouterSettings", "SilenceSettings"]
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,3 +122,31 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.lease_until not in ("first_token", "end"):
             raise StartupError(f'lease_until is "{self.lease_until}", it may be "first_token" or "end"')
+
+
+class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds between the bytes of a response.
+
+    Args:
+        beat_seconds: how often an endpoint is asked for a byte within a response. 0: never.
+        silent_seconds_max: how long nothing may come from an endpoint that sends beats. At least three beats.
+        stalled_seconds_max: the same of an endpoint that sends none, once the response has begun. 0: as long as it
+            likes.
+    """
+
+    beat_seconds: float = 5.0
+    silent_seconds_max: float = 20.0
+    stalled_seconds_max: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("beat_seconds", "stalled_seconds_max"):
+            value = getattr(self, name)
+            if not 0 <= value <= 86_400:
+                raise StartupError(f"{name} is {value}, it must be 0 to 86400 seconds")
+        # An endpoint may skip a beat just after another byte, so two intervals are an honest pause.
+        least = max(1.0, 3 * self.beat_seconds)
+        if not least <= self.silent_seconds_max <= 86_400:
+            raise StartupError(
+                f"the silence timeout is {self.silent_seconds_max:g} s, allowed are three heartbeat intervals or more, "
+                f"here {least:g} to 86400 s: raise --silence-timeout, or lower --heartbeat-interval"
+            )

@@ -31,7 +31,7 @@ from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES
-from trioserve.router.settings import RouterSettings
+from trioserve.router.settings import RouterSettings, SilenceSettings
 from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
@@ -114,13 +114,15 @@ async def open_memory_router(
     tracer: Tracer = NO_TRACER,
     logs_requests: bool = False,
     limits: FrontendLimits | None = None,
+    silence: SilenceSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
     clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
     whatever they say. tokenizer: for the policy kv_aware. has_peers: others are before the same endpoints, and nobody
     asks them how they are. peers: these, by name, and they are asked. own_name: this router's own; None: it finds out.
-    limits: of its front end. settings: the router's.
+    limits: of its front end. silence: bounds between bytes; None: endpoints are asked for no heartbeats. settings: the
+    router's.
     """
     dispatch = Dispatch(
         RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], rng=random.Random(SEED)
@@ -132,6 +134,7 @@ async def open_memory_router(
             EndpointAddress(scheme="http", host=spec.endpoint_id, port=80),
             headers=() if spec.api_key is None else (("authorization", f"Bearer {spec.api_key}"),),
             open_stream=streams[spec.url],
+            silence=silence or SilenceSettings(beat_seconds=0),
         )
 
     def connect_peer(peer: Peer) -> RemoteEndpoint:
@@ -154,6 +157,7 @@ async def open_memory_router(
     rules = rules or RoutingRules(passes_authorization=not api_keys and endpoint_api_key is None)
     metrics = Metrics(None, parts=("frontend", "router"))
     show_router(metrics, dispatch)
+    fleet.on_silent = lambda reason: metrics.silent_responses_total.labels(reason).inc()
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
         naming = None
         if tokenizer is not None:

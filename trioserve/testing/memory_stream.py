@@ -27,18 +27,25 @@ class _Pipe:
         self.data = bytearray()
         self.buffer_bytes = buffer_bytes
         self.ended = False  # nothing more will be put in
+        self.is_silent = False  # what is put in is lost, and nobody is told
         self.broken = False  # nobody will take anything out, or what is in it is lost
         self.changed = trio.lowlevel.ParkingLot()
 
     def put(self, data: bytes | bytearray | memoryview) -> None:
+        if self.is_silent:
+            return
         self.data += data
         self.changed.unpark_all()
 
     def end(self) -> None:
+        if self.is_silent:
+            return
         self.ended = True
         self.changed.unpark_all()
 
     def break_(self) -> None:
+        if self.is_silent:
+            return
         self.broken = True
         self.data.clear()
         self.changed.unpark_all()
@@ -113,12 +120,19 @@ class MemoryEnd(trio.abc.HalfCloseableStream):
         self._is_closed = True
         self._outgoing.end()
         self._incoming.break_()
+        for pipe in (self._outgoing, self._incoming):
+            pipe.changed.unpark_all()  # this end's own tasks, also where nothing reaches the other one
 
     def abort(self) -> None:
         """As a reset of the connection: what is on its way is lost, and the other end fails at once."""
         self._is_closed = True
         self._outgoing.break_()
         self._incoming.break_()
+
+    def go_silent(self) -> None:
+        """As a flow that a NAT has forgotten: from now on nothing arrives in either direction, not even an end, and
+        both ends go on as if it did."""
+        self._incoming.is_silent = self._outgoing.is_silent = True
 
     async def aclose(self) -> None:
         self.close()

@@ -205,10 +205,12 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """return_partial: whether the answer holds what there is of each request."""
+    """return_partial: whether the answer holds what there is of each request. min_age_seconds: only requests that came
+    at least so long ago are ended, so that a new one with the same id goes on."""
 
     ids: list[str]
     return_partial: bool = False
+    min_age_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
 
 
 class AbortRequestBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -464,7 +464,7 @@ class Load(Response):
     role: what the engine is meant for, where it gives KV to other engines or takes it. clock, told_at: when it looked,
     in seconds of a clock of its own with this name. fingerprint: names all that decides about the tokens of its
     responses. weight_version: of the weights, once they were replaced. routers: those that have asked of late and say
-    who they are, and how many seconds ago each did so."""
+    who they are, and how many seconds ago each did so. instance: names the process, from its start to its end."""
 
     running: int
     waiting: int
@@ -476,6 +476,7 @@ class Load(Response):
     routers: dict[str, float] | UnsetType = UNSET
     clock: str | UnsetType = UNSET
     told_at: float | UnsetType = UNSET
+    instance: str | UnsetType = UNSET
 
 
 class Version(Response):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_may_operate
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody
-from trioserve.api.operations.live_requests import checked_ids
+from trioserve.api.operations.live_requests import checked_ids, respond_aborted
 from trioserve.api.resume_body import resume_body, shown_logprobs
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
@@ -24,6 +24,13 @@ __all__ = ["abort_for_vllm", "cut_off_request", "cut_off_requests"]
 async def cut_off_requests(context: RequestContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
     body = await context.body(AbortBody)
+    if body.min_age_seconds:
+        if body.return_partial:
+            raise InvalidRequest(
+                "min_age_seconds is set together with return_partial: leave one of them out", param="min_age_seconds"
+            )
+        await respond_aborted(context, body)
+        return
     cut = context.engine.cut_off(checked_ids(body.ids), owner=context.owner)
     await _respond(context, cut, with_partials=body.return_partial)
 

@@ -89,7 +89,10 @@ def told_load(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad
     right now, and so it lives. One that is only told may be gone, and its connection not know."""
     router = context.exchange.headers.get(ROUTER_HEADER)
     load = msgspec.structs.replace(
-        context.engine.load(), clock=context.engine.load_changes.clock, told_at=trio.current_time()
+        context.engine.load(),
+        clock=context.engine.load_changes.clock,
+        told_at=trio.current_time(),
+        instance=context.engine.instance,
     )
     if router is None:
         return load

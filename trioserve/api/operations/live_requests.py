@@ -20,6 +20,7 @@ __all__ = [
     "abort_requests",
     "checked_ids",
     "list_requests",
+    "respond_aborted",
     "unknown_request",
 ]
 
@@ -65,7 +66,12 @@ async def abort_requests(context: EngineContext) -> None:
             "return_partial is set, and only an engine that makes text has what there is of a request: ask that",
             param="return_partial",
         )
-    outcomes = context.engine.abort(checked_ids(body.ids), owner=context.owner)
+    await respond_aborted(context, body)
+
+
+async def respond_aborted(context: EngineContext, body: AbortBody) -> None:
+    """End the requests that are named, without what there is of them."""
+    outcomes = context.engine.abort(checked_ids(body.ids), owner=context.owner, min_age_seconds=body.min_age_seconds)
     await context.respond_json(
         {
             "object": "list",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
@@ -97,6 +98,8 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._pausing = Pausing(self._gate, self._has_begun, self._go_on)
         self._sleeping = Sleeping()
         self._is_paused_by_sleep = False
+        self.instance = secrets.token_hex(8)
+        """Names this engine from here to its end, also when it is opened anew in between."""
         self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()
         self._outer_error: Exception | None = None  # of the connector, or of what computes

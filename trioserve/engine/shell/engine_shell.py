@@ -11,6 +11,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypedDict, TypeVar
 
+import trio
+
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.ended_ids import EndedIds
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
@@ -214,7 +216,12 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         self._pausing.look()
 
     def abort(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
+        self,
+        request_ids: Iterable[str],
+        reason: FinishReason = FinishReason.ABORT,
+        *,
+        owner: str | None = None,
+        min_age_seconds: float = 0.0,
     ) -> dict[str, AbortOutcome]:
         """End requests by the ids their callers gave. Never waits. A reader gets what came before and a last delta with
         the reason; what they had is back at once, or right after the step in flight. What is held of one that had
@@ -222,6 +229,7 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
 
         request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error: what
         became of each is what is returned. Raises InvalidRequest, and has ended nothing, for arguments of another type.
+        min_age_seconds: only requests that were entered at least so long ago; younger ones with the same id go on.
         """
         self._own_run.check("engine.abort")
         if isinstance(request_ids, str):  # otherwise each of its letters were an id
@@ -229,8 +237,13 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
         reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
         outcomes = {}
+        entered_before = trio.current_time() - min_age_seconds
         for request_id in dict.fromkeys(request_ids):
-            requests = [request for request in self._known(request_id) if owner in (None, request.owner)]
+            requests = [
+                request
+                for request in self._known(request_id)
+                if owner in (None, request.owner) and (not min_age_seconds or request.entered_at <= entered_before)
+            ]
             unfinished = [request for request in requests if not request.is_finished]
             for request in unfinished:
                 self._delivery.end_with_final_delta(request, reason, "the request was aborted by its id")

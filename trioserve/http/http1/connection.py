@@ -71,6 +71,9 @@ class H11Connection:
         self._exchange_began_at = self._responded_at
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
+        self.write_count = 0
+        self._nursery: trio.Nursery | None = None
+        self._inserted: trio.Event | None = None  # set when a write between two others is over
         self._pace = ResponsePace(setup.limits, now=self._responded_at)  # of all that is written
         self._is_known = True  # the caller of this request
         self._is_turned_away = False  # its handler waited for the rest of it when the server left
@@ -85,8 +88,8 @@ class H11Connection:
         """Returns when the connection has ended and nothing of it is left. Raises only for faults of our own."""
         try:
             with self._whole:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._read)
+                async with trio.open_nursery() as self._nursery:
+                    self._nursery.start_soon(self._read)
                     await self._converse()
                     self._whole.cancel()
         except BaseException:
@@ -163,10 +166,26 @@ class H11Connection:
         return self._setup.clock_and_ids.unix_seconds()
 
     async def write(self, data: bytes) -> None:
+        self.write_count += 1
+        while self._inserted is not None:
+            await self._inserted.wait()
         if data and not (self._client_gone or self._write_broken):
             await self._write(data)
         else:
             await trio.lowlevel.checkpoint()
+
+    def insert(self, data: bytes) -> None:
+        if self._client_gone or self._write_broken or self._inserted is not None or self._nursery is None:
+            return
+        self._inserted = trio.Event()
+        self._nursery.start_soon(self._insert, data, self._inserted)
+
+    async def _insert(self, data: bytes, inserted: trio.Event) -> None:
+        try:
+            await self._write(data)
+        finally:
+            self._inserted = None
+            inserted.set()
 
     async def _write(self, data: bytes) -> None:
         self._write_broken = True  # unless it comes to its end

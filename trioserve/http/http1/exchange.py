@@ -9,8 +9,8 @@ import trio
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
 from trioserve.http.content_coding import plain_body
-from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
-from trioserve.http.http1.protocol import EncodedFields, H1Protocol
+from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields
+from trioserve.http.http1.protocol import EncodedFields, H1Protocol, interim_response
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.response_state import ResponseState
@@ -28,6 +28,11 @@ class ExchangeOwner(Protocol):
         """None at the end. Raises InvalidRequest when the framing is broken."""
 
     protocol: H1Protocol
+    write_count: int
+    """Of the connection, so far."""
+
+    def insert(self, data: bytes) -> None:
+        """Send between two writes, without waiting. Nothing happens while another write is under way."""
 
     async def write(self, data: bytes) -> None:
         """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
@@ -58,6 +63,28 @@ class H11Exchange(Exchange):
         self._owner = owner
         self._limits = limits
         self._body_read = False
+        self._beats: Beats | None = None
+        self._beat_within = b""  # the body
+        self._writes_seen = -1
+
+    def expect_beats(self, beats: Beats) -> bool:
+        if self.http_version != "1.1":  # older clients know no interim responses
+            return False
+        self._beats = beats
+        self._writes_seen = self._owner.write_count
+        return True
+
+    def beat(self) -> None:
+        beats, response = self._beats, self.response
+        if beats is None or response.finished:
+            return
+        write_count = self._owner.write_count
+        if write_count != self._writes_seen:
+            self._writes_seen = write_count
+        elif not response.started:
+            self._owner.insert(interim_response(beats.fields))
+        elif self._beat_within:
+            self._owner.insert(self._owner.protocol.send_data(self._beat_within))
 
     @property
     def started(self) -> bool:
@@ -88,14 +115,17 @@ class H11Exchange(Exchange):
         return await plain_body(self.share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        fields, is_ordinary = self._begin(status, headers, content_length=len(body))
+        fields, is_ordinary = self._begin(status, headers, content_length=len(body), has_beats=True)
         body = b"" if self.response.bodiless else body
         data = self._owner.protocol.respond(status, fields, body, is_ordinary=is_ordinary)
         self.response.finish()
         await self._owner.write(data)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
-        fields, is_ordinary = self._begin(status, headers, content_length=None)
+        if self._beats is not None and not self.response.bodiless:
+            media_type = next((value for name, value in headers if name.lower() == "content-type"), "")
+            self._beat_within = self._beats.within.get(media_type.partition(";")[0].strip(), b"")
+        fields, is_ordinary = self._begin(status, headers, content_length=None, has_beats=bool(self._beat_within))
         is_http_1_1 = self.http_version == "1.1"
         start = self._owner.protocol.start_response
         await self._owner.write(start(status, fields, is_ordinary=is_ordinary, is_http_1_1=is_http_1_1))
@@ -111,8 +141,13 @@ class H11Exchange(Exchange):
         self.response.finish()
         await self._owner.write(self._owner.protocol.end_response(b"" if self.response.bodiless else last))
 
-    def _begin(self, status: int, headers: HeaderFields, *, content_length: int | None) -> tuple[EncodedFields, bool]:
-        """The fields of the response, which starts now, and whether it is an ordinary one: see H1Protocol.respond."""
+    def _begin(
+        self, status: int, headers: HeaderFields, *, content_length: int | None, has_beats: bool
+    ) -> tuple[EncodedFields, bool]:
+        """The fields of the response, which starts now, and whether it is an ordinary one: see H1Protocol.respond.
+        has_beats: it is whole, or beats go out within its body."""
+        if self._beats is not None and has_beats:
+            headers = [*headers, *self._beats.fields]
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.response.start(status)
         goes_on = self._owner.response_starts()

@@ -11,6 +11,7 @@ import re
 import h11
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.http.exchange import HeaderFields
 from trioserve.http.headers import Headers
 from trioserve.http.http1.chunk_sizes import ChunkSizes
 from trioserve.http.http1.fast_path import plain_request
@@ -309,6 +310,13 @@ def _request_head(request: h11.Request, peer: str) -> RequestHead:
 def _head(status: int, fields: EncodedFields) -> bytes:
     lines = b"".join([b"%b: %b\r\n" % field for field in fields])
     return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b""), lines)
+
+
+def interim_response(fields: HeaderFields) -> bytes:
+    """102 Processing (RFC 2518, 10.1): the request was taken, and its response comes later. It changes nothing of what
+    may follow, so h11 does not have to know of it."""
+    lines = b"".join([b"%b: %b\r\n" % (name.encode("ascii"), value.encode("latin-1")) for name, value in fields])
+    return b"HTTP/1.1 102 Processing\r\n%b\r\n" % lines
 
 
 def _chunk(data: bytes) -> bytes:

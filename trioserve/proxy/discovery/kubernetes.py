@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SLICES_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 4 * 1024 * 1024
-WATCH_SECONDS = 300  # then the server ends the watch, and a new one shows that the connection is not dead
+WATCH_SECONDS = 60  # then the server ends the watch: it may be silent that long, so this bounds a dead connection
 SILENCE_SECONDS_MAX = 30.0  # beyond that: a response that does not come
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 

@@ -71,7 +71,7 @@ class Stream:
         self, endpoint: RemoteEndpoint, method: str, target: str, headers: list[tuple[str, str]], body: bytes
     ) -> EndpointRequest:
         """As RemoteEndpoint.request."""
-        return endpoint.request(method, target, headers, body)
+        return endpoint.request(method, target, headers, body, computes=True)
 
     def close(self) -> None:
         """Nobody wants it any more."""
@@ -112,13 +112,17 @@ class KeptStream(Stream):
         known = self._known
         if known is not None and not admission.has_token and not known.is_empty:
             return RecomputedStart(
-                lambda sent: endpoint.request(method, target, [*headers, *self._wishes(is_begun=True)], sent),
+                lambda sent: endpoint.request(
+                    method, target, [*headers, *self._wishes(is_begun=True)], sent, computes=True
+                ),
                 body,
                 known,
                 self._context,
             )
         wishes = self._wishes(is_begun=admission.has_token)
-        return self._scope(endpoint.request(method, target, [*headers, *wishes], body), endpoint, headers)
+        return self._scope(
+            endpoint.request(method, target, [*headers, *wishes], body, computes=True), endpoint, headers
+        )
 
     def close(self) -> None:
         if self._found is not None:

@@ -1,0 +1,193 @@
+"""A connection to an endpoint goes silent without a close: a NAT forgot it, or another machine took the address."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.router.settings import SilenceSettings
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+from trioserve.testing.memory_stream import MemoryEnd
+
+CHAT = "/v1/completions"
+TEXT = "abcdefghijklmnopqrstuvwxyz" * 4
+WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
+ENGINE = {"response": TEXT, "step_seconds": 1.0, "max_num_seqs": 32, "block_count": 800}
+OPTIONS = {
+    "watch": WATCH,
+    "silence": SilenceSettings(),
+    "engine": ENGINE,
+    "policy": "round_robin",
+    "lease_until": "end",
+}
+
+
+def body(**fields):
+    return {"model": "fake", "prompt": "hello", "max_tokens": 60, **fields}
+
+
+@pytest.fixture
+def go_silent(monkeypatch):
+    """Makes all connections to a server silent that there are by now."""
+    ends: dict[object, list[MemoryEnd]] = {}
+    connect = MemoryServer.connect
+
+    def recorded(server: MemoryServer) -> MemoryEnd:
+        ends.setdefault(server, []).append(connect(server))
+        return ends[server][-1]
+
+    monkeypatch.setattr(MemoryServer, "connect", recorded)
+
+    def silence(server: MemoryServer) -> None:
+        for end in ends[server]:
+            end.go_silent()
+
+    return silence
+
+
+def blocks(setup, id: str) -> int:
+    return setup.servers[id].engine.stats().blocks_used
+
+
+def silent_total(setup) -> dict[str, float]:
+    counter = setup.router.metrics.silent_responses_total
+    samples = [sample for metric in counter.collect() for sample in metric.samples]
+    return {
+        sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total") and sample.value
+    }
+
+
+@pytest.mark.parametrize("ids", ["ab", "a"])
+async def test_a_stream_goes_on_over_another_connection(open_setup, go_silent, autojump_clock, ids):
+    """At another endpoint or, if there is none, at the same one; its blocks there are free, though no close arrives."""
+    async with open_setup(ids, **OPTIONS) as setup:
+        async with setup.client().ask(CHAT, body(stream=True)) as response:
+            assert await response.head() == 200
+            first = response.headers["x-trioserve-endpoint"]
+            events = aiter(response)
+            text = "".join([(await anext(events))["choices"][0]["text"] for _ in range(3)])
+            go_silent(setup.servers[first])
+            began_at = trio.current_time()
+            text += (await anext(events))["choices"][0]["text"]
+            assert trio.current_time() - began_at < 30
+            if ids == "ab":
+                await trio.sleep(3)
+                assert blocks(setup, first) == 0
+            text += "".join([event["choices"][0]["text"] async for event in events])
+        assert text == TEXT[:60]
+        assert response.body.endswith(b"[DONE]\n\n")
+        assert silent_total(setup)["silent"] >= 1
+        await trio.sleep(5)
+        await setup.router.assert_all_free()
+        assert [blocks(setup, id) for id in ids] == [0] * len(ids)
+
+
+async def test_a_whole_response_is_asked_for_elsewhere(open_setup, go_silent, autojump_clock):
+    async with open_setup(**OPTIONS) as setup:
+        responses = []
+
+        async def ask() -> None:
+            responses.append(await setup.client().post(CHAT, body()))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(3)
+            [first] = [id for id, count in setup.leases().items() if count]
+            go_silent(setup.servers[first])
+        [response] = responses
+        assert (response.status, response.headers["x-trioserve-endpoint"] != first) == (200, True)
+        assert (await response.json())["choices"][0]["text"] == TEXT[:60]
+        await trio.sleep(5)
+        assert [blocks(setup, id) for id in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_prompt_is_waited_for(open_setup, autojump_clock, stream):
+    """Steps of far more than the bound, of which the engine says nothing but that it is alive."""
+    engine = {**ENGINE, "step_seconds": 90.0, "step_seconds_max": 3600.0}
+    async with open_setup(**{**OPTIONS, "engine": engine}) as setup:
+        response = await setup.client().post(CHAT, body(max_tokens=2, stream=stream))
+        assert response.status == 200
+        assert trio.current_time() >= 180
+        assert silent_total(setup) == {}
+        await setup.assert_all_free()
+
+
+async def test_a_request_that_waits_in_a_paused_engine_is_waited_for(open_setup, autojump_clock):
+    async with open_setup("a", **OPTIONS) as setup:
+        async with setup.client().ask(CHAT, body(stream=True, max_tokens=2)) as response:
+            assert await response.head() == 200
+            setup.servers["a"].engine.pause()
+            await trio.sleep(90)
+            setup.servers["a"].engine.resume()
+            await response.read()
+        assert response.body.endswith(b"[DONE]\n\n")
+        assert silent_total(setup) == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_blocks_all_the_same(open_setup, go_silent, autojump_clock, stream):
+    async with open_setup("a", **OPTIONS) as setup:
+        with trio.move_on_after(14):
+            async with setup.client().ask(CHAT, body(stream=stream)) as response:
+                await trio.sleep(3)
+                assert blocks(setup, "a") > 0
+                go_silent(setup.servers["a"])
+                await response.read()
+        assert blocks(setup, "a") > 0
+        await trio.sleep(3)
+        assert blocks(setup, "a") == 0
+        await setup.router.assert_all_free()
+
+
+async def test_all_streams_go_on_when_another_process_has_the_address(open_setup, go_silent, autojump_clock):
+    async with open_memory_server(**ENGINE) as taken, open_setup(**{**OPTIONS, "leases_max": 64}) as setup:
+        texts: list[str] = []
+
+        async def ask() -> None:
+            async with setup.client().ask(CHAT, body(stream=True)) as response:
+                text = "".join([event["choices"][0]["text"] async for event in response])
+                texts.append(text or f"{response.status} {response.body!r}")
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                nursery.start_soon(ask)
+            await trio.sleep(4)
+            assert setup.leases()["a"] > 0
+            count, former = setup.leases()["a"], setup.servers["a"]
+            go_silent(setup.servers["a"])
+            setup.servers["a"] = taken
+            await trio.sleep(8)
+            assert sum(silent_total(setup).values()) >= count
+            assert silent_total(setup)["replaced"] == count
+        assert texts == [TEXT[:60]] * 20
+        former.engine.abort([view.id for view in former.engine.live_requests()])
+        await wait_all_tasks_blocked()
+        await setup.router.assert_all_free()
+
+
+async def test_an_endpoint_without_heartbeats_that_reports_no_request_has_lost_it(open_pair, autojump_clock):
+    async with open_pair(
+        "v w", watch=WATCH, silence=SilenceSettings(), policy="round_robin", queue_seconds_max=600
+    ) as pair:
+        responses = []
+
+        async def ask() -> None:
+            responses.append(await pair.client().post(CHAT, body()))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            nursery.start_soon(ask)
+            await trio.sleep(70)
+            for id in "vw":
+                for asked in pair[id].open:
+                    asked.respond({"id": "cmpl-0", "choices": []})
+            await trio.sleep(1)
+            for id in "vw":
+                for asked in pair[id].open:
+                    asked.respond({"id": "cmpl-0", "choices": []})
+        assert [response.status for response in responses] == [200, 200]
+        counter = pair.router.metrics.silent_responses_total
+        assert counter.labels("not_running")._value.get() == 2

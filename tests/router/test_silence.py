@@ -1,0 +1,217 @@
+"""When a response is taken from its endpoint though its connection is open, and when it is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.errors import StartupError
+from trioserve.router.settings import SilenceSettings
+from trioserve.router.silence import LOOK_SECONDS, AwaitedResponse, SilenceWatch
+
+
+class Endpoint:
+    """A watch with a manual clock."""
+
+    def __init__(self, **settings: float) -> None:
+        self.watch = SilenceWatch(SilenceSettings(**settings))
+        self.responses: list[AwaitedResponse] = []
+        self.now = 100.0
+        self.lost: list[tuple[AwaitedResponse, str]] = []
+
+    def read(self, *, beats: bool = False, has_body: bool = False, instance: str | None = None) -> AwaitedResponse:
+        response = AwaitedResponse(self.now, computes=True)
+        response.is_waiting, response.beats, response.has_body = True, beats, has_body
+        response.instance = instance
+        self.responses.append(response)
+        return response
+
+    def report(self, **load: object) -> None:
+        load = {"running": 1, "waiting": 0, **load}
+        self.watch.note_load(EndpointLoad(**load), self.responses, self.now, self.now)
+
+    def look(self) -> None:
+        for loss in self.watch.look(self.responses, self.now):
+            self.lost.append((loss.response, loss.reason))
+            self.responses.remove(loss.response)
+
+    def wait(self, seconds: float, *, alive: tuple[AwaitedResponse, ...] = (), **load: object) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += LOOK_SECONDS
+            for response in alive:
+                response.pieces += 1
+            if load:
+                self.report(**load)
+            self.look()
+
+    @property
+    def reasons(self) -> list[str]:
+        return [reason for _, reason in self.lost]
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_without_a_beat_a_response_is_lost_and_others_are_not(is_begun):
+    endpoint = Endpoint()
+    endpoint.watch.sends_beats = not is_begun
+    silent = endpoint.read(beats=is_begun, has_body=is_begun)
+    other = endpoint.read(beats=is_begun, has_body=is_begun)
+    endpoint.wait(19, alive=(other,))
+    assert endpoint.lost == []
+    endpoint.wait(2, alive=(other,))
+    assert endpoint.lost == [(silent, "silent")]
+
+
+def test_a_slow_prompt_is_not_lost_where_no_beats_are_promised():
+    endpoint = Endpoint()
+    endpoint.read()
+    endpoint.wait(3600, running=1)
+    assert endpoint.lost == []
+
+
+def test_a_reader_that_does_not_wait_is_not_silent():
+    endpoint = Endpoint()
+    slow = endpoint.read(beats=True, has_body=True)
+    slow.is_waiting = False
+    endpoint.wait(100)
+    slow.is_waiting = True
+    endpoint.wait(19)
+    assert endpoint.lost == []
+
+
+def test_a_router_that_was_suspended_itself_gives_up_nothing():
+    endpoint = Endpoint()
+    endpoint.read(beats=True, has_body=True)
+    endpoint.look()
+    endpoint.now += 10_000
+    endpoint.look()
+    endpoint.wait(15)
+    assert endpoint.lost == []
+
+
+def test_while_an_endpoint_says_that_its_step_hangs_silence_says_nothing():
+    endpoint = Endpoint()
+    endpoint.watch.is_hung = True
+    endpoint.read(beats=True, has_body=True)
+    endpoint.wait(100)
+    assert endpoint.lost == []
+    endpoint.watch.is_hung = False
+    endpoint.wait(21)
+    assert endpoint.reasons == ["silent"]
+
+
+def test_a_request_that_is_not_taken_is_lost_whatever_the_endpoint_promises():
+    endpoint = Endpoint()
+    endpoint.read().is_sending = True
+    endpoint.wait(21)
+    assert endpoint.reasons == ["silent"]
+
+
+def test_all_responses_of_a_process_are_lost_when_another_one_answers():
+    endpoint = Endpoint()
+    endpoint.report(instance="a")
+    old = [endpoint.read(beats=True, has_body=True, instance="a") for _ in range(20)]
+    unknown = endpoint.read()
+    endpoint.now += 1
+    endpoint.report(instance="a")  # who was sent before this one is at that process
+    endpoint.now += 1
+    endpoint.report(instance="b")
+    new = endpoint.read(beats=True, instance="b")
+    endpoint.wait(2, alive=(new,), instance="b")
+    assert endpoint.lost == [(response, "replaced") for response in [*old, unknown]]
+
+
+def test_a_request_that_may_be_at_the_new_process_is_not_lost():
+    endpoint = Endpoint()
+    endpoint.report(instance="a")
+    endpoint.now += 1
+    endpoint.read()
+    endpoint.now += 1
+    endpoint.report(instance="b")
+    endpoint.wait(5)
+    assert endpoint.lost == []
+
+
+def test_the_head_of_a_response_tells_of_another_process_too():
+    endpoint = Endpoint()
+    endpoint.report(instance="a")
+    old = endpoint.read(beats=True, instance="a")
+    endpoint.now += 1
+    endpoint.watch.note_instance("b", endpoint.responses, endpoint.now, endpoint.now)
+    endpoint.wait(2)
+    assert endpoint.lost == [(old, "replaced")]
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_processes_that_share_an_address_replace_none(comes_back):
+    endpoint = Endpoint()
+    endpoint.report(instance="a")
+    quiet = endpoint.read(beats=True, has_body=True, instance="a")
+    busy = endpoint.read(beats=True, has_body=True, instance="a")
+    endpoint.now += 1
+    endpoint.report(instance="b")
+    if comes_back:
+        endpoint.report(instance="a")
+        endpoint.wait(5)
+    else:
+        endpoint.wait(5, alive=(busy,))
+    assert endpoint.watch.is_shared
+    endpoint.report(instance="c")
+    endpoint.wait(5, alive=(busy,))
+    assert endpoint.lost == []
+    assert quiet in endpoint.responses
+
+
+def test_a_late_answer_of_the_former_process_changes_nothing():
+    endpoint = Endpoint()
+    endpoint.report(instance="a")
+    sent_at = endpoint.now
+    endpoint.now += 1
+    endpoint.report(instance="b")
+    new = endpoint.read(beats=True, instance="b")
+    endpoint.watch.note_instance("a", endpoint.responses, sent_at, endpoint.now)
+    endpoint.wait(5)
+    assert not endpoint.watch.is_shared
+    assert endpoint.responses == [new]
+
+
+def test_an_endpoint_that_reports_no_requests_has_lost_those_that_wait():
+    endpoint = Endpoint()
+    endpoint.read()
+    endpoint.wait(59, running=0)
+    assert endpoint.lost == []
+    endpoint.wait(3, running=0)
+    assert endpoint.reasons == ["not_running"]
+
+
+def test_a_stream_that_thousands_of_tokens_overtake_is_lost():
+    endpoint = Endpoint()
+    slow, other = endpoint.read(has_body=True), endpoint.read(has_body=True)
+    tokens = 0
+    for _ in range(90):  # 100 tokens a second for each of two sequences
+        tokens += 200
+        endpoint.wait(1, alive=(other,), running=2, generated=tokens)
+    assert endpoint.lost == [(slow, "overtaken")]
+
+
+def test_a_prompt_that_others_overtake_is_not_lost():
+    endpoint = Endpoint()
+    endpoint.read()
+    for second in range(300):
+        endpoint.wait(1, running=2, generated=1000 * second)
+    assert endpoint.lost == []
+
+
+@pytest.mark.parametrize(("seconds_max", "reasons"), [(50, ["stalled"]), (0, [])])
+def test_a_stream_without_beats_has_a_bound_of_its_own(seconds_max, reasons):
+    endpoint = Endpoint(stalled_seconds_max=seconds_max)
+    endpoint.read(has_body=True)
+    endpoint.wait(49, running=1)
+    assert endpoint.lost == []
+    endpoint.wait(1000, running=1)
+    assert endpoint.reasons == reasons
+
+
+def test_a_bound_of_less_than_three_beats_is_refused():
+    with pytest.raises(StartupError, match="three heartbeat intervals"):
+        SilenceSettings(beat_seconds=10, silent_seconds_max=20)

@@ -1,0 +1,76 @@
+"""Signs of life within a response, for whoever asks for them: routers, so that a connection that went silent is known.
+
+A request has the header `x-trioserve-heartbeat: 5`. If nothing else was sent for five seconds, an interim response
+(102) goes out before the head of its response, and a comment between two events. Heads name the process that answers.
+Beats are sent by the engine's own alarms, and not while a step hangs: a front end that lives beside a dead engine says
+nothing. Slow prompts change nothing.
+
+With `x-trioserve-heartbeat: 5, now`, one beat goes out at once. A router learns with it whether beats reach it: a proxy
+in between may drop interim responses.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE
+from trioserve.api.sse import KEEP_ALIVE
+from trioserve.http.exchange import Beats
+
+if TYPE_CHECKING:
+    from trioserve.api.engine_context import ServedEngine
+    from trioserve.http.exchange import Exchange
+    from trioserve.trio_tools.deadline_keeper import Alarm
+
+__all__ = ["HEARTBEAT_HEADER", "INSTANCE_HEADER", "Heartbeat", "heartbeat_field"]
+
+HEARTBEAT_HEADER = "x-trioserve-heartbeat"
+INSTANCE_HEADER = "x-trioserve-instance"
+SECONDS_MIN = 0.5  # each is work for both ends
+SECONDS_MAX = 3600.0
+_ASKED = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)(, now)?")
+
+
+def heartbeat_field(seconds: float, *, now: bool = False) -> tuple[str, str]:
+    """The header field with which a response with beats is asked for."""
+    return HEARTBEAT_HEADER, f"{seconds:.3f}".rstrip("0").rstrip(".") + (", now" if now else "")
+
+
+class Heartbeat:
+    """Of one response. The caller owes `end`."""
+
+    def __init__(self, exchange: Exchange, engine: ServedEngine, seconds: float, *, now: bool) -> None:
+        self._exchange = exchange
+        self._engine = engine
+        self._seconds = seconds
+        self._alarm: Alarm | None = None
+        fields = (heartbeat_field(seconds), (INSTANCE_HEADER, engine.instance))
+        within = {"text/event-stream": KEEP_ALIVE, LINES_TYPE: LINE_KEEP_ALIVE}
+        if exchange.expect_beats(Beats(fields=fields, within=within)):
+            if now:
+                exchange.beat()
+            self._wait()
+
+    @classmethod
+    def of(cls, exchange: Exchange, engine: ServedEngine) -> Heartbeat | None:
+        """None: the request does not ask for it, or in a way that nobody understands."""
+        asked = exchange.headers.get(HEARTBEAT_HEADER)
+        match = None if asked is None else _ASKED.fullmatch(asked)
+        if match is None or not SECONDS_MIN <= float(match[1]) <= SECONDS_MAX:
+            return None
+        return cls(exchange, engine, float(match[1]), now=match[2] is not None)
+
+    def end(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _wait(self) -> None:
+        self._alarm = self._engine.call_at(trio.current_time() + self._seconds, self._ring)
+
+    def _ring(self) -> None:
+        if self._engine.step_watch.overdue() is None:
+            self._exchange.beat()
+        self._wait()
