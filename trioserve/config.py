@@ -54,8 +54,14 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
-OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|(.*_)?SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
-"""Ours that are no options, and those that Kubernetes sets for a service of our name."""
+OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER")
+"""Variables of ours that are no options."""
+
+KUBERNETES_VARIABLE = re.compile(
+    r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
+"""What Kubernetes sets for each service of the namespace. Services may be called trioserve, trioserve-kv and so on."""
 
 RANKS_MAX = 64  # no model here has more key and value heads than that to be dealt out
 ROUTER_PROCESSES_MAX = 64  # as many as there may be routers before the same endpoints: see PEERS_MAX
@@ -727,6 +733,13 @@ def config_from(
     values: dict[str, tuple[str, object]] = {}  # with the spelling by which the user knows it
     if arguments.config is not None:
         values |= _read_file(Path(arguments.config))
+    environment = {
+        variable: text
+        for variable, text in environment.items()
+        if variable.startswith(ENVIRONMENT_PREFIX)
+        and not KUBERNETES_VARIABLE.fullmatch(variable)
+        and not KUBERNETES_ADDRESS.fullmatch(text)
+    }
     _refuse_misspelt(environment)
     for field in msgspec.structs.fields(kind):
         variable = ENVIRONMENT_PREFIX + field.name.upper()

@@ -3,6 +3,7 @@ meant. Nothing here loads a model."""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from trioserve import cli
 from trioserve.commands import serve
 from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
-from trioserve.commands.vllm_flags import REFUSED, TAKEN, TAKEN_AT, without_vllm_flags
+from trioserve.commands.vllm_flags import FLAGS, REFUSED_SWITCHES, REWRITTEN, SWITCHES, without_vllm_flags
 from trioserve.config import Config, config_from
 from trioserve.contracts.errors import StartupError
 
@@ -75,7 +76,7 @@ def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], 
         ("serv", "serv is no command: did you mean serve?"),
         ("serve --dtype bfloat17", "bfloat17 is no --dtype: did you mean bfloat16?"),
         ("serve --lora-modules sql", "--lora-modules 'sql' has no name and path: write it like sql=/adapters/sql"),
-        ("serve --load-format dummy", "--load-format is 'dummy', and only auto can be honoured"),
+        ("serve --load-format dummy", "--load-format is 'dummy', and only auto, safetensors, gguf can be honoured"),
         ("serve --tensor-parallel-size 4 --nnodes 3", "--nnodes is 3, and --tensor-parallel-size 4: give each machine"),
         ("serve --tensor-parallel-size 4 --nnodes 2", "--ranks-key is not given"),
         ("serve --pipeline-parallel-size 3 --nnodes 2", "each machine has the same number of stages"),
@@ -101,12 +102,84 @@ def test_what_cannot_be_is_one_sentence(line: str, words: str, served: list[Conf
     assert not served
 
 
-def test_every_flag_that_is_refused_says_what_to_do_and_is_no_option_of_ours():
+VLLM_COMMAND_LINE = (
+    "--tensor-parallel-size 1 --gpu-memory-utilization 0.9 --max-model-len 4096 --dtype auto --trust-remote-code "
+    "--served-model-name m --api-key k --enable-prefix-caching --max-num-seqs 64 --max-num-batched-tokens 8192 "
+    "--disable-log-requests --no-enable-log-requests --enable-chunked-prefill --swap-space 4 --enforce-eager "
+    "--kv-cache-dtype fp8 --quantization awq --load-format auto --tool-call-parser hermes --enable-auto-tool-choice "
+    "--reasoning-parser qwen3 --block-size 16 --seed 1 --generation-config vllm --guided-decoding-backend xgrammar "
+    "--disable-log-stats --max-seq-len-to-capture 8192 --tokenizer-mode auto --chat-template-content-format auto "
+    """--limit-mm-per-prompt {"image":2} --compilation-config 3 --enable-request-id-headers --root-path /a """
+    "--distributed-executor-backend mp --num-scheduler-steps 1 --task generate --runner generate --enable-lora "
+    "--max-loras 4 --attention-backend FLASH_ATTN --kv-cache-memory-bytes 4G --enable-server-load-tracking "
+    "--data-parallel-size 1 --enable-sleep-mode --response-role assistant "
+    """--structured-outputs-config {"backend":"auto"} """
+    """--speculative-config {"method":"ngram","num_speculative_tokens":4}"""
+)
+
+
+def test_common_flags_of_vllm_start_the_server(served: list[Config]):
+    assert cli.main(["serve", "m", *VLLM_COMMAND_LINE.split()]) == 0
+    [config] = served
+    assert (config.kv_cache_memory, config.quantization, config.max_num_seqs) == (4.0, "auto", 64)
+
+
+@pytest.mark.parametrize(
+    ("flag", "gib"),
+    [("4294967296", 4.0), ("4G", 4.0), ("512m", 0.5), ("1.5g", 1.5)],
+)
+def test_kv_cache_bytes_become_gibibytes(flag: str, gib: float, served: list[Config]):
+    assert cli.main(["serve", "--kv-cache-memory-bytes", flag]) == 0
+    assert served[0].kv_cache_memory == gib
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--hf-token x", "HF_TOKEN"),
+        ("--middleware x", "ASGI"),
+        ("--data-parallel-size 2", "`trioserve route`"),
+        ("--task transcription", "only auto, generate"),
+        ("--kv-cache-memory-bytes lots", "--kv-cache-memory GIB"),
+        ("--swap-space", "--swap-space has no value"),
+        ("--return-tokens-as-token-ids", "return_token_ids"),
+        ("--max-num-se 4", "--max-num-se is no option of serve: did you mean --max-num-seqs?"),
+    ],
+)
+def test_vllm_flag_that_cannot_be_honoured_says_what_to_do(line: str, words: str, served: list[Config], capsys: Any):
+    assert words in said(capsys, "serve", *line.split())
+    assert not served
+
+
+def test_no_vllm_flag_hides_an_option_of_ours():
     ours = {f"--{name.replace('_', '-')}" for name in Config.__struct_fields__}
-    assert ours.isdisjoint(REFUSED.keys() | TAKEN | TAKEN_AT.keys())
-    for flag in REFUSED:
-        with pytest.raises(StartupError, match=f"^{flag} cannot be honoured: .*[:,;] "):
-            without_vllm_flags([flag])
+    assert ours.isdisjoint(FLAGS.keys() | SWITCHES | REFUSED_SWITCHES.keys())
+    assert {name for name, _convert in REWRITTEN.values()} <= ours
+
+
+def test_every_refusal_says_what_to_do():
+    for flag in [*REFUSED_SWITCHES, *(flag for flag, each in FLAGS.items() if each.accepted == ())]:
+        with pytest.raises(StartupError, match=f"^{flag} cannot be honoured: .*[:,;a-z] "):
+            without_vllm_flags([flag, "x"])
+    assert all(each.advice or each.accepted is None for each in FLAGS.values())
+
+
+@pytest.mark.parametrize("service", ["", "_KV", "_MASTER", "_SERVER", "_PREFILL", "_API_KEY", "_0"])
+def test_variables_of_kubernetes_services_are_ignored(service: str):
+    """A service called trioserve, trioserve-kv and so on in the same namespace."""
+    name = f"TRIOSERVE{service}"
+    variables = {
+        f"{name}_SERVICE_HOST": "10.0.0.1",
+        f"{name}_SERVICE_PORT": "8000",
+        f"{name}_SERVICE_PORT_HTTP": "8000",
+        f"{name}_PORT": "tcp://10.0.0.1:8000",
+        f"{name}_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        f"{name}_PORT_8000_TCP_PROTO": "tcp",
+        f"{name}_PORT_8000_TCP_PORT": "8000",
+        f"{name}_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    config = config_from(argparse.Namespace(config=None), variables, kind=Config)
+    assert config == config_from(argparse.Namespace(config=None), {}, kind=Config)
 
 
 def test_a_variable_that_is_nearly_an_option_is_refused_and_somebody_elses_is_not():
@@ -147,7 +220,7 @@ def test_too_little_memory_is_one_sentence(served: list[Config], monkeypatch: An
         raise MemoryError
 
     monkeypatch.setattr(serve, "run_server", run_server)
-    assert "there is not enough memory: take a smaller model" in said(capsys, "serve")
+    assert "there is not enough memory: use a smaller model" in said(capsys, "serve")
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate"])

@@ -9,9 +9,18 @@ import threading
 
 import pytest
 
-from trioserve.commands.log_lines import JsonLines, LineThread, TextLines, show_dropped_lines
+from trioserve.commands.log_lines import (
+    JsonLines,
+    LineThread,
+    TextLines,
+    announce,
+    logging_to,
+    show_dropped_lines,
+    status_stream,
+)
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.memory_server import open_memory_server
+from trioserve.trio_tools.progress import ProgressBar
 
 PATH = "/v1/completions"
 KEY, TRACE = "a-key-that-is-secret", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -163,3 +172,18 @@ def test_lines_that_were_dropped_are_counted_at_every_scrape():
             assert metrics.total("log_lines_dropped_total") == 3
     finally:
         root.removeHandler(handler)
+
+
+def test_every_line_of_a_json_log_is_json(monkeypatch):
+    """Also progress and status messages, which are plain text otherwise."""
+    stream = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with logging_to(stream, level="info", form="json"):
+        announce("serving a model")
+        bar = ProgressBar("loading a model", status_stream())
+        bar.turn_to("compiling kernels")
+        bar.close()
+        logging.getLogger("x").warning("two\nlines")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    messages = [line["message"] for line in lines]
+    assert messages == ["serving a model", "loading a model", "compiling kernels", "two\nlines"]

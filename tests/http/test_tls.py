@@ -143,6 +143,11 @@ def test_half_of_what_client_certificates_need_is_one_clear_sentence(files, opti
         files.server_context(**options)
 
 
+def test_certificate_without_its_key_names_the_flag(files):
+    with pytest.raises(StartupError, match="--ssl-keyfile"):
+        tls_context(files.certificate)
+
+
 @pytest.mark.parametrize("content", [None, "", "no certificate"])
 def test_ca_file_that_cannot_be_used_is_one_clear_sentence(files, content):
     path = files.directory / "other.pem"

@@ -5,6 +5,7 @@ No caller waits for a terminal, pipe or disk. Lines that the thread cannot write
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import queue
@@ -21,7 +22,7 @@ from trioserve.commands.program_end import SteadyStderr
 if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
 
-__all__ = ["LineThread", "announce", "logging_to", "show_dropped_lines"]
+__all__ = ["LineThread", "announce", "logging_to", "show_dropped_lines", "status_stream"]
 
 LINES_MAX = 10_000  # a few megabytes
 END_SECONDS_MAX = 2.0
@@ -121,6 +122,19 @@ def announce(message: str) -> None:
             return
     with suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
+
+
+def status_stream() -> TextIO:
+    """Return standard error, or a stream that makes JSON lines of status messages if the log is JSON."""
+    is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+    return _AnnouncedLines() if is_json else sys.stderr
+
+
+class _AnnouncedLines(io.StringIO):
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            announce(line)
+        return len(text)
 
 
 @contextmanager

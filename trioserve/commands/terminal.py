@@ -15,6 +15,7 @@ import msgspec
 import trio
 
 from trioserve.assemble import Loaded, LoadProgress, open_configured_engine
+from trioserve.commands.log_lines import announce, status_stream
 from trioserve.commands.processor import processor_name
 from trioserve.commands.program_end import EXIT_INTERRUPTED
 from trioserve.config import Config
@@ -42,7 +43,7 @@ class LoadingBar:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._bar = ProgressBar(f"loading {model}")
+        self._bar = ProgressBar(f"loading {model}", status_stream())
 
     def progress(self, progress: LoadProgress) -> None:
         """From any thread."""
@@ -59,7 +60,7 @@ class LoadingBar:
     def loaded(self, loaded: Loaded) -> None:
         self._bar.close()
         cut = ""
-        say(f"processor: {processor_name()}")
+        announce(f"processor: {processor_name()}")
         if loaded.context_tokens_max < loaded.model_context_tokens_max:
             cut = f" (of the model's {loaded.model_context_tokens_max})"
         tokens = loaded.block_count * loaded.block_size
@@ -69,11 +70,10 @@ class LoadingBar:
         )
         if not loaded.block_count:
             kept = "an encoder: it makes vectors or scores, and keeps no KV"
-        say(
-            f"kernels: {loaded.computed_by}, {loaded.dtype} on {loaded.device}\n"
-            f"loaded {self._model} in {loaded.load_seconds:.1f} s, {loaded.context_tokens_max} tokens of context{cut}\n"
-            f"{kept}"
-        )
+        announce(f"kernels: {loaded.computed_by}, {loaded.dtype} on {loaded.device}")
+        context = f"{loaded.context_tokens_max} tokens of context{cut}"
+        announce(f"loaded {self._model} in {loaded.load_seconds:.1f} s, {context}")
+        announce(kept)
 
 
 class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.spelling import closest_name
@@ -16,7 +16,14 @@ CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<written>[^']*
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose errors are one sentence with what was meant."""
+    """An argument parser whose errors are one sentence with a suggestion. It accepts no abbreviated flags.
+
+    An abbreviation that works today means something else, or nothing, as soon as an option is added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for namespaces of other types
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -1,76 +1,182 @@
-"""Flags of command lines for vLLM that are no options here: what changes nothing is taken, the rest refused by name."""
+"""Flags of vLLM command lines that are no options here.
+
+A flag that changes nothing here is accepted. A flag that has another name here is rewritten. Any other flag or value is
+refused with the reason and what to do instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["without_vllm_flags"]
+__all__ = ["FLAGS", "SWITCHES", "without_vllm_flags"]
 
-ONE_DEVICE = "one model is computed by one device here: start a server for each device, and `route` before them"
-
-TAKEN = frozenset(
+SWITCHES = frozenset(
     {
-        "--trust-remote-code",  # nothing of a checkpoint is ever run
-        "--disable-log-requests",  # no prompt is ever logged
+        "--trust-remote-code",  # no code of a checkpoint is ever run
+        "--disable-log-requests",  # prompts are never logged
         "--no-enable-log-requests",
         "--disable-log-stats",
         "--enable-chunked-prefill",  # always on
+        "--enable-sleep-mode",  # every engine can sleep
+        "--enable-request-id-headers",  # every response has x-request-id
+        "--enable-server-load-tracking",  # GET /load always answers
+        "--enable-prompt-tokens-details",  # usage always has cached_tokens
+        "--enable-force-include-usage",
+        "--disable-fastapi-docs",
+        "--disable-frontend-multiprocessing",  # there is one process
+        "--disable-uvicorn-access-log",
+        "--async-scheduling",
+        "--no-async-scheduling",
+        "--disable-cascade-attn",
+        "--disable-hybrid-kv-cache-manager",
+        "--use-tqdm-on-load",
+        "--no-use-tqdm-on-load",
     }
 )
-"""Without a value, and without a meaning here."""
+"""Flags without a value that are accepted and change nothing."""
 
-TAKEN_AT = {
-    "--data-parallel-size": ("1", ONE_DEVICE),
-    "--load-format": ("auto", "a checkpoint's format is found out: leave it out"),
-    "--tokenizer-mode": ("auto", "a tokenizer's kind is found out: leave it out"),
-}
-"""With this one value, which changes nothing; what another would need is not there."""
+ANY = None
+ONE_DEVICE = "start a server for each replica, and `trioserve route` in front of them"
+DETECTED = "it is detected from the model: leave the flag out"
+OF_CUDA = "kernels are chosen with --gpu-kernels and --cpu-kernels: leave the flag out"
+CONFIG_COUNTS = "config.json of the checkpoint is used as it is: change a copy of it"
 
-REFUSED = {
-    "--no-enable-chunked-prefill": "prompts are always computed in chunks: leave it out",
-    "--fully-sharded-loras": ONE_DEVICE,
-    "--mm-processor-kwargs": "images are prepared as the checkpoint's own files say: leave it out",
-    "--allowed-local-media-path": "files of the server are not read for requests: leave it out",
-    "--cpu-offload-gb": "weights stay where they are computed with: take a smaller or a quantized model",
-    "--swap-space": "preempted requests are computed anew: leave it out, or keep KV in host memory with "
-    """--kv-transfer-config '{"kv_connector": "host"}'""",
-    "--hf-overrides": "a checkpoint's config.json counts as it is: change a copy of it",
-    "--rope-scaling": "a checkpoint's config.json counts as it is: change a copy of it",
-    "--chat-template-content-format": "it is found out from the template: leave it out",
-    "--response-role": "a response is the assistant's: leave it out",
-    "--enable-sleep-mode": "an engine does not sleep: stop it, and start it when it is needed",
-    "--max-log-len": "no prompt is ever logged: leave it out",
-    "--enable-log-requests": "no prompt is ever logged; --log-level debug tells of each request without it",
-    "--disable-frontend-multiprocessing": "there is one process: leave it out",
-    "--api-server-count": "there is one process: leave it out, or start several servers",
-    "--tool-parser-plugin": "parsers are files of trioserve: name one of its families with --tool-call-parser",
-    "--guided-decoding-backend": "there is one backend: leave it out",
-    "--middleware": "no code of yours is loaded into the server: put a proxy before it",
-    "--scheduling-policy": "priorities always count, and equals come in turn: leave it out",
+
+class Flag(NamedTuple):
+    """A flag with a value.
+
+    Attributes:
+        accepted: values that change nothing here. ANY: all of them.
+        advice: why any other value is refused, and what to do.
+    """
+
+    accepted: tuple[str, ...] | None
+    advice: str = ""
+
+
+FLAGS = {
+    # About speed or memory of a part that does not exist here: results are the same with any value.
+    "--swap-space": Flag(ANY),
+    "--max-seq-len-to-capture": Flag(ANY),
+    "--compilation-config": Flag(ANY),
+    "--attention-backend": Flag(ANY),
+    "--mm-encoder-attn-backend": Flag(ANY),
+    "--guided-decoding-backend": Flag(ANY),
+    "--structured-outputs-config": Flag(ANY),
+    "--max-log-len": Flag(ANY),
+    "--uvicorn-log-level": Flag(ANY),
+    "--max-parallel-loading-workers": Flag(ANY),
+    "--max-num-partial-prefills": Flag(ANY),
+    "--max-long-partial-prefills": Flag(ANY),
+    "--long-prefill-token-threshold": Flag(ANY),
+    "--mm-processor-cache-gb": Flag(ANY),
+    "--prefix-caching-hash-algo": Flag(ANY),
+    "--scheduling-policy": Flag(("fcfs", "priority"), "priorities always count, and equals keep their order"),
+    # Accepted with the values that describe how trioserve works.
+    "--num-scheduler-steps": Flag(("1",), "there are no multi-step schedules: leave the flag out"),
+    "--data-parallel-size": Flag(("1",), ONE_DEVICE),
+    "--data-parallel-backend": Flag(("mp",), ONE_DEVICE),
+    "--api-server-count": Flag(("1",), "one process serves all connections: leave the flag out"),
+    "--load-format": Flag(("auto", "safetensors", "gguf"), f"the format of a checkpoint: {DETECTED}"),
+    "--tokenizer-mode": Flag(("auto", "hf"), f"the kind of a tokenizer: {DETECTED}"),
+    "--config-format": Flag(("auto", "hf"), f"the format of the configuration: {DETECTED}"),
+    "--chat-template-content-format": Flag(("auto", "string", "openai"), DETECTED),
+    "--task": Flag(("auto", "generate", "embed", "embedding", "score", "classify"), DETECTED),
+    "--runner": Flag(("auto", "generate", "pooling"), DETECTED),
+    "--convert": Flag(("auto", "none", "embed"), DETECTED),
+    "--response-role": Flag(("assistant",), "every response has the role assistant: leave the flag out"),
+    "--cpu-offload-gb": Flag(("0",), "weights stay on the device that uses them: use a smaller or a quantized model"),
+    # Refused with any value.
+    "--hf-token": Flag((), "set the environment variable HF_TOKEN, which other users of the machine cannot read"),
+    "--hf-overrides": Flag((), CONFIG_COUNTS),
+    "--rope-scaling": Flag((), CONFIG_COUNTS),
+    "--rope-theta": Flag((), CONFIG_COUNTS),
+    "--mm-processor-kwargs": Flag((), "images are prepared as the checkpoint's files say: leave the flag out"),
+    "--allowed-local-media-path": Flag((), "requests cannot read the server's files: send images as data URLs"),
+    "--tool-parser-plugin": Flag((), "parsers are part of trioserve: name a family with --tool-call-parser"),
+    "--middleware": Flag((), "the server runs no code of yours: put a proxy in front, or mount its ASGI app in yours"),
+    "--logits-processors": Flag((), "the server runs no code of yours: use logit_bias or structured output"),
 }
-"""By name, with the reason and what to do."""
+"""Flags with a value."""
+
+REFUSED_SWITCHES = {
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks: leave the flag out",
+    "--fully-sharded-loras": "adapters are split over ranks like the model: leave the flag out",
+    "--enable-log-requests": "prompts are never logged: use --log-level debug for a line about each request",
+    "--return-tokens-as-token-ids": "set return_token_ids in a request: leave the flag out",
+}
+
+CHECKPOINT_QUANTIZATIONS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf")
+
+
+def _gibibytes(value: str) -> str:
+    units = {"k": 10, "m": 20, "g": 30, "t": 40}
+    scale = units.get(value[-1:].lower(), 0)
+    try:
+        byte_count = float(value[:-1] if scale else value) * (2**scale if scale else 1)
+    except ValueError:
+        raise StartupError(
+            f"--kv-cache-memory-bytes is {value!r}: write bytes such as 4294967296 or 4G, or --kv-cache-memory GIB"
+        ) from None
+    return f"{byte_count / 2**30:g}"
+
+
+def _quantization(value: str) -> str:
+    # The methods that a checkpoint has stored: what vLLM asks for with them is what its files say.
+    return "auto" if value.lower() in CHECKPOINT_QUANTIZATIONS else value
+
+
+REWRITTEN: dict[str, tuple[str, Callable[[str], str]]] = {
+    "--kv-cache-memory-bytes": ("--kv-cache-memory", _gibibytes),
+    "--quantization": ("--quantization", _quantization),
+    "-q": ("--quantization", _quantization),
+    "-tp": ("--tensor-parallel-size", str),
+    "-pp": ("--pipeline-parallel-size", str),
+}
 
 
 def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
-    """The command line without what changes nothing here, and with - where vLLM takes _, too. Raises StartupError for
-    a flag that cannot be honoured."""
+    """Translate a command line that may have been written for vLLM.
+
+    Flags may be spelled with `_` instead of `-`, as vLLM allows.
+
+    Returns:
+        The arguments that are options of trioserve.
+
+    Raises:
+        StartupError: a flag or its value cannot be honoured. The message says what to do instead.
+    """
     kept: list[str] = []
     values = iter(arguments)
     for argument in values:
-        if not argument.startswith("--"):
+        name, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            name = name.replace("_", "-")
+        elif name not in REWRITTEN:
             kept.append(argument)
             continue
-        name, equals, value = argument.partition("=")
-        name = name.replace("_", "-")
-        if name in REFUSED:
-            raise StartupError(f"{name} cannot be honoured: {REFUSED[name]}")
-        if name in TAKEN_AT:
-            allowed, reason = TAKEN_AT[name]
-            given = value if equals else next(values, "")
-            if given != allowed:
-                raise StartupError(f"{name} is {given!r}, and only {allowed} can be honoured: {reason}")
-        elif name not in TAKEN:
+        if name in REFUSED_SWITCHES:
+            raise StartupError(f"{name} cannot be honoured: {REFUSED_SWITCHES[name]}")
+        if name in FLAGS or name in REWRITTEN:
+            given = value if equals else next(values, None)
+            if given is None:
+                raise StartupError(f"{name} has no value")
+            if name in REWRITTEN:
+                ours, convert = REWRITTEN[name]
+                kept += [ours, convert(given)]
+            else:
+                _check(name, given)
+        elif name not in SWITCHES:
             kept.append(name + equals + value)
     return kept
+
+
+def _check(name: str, value: str) -> None:
+    accepted, advice = FLAGS[name]
+    if accepted == ():
+        raise StartupError(f"{name} cannot be honoured: {advice}")
+    if accepted is not ANY and value not in accepted:
+        raise StartupError(f"{name} is {value!r}, and only {', '.join(accepted)} can be honoured: {advice}")
