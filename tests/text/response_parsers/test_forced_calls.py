@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 
 import llguidance
+import llguidance.numpy
 import msgspec
 import pytest
 
 from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
-from trioserve.text.response_parsers.forced_calls import forced_calls, strict_calls
+from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 
 FAMILIES = sorted(TOOL_FAMILIES)
 PARIS = WholeCall("get_weather", '{"city": "Paris", "days": 3}')
@@ -90,6 +91,56 @@ def test_calls_may_repeat_where_the_family_writes_several(tools, takes, family):
     several = TOOL_FAMILIES[family].form_in({}).separator is not None
     assert takes(form.source, written(family, PARIS))
     assert takes(form.source, written(family, PARIS, NOON, PARIS)) == several
+
+
+def ends_reachable(vocabulary: llguidance.LLTokenizer, grammar: str, calls: str, closing: str) -> dict[str, bool]:
+    """Whether a response may end, by each text that may stand between complete calls and the beginning of another.
+
+    The walk tries every byte that the grammar allows. It does not follow `closing` or the beginning of a call.
+    """
+    ends = {}
+    paths = [""]
+    while paths:
+        path = paths.pop()
+        matcher = llguidance.LLMatcher(vocabulary, grammar)
+        assert matcher.consume_tokens(vocabulary.tokenize_str(calls + path))
+        closed = matcher.deep_copy()
+        ends[path] = closed.consume_tokens(vocabulary.tokenize_str(closing)) and closed.is_accepting()
+        mask = llguidance.numpy.allocate_token_bitmask(1, vocabulary.vocab_size)
+        llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
+        allowed = [chr(byte) for byte in range(256) if mask[0, byte // 32] >> (byte % 32) & 1]
+        paths += [path + character for character in allowed if character in " \n\t,;"]
+        assert len(ends) < 20, "what stands between two calls has no bound"
+    return ends
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_response_may_end_after_a_complete_call_and_after_any_separator(tools, byte_vocabulary, read, family):
+    written_form = TOOL_FAMILIES[family].form_in({})
+    for may_repeat, calls in ((False, (PARIS,)), (True, (PARIS,)), (True, (PARIS, NOON))):
+        if len(calls) > 1 and written_form.separator is None:
+            continue
+        grammars = [forced_calls(family, tools, may_repeat=may_repeat, special_token_ids={})]
+        schema = {"type": "object", "required": ["answer"], "properties": {"answer": {"type": "string"}}}
+        grammars.append(calls_or_json(family, tools, schema, may_repeat=may_repeat, special_token_ids={}))
+        for grammar in grammars:
+            text = written(family, *calls).removesuffix(written_form.closing)
+            ends = ends_reachable(byte_vocabulary, grammar.source, text, written_form.closing)
+            assert all(ends.values()), ends
+            separator = written_form.separator or ""
+            assert not may_repeat or separator.strip(" \n\t,;") or separator in ends
+            for between in ends:
+                found = read(text + between + written_form.closing, family)
+                assert [name for name, _ in found.calls] == [call.name for call in calls]
+                assert found.content == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_separator_is_optional_after_the_last_call(tools, takes, family):
+    written_form = TOOL_FAMILIES[family].form_in({})
+    form = forced_calls(family, tools, may_repeat=True, special_token_ids={})
+    text = written(family, PARIS).removesuffix(written_form.closing)
+    assert takes(form.source, text + (written_form.separator or "") + written_form.closing)
 
 
 @pytest.mark.parametrize(

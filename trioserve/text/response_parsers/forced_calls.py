@@ -84,10 +84,28 @@ def _form(lark: LarkGrammar, start: str, *, free_until: str = "") -> StructuredO
 def _calls(
     lark: LarkGrammar, form: CallForm, tools: Sequence[OfferedTool], *, may_repeat: bool, trigger: str = ""
 ) -> str:
-    """trigger: has come already, before the first call or before all of them."""
+    """Write the rule for one call, or for several.
+
+    Args:
+        trigger: the text that the response has already written: the beginning of all calls, or of the first call.
+    """
     one = lark.any_of([form.call(tool) for tool in tools])
-    more = "" if form.separator is None or not may_repeat else f"({lark.text(form.separator)} {one})*"
+    more = "" if form.separator is None or not may_repeat else _further_calls(lark, form.separator, one)
     opening = form.opening.removeprefix(trigger)
     if trigger and not form.opening:
         one = lark.any_of([without_trigger(form.call(tool), trigger) for tool in tools])
     return " ".join(filter(None, (lark.text(opening), one, more, lark.text(form.closing))))
+
+
+def _further_calls(lark: LarkGrammar, separator: str, one: str) -> str:
+    """Write the rule for further calls. A separator does not commit the model to another call.
+
+    Models often write a line break after their last call. If only a call could follow the line break, such a model
+    could never end its response. The parsers of all families ignore a separator that no call follows.
+    """
+    between = lark.text(separator)
+    if not between:
+        return f"{one}*"
+    # The same texts as between two calls: the lexer takes the longest text that any rule allows.
+    last = " | ".join(lark.text(text) for text in dict.fromkeys((separator, separator.rstrip())) if text)
+    return f"({between} {one})* ({last})?"
