@@ -167,6 +167,21 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
     assert not [record for record in caplog.records if "id-a" in record.message]
 
 
+async def test_poison_requests_that_were_found_do_not_use_up_the_restarts(autojump_clock):
+    """Finding each takes three restarts, all that there are within ten minutes."""
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=3, model=PoisonedModel()) as fake:
+        for _ in range(3):
+            readers = {name: Reader() for name in ("a", "poison", "b")}
+            async with trio.open_nursery() as nursery:
+                for name, reader in readers.items():
+                    nursery.start_soon(reader.read, fake, name)
+            ends = {name: reader.end.finish_reason for name, reader in readers.items()}
+            assert ends == {"a": FinishReason.LENGTH, "poison": FinishReason.ERROR, "b": FinishReason.LENGTH}
+        assert fake.metrics.engine_restarts_total._value.get() > 3
+        assert fake.metrics.requests_poisoned_total._value.get() == 3
+        fake.assert_all_free()
+
+
 async def test_over_http_a_stream_goes_on_and_a_poisoned_one_says_so(autojump_clock):
     bodies: dict[str, str] = {}
     for model in (None, PoisonedModel()):

@@ -306,6 +306,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         """End a request that broke the engine: the failed steps had it, and one of them had nothing else."""
         logger.error("request ended: it was in %d steps that failed request=%s", request.fault_count, request.id)
         self.metrics.requests_poisoned_total.inc()
+        self._restarts.forgive(request.fault_count)
         message = (
             f"the engine broke {request.fault_count} times in steps that computed this request, also where it was "
             f"alone in one; it was ended so that the others go on: {self._last_fault}"

@@ -10,6 +10,8 @@ and only evidence turns a suspect into the cause:
   gets a step done in the new engine: the machine works, so the accused request was the cause.
 - A suspect that fails alone a second time is ended at once. That happens where there is no other request to compare.
 - Two accused requests clear each other. Then the machine is the cause, and `RestartBudget` counts its faults.
+- A request that was ended as the cause costs the budget nothing: the budget is for faults of the machine. To end the
+  engine instead would do more harm than the restarts that found the request.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ class RestartBudget:
         self._restarted_at.append(now)
         self.taken_count += 1
         return BACKOFF_SECONDS * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
+
+    def forgive(self, count: int) -> None:
+        """Give back the latest `count` restarts: their cause was found and has ended."""
+        for _ in range(min(count, len(self._restarted_at))):
+            self._restarted_at.pop()
 
 
 ScopeT = TypeVar("ScopeT", bound=AnyScope)
