@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.text.tokenizer import Tokenizer
 
 LLAMA_CPP = os.environ.get("TRIOSERVE_LLAMA_CPP")
 # Without those whose files leave out what the tiny ones set: a window (Mistral, Qwen2, Llama 4's sections), a scale
@@ -27,13 +29,22 @@ KINDS = (
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight", "minicpm3"),
     *("lfm2", "granite-hybrid", "falcon-h1", "falcon-h1-unnormed", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
 )
-# The tokenizers' kind is not one that it knows, and what predicts further tokens is not there.
+# What it writes as tokenizer.ggml.pre for real models of a family, by how the kind's name begins; "gpt-2" for others.
+PRE_TOKENIZERS = {
+    "llama-": "llama-bpe", "llama3": "llama-bpe", "llama4": "llama4", "qwen2": "qwen2", "qwen3-": "qwen2",
+    "qwen3.5": "qwen35", "phi3": "dbrx", "olmo2": "dbrx", "olmo3": "dbrx", "olmoe": "olmo", "smollm3": "smaug-bpe",
+    "granite": "refact", "glm4": "glm4", "cohere": "command-r", "exaone4": "exaone4", "seed_oss": "seed-coder",
+    "minimax": "minimax-m2", "dots1": "qwen2", "gpt-oss": "gpt-4o", "deepseek-v2": "deepseek-llm",
+    "deepseek-v3": "deepseek-v3", "moonlight": "kimi-k2", "lfm2": "lfm2", "falcon-h1": "falcon-h1",
+}  # fmt: skip
+# It does not know the tokenizers of tiny checkpoints, so it is given the name of the real ones. What predicts further
+# tokens is not there.
 CONVERT = """
 import sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
 import convert_hf_to_gguf as converter
 from conversion import base
-base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: pre_tokenizer
 found = converter.get_model_class
 def with_plain_vocabulary(*arguments, **options):
     model = found(*arguments, **options)
@@ -42,6 +53,7 @@ def with_plain_vocabulary(*arguments, **options):
     model.no_mtp = True
     return model
 converter.get_model_class = with_plain_vocabulary
+pre_tokenizer = sys.argv[4]
 sys.argv = ["convert", sys.argv[2], "--outfile", sys.argv[3], "--outtype", "f32"]
 converter.main()
 """
@@ -80,8 +92,13 @@ def test_a_converted_file_says_what_its_directory_says(
 ) -> None:
     as_published(tiny_checkpoint(kind), tmp_path)
     path = tmp_path / "model.gguf"
-    command = [sys.executable, "-c", CONVERT, str(LLAMA_CPP), str(tmp_path), str(path)]
+    pre_tokenizer = next((name for begin, name in PRE_TOKENIZERS.items() if kind.startswith(begin)), "gpt-2")
+    command = [sys.executable, "-c", CONVERT, str(LLAMA_CPP), str(tmp_path), str(path), pre_tokenizer]
     converted = subprocess.run(command, capture_output=True, text=True, check=False)
     assert converted.returncode == 0, converted.stderr
+    metadata = open_checkpoint(path).gguf_metadata
+    assert metadata is not None
+    assert metadata["tokenizer.ggml.pre"] == pre_tokenizer
+    Tokenizer.from_gguf(metadata)
     expected = logprobs_of(step_driver, tiny_checkpoint(kind))
     torch.testing.assert_close(logprobs_of(step_driver, path), expected, atol=1e-4, rtol=0)

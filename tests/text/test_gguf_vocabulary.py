@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
 from trioserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -89,6 +91,116 @@ def test_each_byte_level_pre_tokenizer_cuts_as_in_transformers(
     special = ["<|user|>hi<|end|>", " <think>x</think>"]
     reference = _transformers_tokenizer(write_gguf(metadata))
     check_same(Tokenizer.from_gguf(metadata), reference, texts + DIGIT_TEXTS + DIGIT_CUT_TEXTS + special)
+
+
+# tokenizer.ggml.pre as llama.cpp's converter writes it for models of each served family.
+PRE_TOKENIZERS_OF_FAMILIES = {
+    "Llama 3": "llama-bpe", "SmolLM2": "smollm", "Falcon 3": "falcon3", "DeepSeek-R1-Distill-Llama": "llama-bpe",
+    "Mistral Nemo": "tekken", "Mistral Small 3": "tekken", "Pixtral": "pixtral", "Ministral 3": "tekken",
+    "Qwen2": "qwen2", "DeepSeek-R1-Distill-Qwen": "deepseek-r1-qwen", "Qwen3": "qwen2", "Megrez": "megrez",
+    "Phi-4": "dbrx", "Phi-4-mini": "gpt-4o", "OLMo 2": "dbrx", "OLMo 3": "dbrx", "SmolLM3": "smaug-bpe",
+    "Granite 3": "refact", "Granite 4": "dbrx", "GLM-4 of 0414": "glm4", "GLM-4.5": "glm4",
+    "GLM-4 before 0414": "chatglm-bpe", "Command R": "command-r", "Command R7B": "command-r", "EXAONE 3": "exaone",
+    "EXAONE 4": "exaone4", "Seed-OSS": "seed-coder", "OLMoE": "olmo", "MiniMax-M2": "minimax-m2", "dots.llm1": "qwen2",
+    "gpt-oss": "gpt-4o", "Llama 4": "llama4", "DeepSeek-V2": "deepseek-llm", "DeepSeek-Coder": "deepseek-coder",
+    "DeepSeek-V3": "deepseek-v3", "Kimi K2": "kimi-k2", "Falcon-H1": "falcon-h1", "Mamba-2": "olmo",
+    "Qwen3-Next": "qwen2", "Qwen3.5": "qwen35", "LFM2": "lfm2", "StarCoder": "starcoder", "GigaChat": "gigachat",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(set(PRE_TOKENIZERS_OF_FAMILIES.values())))
+def test_the_pre_tokenizer_of_every_served_family_is_known(name: str, byte_level_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name})
+    for text in TEXTS + DIGIT_TEXTS + DIGIT_CUT_TEXTS:
+        composed = normalizers.NFC().normalize_str(text)
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) in (text, composed)
+
+
+def _from_class(name: str) -> tuple[Any, Any]:
+    import transformers
+
+    backend = getattr(transformers, name)().backend_tokenizer
+    return backend.normalizer, backend.pre_tokenizer
+
+
+def _in_turn(*steps: Any, byte_level: bool = False) -> tuple[Any, Any]:
+    """A tokenizer.json with these expressions or steps, and then bytes, split as GPT-2 does if byte_level."""
+    parts = [pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
+    return None, pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=byte_level)])
+
+
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
+# As tiktoken writes cl100k_base and o200k_base.
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORTENED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+OWN_RULES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "command-r": lambda: _from_class("CohereTokenizer"),
+    "deepseek-coder": lambda: _in_turn(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGITS),
+    "deepseek-r1-qwen": lambda: _from_class("Qwen2Tokenizer"),
+    "deepseek-v3": lambda: _in_turn(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3),
+    "dbrx": lambda: _in_turn(_CL100K),
+    "glm4": lambda: _in_turn(_CL100K),
+    "gpt-4o": lambda: _in_turn(_O200K),
+    "minimax-m2": lambda: _in_turn(_O200K),
+    "olmo": lambda: _from_class("GPTNeoXTokenizer"),
+    "qwen2": lambda: _from_class("Qwen2Tokenizer"),
+    "qwen35": lambda: _from_class("Qwen3_5Tokenizer"),
+    "refact": lambda: _in_turn(_DIGITS, byte_level=True),
+    "smaug-bpe": lambda: _in_turn(_CL100K),
+    "starcoder": lambda: _in_turn(_DIGITS, byte_level=True),
+}
+
+
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_texts_are_cut_as_by_the_family_s_own_tokenizer(name: str, byte_level_metadata: dict[str, Any]) -> None:
+    normalizer, pre_tokenizer = OWN_RULES[name]()
+    ours = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend
+    for text in (
+        TEXTS + DIGIT_TEXTS + DIGIT_CUT_TEXTS + ["12345678 3.14 1234567", "don't WE'LL 'tis a'b", "a  b\n\n  c \t"]
+    ):
+        theirs = text if normalizer is None else normalizer.normalize_str(text)
+        assert (text if ours.normalizer is None else ours.normalizer.normalize_str(text)) == theirs
+        assert ours.pre_tokenizer.pre_tokenize_str(theirs) == pre_tokenizer.pre_tokenize_str(theirs), text
+
+
+@pytest.mark.parametrize(("name", "text", "pieces"), [
+    ("kimi-k2", "用Kimi处理1234个a/\nIt's", ["用", "Kimi", "处理", "123", "4", "个", "a", "/\n", "It's"]),
+    ("deepseek-llm", "x 12 日本a,  é b  ", ["x", " ", "1", "2", " ", "日本", "a", ",", " ", " é", " b", "  "]),
+    ("deepseek-coder", "x_1 12 日本a ", ["x", "_", "1", " ", "1", "2", " ", "日本", "a", " "]),
+    ("deepseek-v3", "It's 12345 日本a -x\n", ["It", "'s", " ", "123", "45", " ", "日本", "a", " -", "x", "\n"]),
+    ("seed-coder", "a12!\n\nb", ["a", "1", "2", "!", "\n\n", "b"]),
+    ("qwen35", "เก่า12", ["เก่า", "1", "2"]),
+])  # fmt: skip
+def test_pieces_of_a_text(name: str, text: str, pieces: list[str], byte_level_metadata: dict[str, Any]) -> None:
+    pre_tokenizer = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend.pre_tokenizer
+    assert pre_tokenizer is not None
+    assert [text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-v3", "qwen35", "kimi-k2", "seed-coder"])
+def test_time_for_a_run_of_spaces_grows_with_its_length(name: str, byte_level_metadata: dict[str, Any]) -> None:
+    pre_tokenizer = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend.pre_tokenizer
+    assert pre_tokenizer is not None
+
+    def seconds(space_count: int) -> float:
+        begun = time.process_time()
+        pre_tokenizer.pre_tokenize_str("x" + " " * space_count + "x")
+        return time.process_time() - begun
+
+    short, long = (min(seconds(count) for _ in range(3)) for count in (10_000, 80_000))
+    assert long < 30 * short  # 64 times as long if it grew with the square
 
 
 def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:

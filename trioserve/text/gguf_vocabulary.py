@@ -112,18 +112,95 @@ _GPT_4O_SPLIT = (
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_SEED_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3_SPLITS = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CJK = "[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LETTERS = (
+    "A-Za-z\u00b5À-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7d"
+    "ᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
+    "ﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM_SPLITS = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"(?<!\s)\s+$",  # theirs is \s+$, which takes time in the square of a run of spaces
+    _DEEPSEEK_CJK,
+    r"\p{N}",
+)
+_DEEPSEEK_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
+# As GPT-4o's, but Chinese characters are no letters of words, and no slash belongs to the punctuation before it.
+_KIMI_SPLIT = r"\p{Han}+|" + _GPT_4O_SPLIT.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
+
+_GPT2 = _PreTokenizer(splits_like_gpt2=True)
+_GPT2_COMPOSED = _PreTokenizer(splits_like_gpt2=True, normalizes=True)
+_DIGITS = _PreTokenizer(splits=(r"\p{N}",), splits_like_gpt2=True)
+_GPT4 = _PreTokenizer(splits=(_LLAMA3_SPLIT,))
+_GPT_4O = _PreTokenizer(splits=(_GPT_4O_SPLIT,))
 _LLAMA3 = _PreTokenizer(splits=(_LLAMA3_SPLIT,), takes_whole_words=True, adds_bos=True)
+_QWEN2 = _PreTokenizer(splits=(_QWEN2_SPLIT,), normalizes=True)
+_DEEPSEEK_V3 = _PreTokenizer(splits=_DEEPSEEK_V3_SPLITS)
+# By the names that llama.cpp's converter writes. Some of them are of models that have a served family's architecture
+# and a tokenizer of another.
 _PRE_TOKENIZERS = {
     "default": _PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PreTokenizer(splits_like_gpt2=True),
-    "gpt-4o": _PreTokenizer(splits=(_GPT_4O_SPLIT,)),
-    "llama4": _PreTokenizer(splits=(_GPT_4O_SPLIT,)),
+    "a.x-4.0": _GPT2,
+    "chatglm-bpe": _GPT4,
+    "codeshell": _DIGITS,
+    "command-r": _PreTokenizer(splits=(r"\p{N}",), splits_like_gpt2=True, normalizes=True),
+    "dbrx": _GPT4,
+    "deepseek-coder": _PreTokenizer(splits=_DEEPSEEK_CODER_SPLITS),
+    "deepseek-llm": _PreTokenizer(splits=_DEEPSEEK_LLM_SPLITS),
+    "deepseek-r1-qwen": _QWEN2,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "exaone": _DIGITS,
+    "exaone4": _GPT2,
+    "falcon-h1": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "gigachat": _GPT2,
+    "glm4": _GPT4,
+    "gpt-2": _GPT2,
+    "gpt-4o": _GPT_4O,
+    "granite-docling": _GPT2,
+    "hunyuan": _PreTokenizer(splits=(_QWEN2_SPLIT,)),
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,
+    "kimi-k2": _PreTokenizer(splits=(_KIMI_SPLIT,)),
+    "kormo": _PreTokenizer(splits=(_QWEN2_SPLIT,)),
+    "lfm2": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "qwen2": _PreTokenizer(splits=(_QWEN2_SPLIT,), normalizes=True),
-    "smollm": _PreTokenizer(splits=(r"\p{N}",), splits_like_gpt2=True),
+    "llama4": _GPT_4O,
+    "megrez": _PreTokenizer(splits=(_QWEN2_SPLIT,)),
+    "mellum": _GPT2,
+    "midm-2.0": _LLAMA3,
+    "minerva-7b": _DIGITS,
+    "minimax-m2": _GPT_4O,
+    "mpt": _GPT2_COMPOSED,
+    "olmo": _GPT2_COMPOSED,
+    "phi-2": _GPT2,
+    "pixtral": _LLAMA3,  # as tokenizer.json of those models says, although Mistral's own files say what tekken does
+    "qwen2": _QWEN2,
+    "qwen35": _PreTokenizer(splits=(_QWEN35_SPLIT,), normalizes=True),
+    "refact": _DIGITS,
+    "seed-coder": _PreTokenizer(splits=(_SEED_SPLIT,)),
+    "smaug-bpe": _GPT4,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
     "tekken": _PreTokenizer(splits=(_TEKKEN_SPLIT,), takes_whole_words=True, adds_bos=True),
+    "trillion": _GPT2,
 }
 
 
