@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies
 
 from trioserve.contracts.events import FinishReason, Phase, RequestFinished, TokenLogprob
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.output import Delta
+from trioserve.contracts.output import EVENT_ALTERNATIVES_MAX, Delta, hold_unread, join_unread, take_unread
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.tokenizer import Tokenizer
@@ -360,3 +361,77 @@ def test_deltas_that_do_not_follow_each_other_are_not_merged() -> None:
         merge(first, Delta(index=2, text="b", token_ids=(2,)))
     with pytest.raises(AssertionError, match="last delta"):
         merge(Delta(index=1, text="", token_ids=(), finish_reason=FinishReason.STOP), first)
+
+
+# --- deltas that a slow reader has not fetched ---
+
+
+def unread_tokens(count: int, alternatives: int | None) -> list[Delta]:
+    """One delta for each token, the last one with the end."""
+    top = tuple((token_id, -1.0) for token_id in range(alternatives or 0))
+    return [
+        Delta(
+            index=0,
+            text=chr(97 + position % 26),
+            token_ids=(position,),
+            logprobs=None if alternatives is None else (TokenLogprob(position, -0.5, top),),
+            finish_reason=FinishReason.LENGTH if position == count - 1 else None,
+        )
+        for position in range(count)
+    ]
+
+
+@pytest.mark.parametrize("alternatives", [None, 0, 20])
+def test_slow_reader_costs_few_copies_of_each_token(alternatives: int | None) -> None:
+    copied = 0
+
+    def counted(first: Delta, second: Delta) -> Delta:
+        nonlocal copied
+        copied += len(first.token_ids) + len(second.token_ids)
+        return merge(first, second)
+
+    count = 4096
+    deltas = unread_tokens(count, alternatives)
+    held: list[Delta] = []
+    for delta in deltas:
+        hold_unread(held, delta, counted)
+    taken = []
+    while held:
+        taken.append(take_unread(held, counted))
+    assert copied <= count * 16  # the logarithm of 4096 is 12, and joining each to all before copies 2048 times
+    assert functools.reduce(merge, taken) == functools.reduce(merge, deltas)
+
+
+def test_slow_reader_gets_one_delta_unless_it_has_many_logprobs() -> None:
+    def taken_of(deltas: list[Delta]) -> list[Delta]:
+        held: list[Delta] = []
+        for delta in deltas:
+            hold_unread(held, delta, merge)
+        assert join_unread(held, merge) == functools.reduce(merge, deltas)
+        taken = []
+        while held:
+            taken.append(take_unread(held, merge))
+        return taken
+
+    assert len(taken_of(unread_tokens(5000, None))) == 1
+    many = taken_of(unread_tokens(1000, 20))
+    assert len(many) < 15
+    assert all(delta.alternative_count <= EVENT_ALTERNATIVES_MAX for delta in many)
+    assert [delta.finish_reason for delta in many] == [*[None] * (len(many) - 1), FinishReason.LENGTH]
+
+
+@hypothesis.given(strategies.lists(strategies.sampled_from(["hold", "hold", "hold", "take"]), max_size=60))
+def test_unread_deltas_keep_their_order(steps: list[str]) -> None:
+    deltas = unread_tokens(60, 2)
+    held: list[Delta] = []
+    read: list[int] = []
+    put = 0
+    for step in steps:
+        if step == "hold":
+            hold_unread(held, deltas[put], merge)
+            put += 1
+        elif held:
+            read += take_unread(held, merge).token_ids
+    while held:
+        read += take_unread(held, merge).token_ids
+    assert read == list(range(put))

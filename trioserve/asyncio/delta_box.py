@@ -1,5 +1,5 @@
-"""What the Trio thread has for the reader of one request: never more than one delta of each choice, however slow the
-reader is. Being cancelled while reading loses nothing."""
+"""What the Trio thread has for the reader of one request: joined deltas of each choice, however slow the reader is.
+Being cancelled while reading loses nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from trioserve.asyncio.thread_event import Waiters
-from trioserve.contracts.output import AnyDelta
+from trioserve.contracts.output import AnyDelta, hold_unread, take_unread
 
 __all__ = ["DeltaBox"]
 
@@ -24,7 +24,7 @@ class DeltaBox(Generic[DeltaT]):
     def __init__(self, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
         self._merge = merge
         self._lock = threading.Lock()
-        self._pending: dict[int, DeltaT] = {}
+        self._pending: dict[int, list[DeltaT]] = {}  # of each choice, see hold_unread
         self._end: BaseException | None = None  # raised behind what is pending
         self._is_left = False
         self._waiters = Waiters()
@@ -32,8 +32,7 @@ class DeltaBox(Generic[DeltaT]):
     def put(self, delta: DeltaT) -> bool:
         """False: the loop of its reader was closed while it waited, and nobody will read any more."""
         with self._lock:
-            before = self._pending.get(delta.index)
-            self._pending[delta.index] = delta if before is None else self._merge(before, delta)
+            hold_unread(self._pending.setdefault(delta.index, []), delta, self._merge)
         return self._waiters.wake()
 
     def close(self, error: BaseException) -> None:
@@ -57,7 +56,12 @@ class DeltaBox(Generic[DeltaT]):
         while True:
             with self._lock:
                 if self._pending and not self._is_left:
-                    return self._pending.pop(next(iter(self._pending)))
+                    index, held = next(iter(self._pending.items()))
+                    delta = take_unread(held, self._merge)
+                    del self._pending[index]
+                    if held:
+                        self._pending[index] = held  # behind the other choices
+                    return delta
                 if self._end is not None:
                     raise self._end
             await waiter
@@ -65,7 +69,7 @@ class DeltaBox(Generic[DeltaT]):
 
     def unread(self) -> tuple[DeltaT, ...]:
         with self._lock:
-            return tuple(self._pending.values())
+            return tuple(delta for held in self._pending.values() for delta in held)
 
     def _has_something(self) -> bool:
         return bool(self._pending) or self._end is not None

@@ -174,6 +174,16 @@ class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
     stop_reason: str | None = None
 
+    @property
+    def unread_size(self) -> int:
+        """Nothing is copied when two deltas are joined, so they are joined at once and one image is held."""
+        return 0
+
+    @property
+    def alternative_count(self) -> int:
+        """Log probabilities in the delta: none."""
+        return 0
+
 
 class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a model that makes pictures is, and takes.

@@ -19,7 +19,7 @@ from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.output import Delta
+from trioserve.contracts.output import Delta, join_unread
 from trioserve.contracts.partial import Partial, PartialChoice
 from trioserve.contracts.pooling import Pooled, PooledInput
 from trioserve.contracts.prompt import Cut, Prompt
@@ -243,7 +243,10 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     def partial(self) -> Partial:
         """What the reader has, and what is still to be read."""
-        choices = [self._given_to(index).with_next(self._pending.get(index)) for index in range(self.choice_count)]
+        choices = [
+            self._given_to(index).with_next(join_unread(self._pending.get(index), merge))
+            for index in range(self.choice_count)
+        ]
         return Partial(choices=tuple(choices), resume=self._resume_behind(choices))
 
     def _resume_behind(self, choices: Sequence[PartialChoice]) -> Resume:

@@ -20,7 +20,7 @@ from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.output import AnyDelta
+from trioserve.contracts.output import AnyDelta, hold_unread, take_unread
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
 from trioserve.trio_tools.deadline_keeper import Alarm
@@ -115,7 +115,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.fault_count = 0
         self.lone_fault_count = 0
         self.scope = ScopeState.NEW
-        self._pending: dict[int, DeltaT] = {}
+        self._pending: dict[int, list[DeltaT]] = {}  # of each choice, see hold_unread
         self._unfinished_count = sequence_count
         self._run_count = 0  # choices that run, or have run
         self._first_end: DeltaT | None = None  # the last delta of the choice that ended first
@@ -217,8 +217,14 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             await trio.lowlevel.wait_task_rescheduled(stop_waiting)
             if self.scope is not _ENTERED:
                 self._check_entered()
-        index = next(iter(self._pending))
-        delta = self._pending.pop(index)
+        index, held = next(iter(self._pending.items()))
+        del self._pending[index]
+        if len(held) == 1:
+            delta = held[0]
+        else:
+            delta = take_unread(held, self.merged)
+            if held:
+                self._pending[index] = held  # behind the other choices
         self.note_read(delta)
         return delta
 
@@ -272,7 +278,10 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         index, pending = delta.index, self._pending
         if delta.finish_reason is not None:
             delta = self.trace.told(delta)
-        pending[index] = self.merged(pending[index], delta) if index in pending else delta
+        if index in pending:
+            hold_unread(pending[index], delta, self.merged)
+        else:
+            pending[index] = [delta]
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
             self._first_end = self._first_end or delta
