@@ -179,6 +179,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "any")] = True
     drain_timeout: Annotated[float, _about(
         "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
+    drain_delay: Annotated[float, _about(
+        "seconds in which the server at least still answers after SIGTERM, while /ready and new requests get 503, so "
+        "that load balancers see it; it does so until the last request has ended in any case, and never longer than "
+        "--drain-timeout; Ctrl-C has no such delay", "SECONDS", ge=0, le=86400)] = 2.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(
         "the least that is logged, to stderr")] = "info"
     log_format: Annotated[Literal["text", "json"], _about(
@@ -666,6 +670,7 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         waiting_prompt_tokens_max=config.max_queued_tokens,
         waiting_seconds_max=config.max_queue_wait,
         drain_seconds_max=config.drain_timeout,
+        drain_delay_seconds=config.drain_delay,
         deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
         deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
     )

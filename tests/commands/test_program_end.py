@@ -33,7 +33,7 @@ def test_handlers_are_restored_in_a_process_that_goes_on():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_after_the_stop_does_not_change_the_exit_code(number):
     """Also while the interpreter ends, when Python has already removed its own handlers."""
     program = f"""

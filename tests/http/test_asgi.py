@@ -267,7 +267,7 @@ async def test_hypercorn_serves_the_handler_and_cancels_it_at_a_disconnect(watch
 
         async def serve(task_status=trio.TASK_STATUS_IGNORED):
             await serve_with_hypercorn(
-                route, listeners, shutdown_trigger=stop.wait, drain_seconds_max=1, task_status=task_status
+                AsgiApp(route), listeners, shutdown_trigger=stop.wait, drain_seconds_max=1, task_status=task_status
             )
 
         with caplog.at_level(logging.WARNING):
@@ -298,7 +298,7 @@ async def under_hypercorn(handler, **limits):
     stop = trio.Event()
     serve = functools.partial(
         serve_with_hypercorn,
-        handler,
+        AsgiApp(handler),
         [listener],
         shutdown_trigger=stop.wait,
         drain_seconds_max=1,
@@ -370,4 +370,4 @@ async def test_missing_hypercorn_is_one_clear_sentence(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_hypercorn)
     with pytest.raises(StartupError, match=r"pip install 'trioserve\[asgi\]'"):
-        await serve_with_hypercorn(echo, [], shutdown_trigger=trio.sleep_forever, drain_seconds_max=1)
+        await serve_with_hypercorn(AsgiApp(echo), [], shutdown_trigger=trio.sleep_forever, drain_seconds_max=1)

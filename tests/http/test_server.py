@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ssl
 from pathlib import Path
 
@@ -54,7 +55,7 @@ async def read_all(stream):
 # --- draining ---
 
 
-async def test_drain_says_goaway_finishes_what_runs_and_refuses_late_streams(autojump_clock, front):
+async def test_drain_finishes_what_runs_refuses_late_streams_and_then_says_goaway(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = await the_front.h2()
@@ -63,10 +64,11 @@ async def test_drain_says_goaway_finishes_what_runs_and_refuses_late_streams(aut
     the_front.server.drain()
     late = await client.request()
     assert (await client.response(late)).reset_code == ErrorCodes.REFUSED_STREAM
-    assert [(goaway.last_stream_id, goaway.error_code) for goaway in client.goaways] == [(running, 0)]
+    assert client.goaways == []
     gate.open.set()
     assert (await client.response(running)).body == b"begun and finished"
     await client.until_eof()
+    assert [(goaway.last_stream_id, goaway.error_code) for goaway in client.goaways] == [(late, 0)]
     await client.stream.aclose()
     await the_front.settle()
     assert the_front.connection_count == 0
@@ -226,7 +228,133 @@ async def test_goaway_of_the_client_while_draining(autojump_clock, front):
     assert (await client.response(running)).body == b"begun and finished"
 
 
+async def answer_or_wait(gate, exchange):
+    """A gate at /wait; elsewhere the body that came, in one response."""
+    if exchange.path == "/wait":
+        await gate(exchange)
+    else:
+        await exchange.respond(200, [], await exchange.body())
+
+
+async def test_announced_drain_still_answers_on_every_http1_connection_and_closes_behind_the_response(
+    autojump_clock, front
+):
+    gate = Gate()
+    the_front = front(functools.partial(answer_or_wait, gate))
+    running, idle = the_front.h11(), the_front.h11()
+    await running.request("/wait")
+    await idle.request()
+    await idle.response()
+    await the_front.settle()
+    the_front.server.announce_drain()
+    for client in (idle, the_front.h11()):
+        await client.request()
+        status, headers, _ = await client.response(next_cycle=False)
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.stream.receive_some() == b""
+    assert not the_front.server.draining
+    gate.open.set()
+    assert (await running.response())[2] == b"begun and finished"
+    await the_front.server.wait_until_answered()
+    assert await running.stream.receive_some() == b""
+
+
+async def test_announced_drain_waits_for_half_a_head_and_not_for_half_a_body(autojump_clock, front):
+    the_front = front(echo_slowly)
+    head, body = the_front.h11(), the_front.h11()
+    await head.raw(b"GET / HTTP/1.1\r\nhost: te")
+    await body.raw(HALVES_HTTP1["body"])
+    await the_front.settle()
+    the_front.server.announce_drain()
+    assert (await read_all(body.stream)).startswith(b"HTTP/1.1 503 ")
+    await the_front.settle()
+    await head.raw(b"st\r\n\r\n")
+    assert (await read_all(head.stream)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_announced_drain_answers_new_streams_and_says_goaway_behind_the_last_one(autojump_clock, front):
+    gate = Gate()
+    the_front = front(functools.partial(answer_or_wait, gate))
+    client = await the_front.h2()
+    running = await client.request("/wait")
+    half = await client.request(body=b"o", end=False)
+    await client.until(lambda: client.responses[running].body == b"begun")
+    the_front.server.announce_drain()
+    assert (await client.response(half)).reset_code == ErrorCodes.REFUSED_STREAM
+    late = await client.request(body=b"late", end=False)
+    await the_front.settle()
+    await client.data(late, b" body", end=True)
+    assert (await client.response(late)).body == b"late body"
+    assert client.goaways == []
+    gate.open.set()
+    assert (await client.response(running)).body == b"begun and finished"
+    await client.until_eof()
+    assert [(goaway.last_stream_id, goaway.error_code) for goaway in client.goaways] == [(late, 0)]
+
+
+async def test_announced_drain_waits_only_for_requests_that_began_before_it(autojump_clock, front):
+    gate, late_gate = Gate(), Gate()
+
+    async def handle(exchange):
+        await (late_gate if exchange.path == "/late" else gate)(exchange)
+
+    the_front = front(handle)
+    h2, h11 = await the_front.h2(), the_front.h11()
+    await h2.request()
+    await h11.request()
+    await the_front.settle()
+    the_front.server.announce_drain()
+    await (await the_front.h2()).request("/late")
+    await the_front.h11().request("/late")
+    await the_front.settle()
+    with trio.move_on_after(1) as patience:
+        await the_front.server.wait_until_answered()
+    assert patience.cancelled_caught
+    gate.open.set()
+    await the_front.server.wait_until_answered()
+    assert the_front.server.counters().exchanges_open == 2
+
+
 # --- real sockets ---
+
+
+@pytest.mark.parametrize("http2", [False, True], ids=["HTTP/1.1", "HTTP/2"])
+async def test_streams_of_httpx_finish_while_the_server_drains(http2):
+    """httpcore drops its streams when it reads a GOAWAY, so there is none while they run."""
+    gate = Gate()
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(gate)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        async with httpx.AsyncClient(http1=not http2, http2=http2, trust_env=False) as client:
+            received = b""
+            async with client.stream("GET", f"http://{addresses(listeners)[0]}/") as streamed:
+                async for piece in streamed.aiter_bytes():
+                    received += piece
+                    if received == b"begun":
+                        server.announce_drain()
+                        await wait_all_tasks_blocked()
+                        server.drain()
+                        await wait_all_tasks_blocked()
+                        gate.open.set()
+            assert received == b"begun and finished"
+
+
+async def test_listener_is_open_until_the_announced_drain_ends():
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(respond_ok)
+    address = listeners[0].socket.getsockname()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        server.announce_drain()
+        stream = await trio.open_tcp_stream(*address)
+        await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        assert (await read_all(stream)).startswith(b"HTTP/1.1 200 ")
+        await stream.aclose()
+        server.drain()
+        await wait_all_tasks_blocked()
+        with pytest.raises(OSError, match="connect"):
+            await trio.open_tcp_stream(*address)
 
 
 @pytest.mark.parametrize("http2", [False, True])

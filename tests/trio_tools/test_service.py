@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import trio
 
@@ -26,13 +28,17 @@ class ScriptedFrontEnd:
         self.tell_seconds = tell_seconds
         self.ends: dict[str, object] = {}
         self.drained = trio.Event()
+        self.asking = len(prompts)
+        self.answered = trio.Event()
+        self.announced_at = self.drained_at = -1.0
+        self.reloads = 0
 
     async def serve(self, *, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()
         async with trio.open_nursery() as nursery:
             for prompt in self.prompts:
                 nursery.start_soon(self.ask, prompt)
-            await self.drained.wait()
+            nursery.start_soon(self.drained.wait)
 
     async def ask(self, prompt: str) -> None:
         end: object = "cancelled"
@@ -45,18 +51,33 @@ class ScriptedFrontEnd:
         finally:
             self.ends[prompt] = end
         await trio.sleep(self.tell_seconds)
+        self.asking -= 1
+        if not self.asking:
+            self.answered.set()
+
+    def announce_drain(self) -> None:
+        self.announced_at = trio.current_time()
+        if not self.asking:
+            self.answered.set()
+
+    async def wait_until_answered(self) -> None:
+        await self.answered.wait()
 
     def drain(self) -> None:
+        self.drained_at = trio.current_time()
         self.drained.set()
 
+    def reload(self) -> None:
+        self.reloads += 1
 
-async def run_with_orders_at(service: Service, *times: float) -> None:
+
+async def run_with_orders_at(service: Service, *times: float, order: object = "stop") -> None:
     sender, orders = trio.open_memory_channel[object](8)
 
     async def give_orders() -> None:
         for time in times:
             await trio.sleep_until(time)
-            sender.send_nowait("stop")
+            sender.send_nowait(order)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(give_orders)
@@ -73,6 +94,48 @@ async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(
         assert trio.current_time() == pytest.approx(10.0, abs=0.3)
         assert sorted(map(str, front_end.ends.values())) == sorted(map(str, [FinishReason.LENGTH] * 2 + [Draining]))
         check_idle(fake.core)
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGTERM, 2.0), (signal.SIGINT, 0.0)], ids=["SIGTERM", "SIGINT"]
+)
+async def test_idle_server_answers_for_the_least_time_of_a_drain_after_sigterm_only(autojump_clock, number, seconds):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, [])
+        await run_with_orders_at(Service(fake, front_end, StoppingSettings()), 1, order=number)
+        assert (front_end.announced_at, front_end.drained_at) == (1.0, 1.0 + seconds)
+        assert trio.current_time() == pytest.approx(1.0 + seconds, abs=0.01)
+
+
+async def test_second_order_ends_the_least_time_at_once(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        service = Service(fake, ScriptedFrontEnd(fake, []), StoppingSettings(drain_delay_seconds=20))
+        await run_with_orders_at(service, 1, 1.5, order=signal.SIGTERM)
+        assert trio.current_time() == pytest.approx(1.5, abs=0.01)
+
+
+async def test_drain_timeout_bounds_the_least_time(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        settings = StoppingSettings(drain_seconds_max=3, drain_delay_seconds=20)
+        await run_with_orders_at(Service(fake, ScriptedFrontEnd(fake, []), settings), 1)
+        assert trio.current_time() == pytest.approx(4.0, abs=0.01)
+
+
+async def test_front_end_still_answers_until_the_last_request_has_ended(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, ["one"])
+        await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
+        assert front_end.announced_at == 1.0
+        assert front_end.drained_at == pytest.approx(10.0, abs=0.3)
+
+
+async def test_sighup_reloads_and_stops_nothing(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, [])
+        with trio.move_on_after(100) as patience:
+            await run_with_orders_at(Service(fake, front_end, StoppingSettings()), 1, 2, order=signal.SIGHUP)
+        assert patience.cancelled_caught
+        assert (front_end.reloads, front_end.announced_at) == (2, -1.0)
 
 
 async def test_the_deadline_ends_running_requests_and_says_why(autojump_clock):

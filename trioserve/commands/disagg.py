@@ -210,8 +210,9 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
     sender, happenings = trio.open_memory_channel[Happening](HAPPENINGS_MAX)
     decides = StartAndStop()
     processes: dict[Name, trio.Process] = {}
+    stop_signal: int = signal.SIGTERM
     async with trio.open_nursery() as nursery, sender, happenings:
-        await nursery.start(_relay_signals, signals, sender)
+        await nursery.start(_relay_signals, signals, processes, sender)
         orders = decides.begin()
         while True:
             for order in orders:
@@ -220,13 +221,16 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
                     process = processes[order.name] = await nursery.start(_serve, order.name, command, sender)
                     announce(f"{order.name}: process {process.pid}: python -m trioserve {shlex.join(command)}")
                 elif order.what == "stop":
-                    processes[order.name].terminate()
+                    processes[order.name].send_signal(stop_signal)
                 else:
                     processes[order.name].kill()
             if decides.is_over:
                 break
             was_ready = decides.is_ready
-            orders = decides.note(await happenings.receive())
+            happening = await happenings.receive()
+            if isinstance(happening, Signalled):
+                stop_signal = happening.number  # SIGINT skips the least time of a drain
+            orders = decides.note(happening)
             if decides.is_ready and not was_ready:
                 announce("all three serve: requests to the router go to prefill, and then to decode (Ctrl-C stops)")
         nursery.cancel_scope.cancel()
@@ -235,10 +239,15 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
 
 async def _relay_signals(
     signals: StopSignals,
+    processes: dict[Name, trio.Process],
     sender: trio.MemorySendChannel[Happening],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     async for number in signals.receive(task_status=task_status):
+        if number == signal.SIGHUP:
+            for process in processes.values():
+                process.send_signal(number)
+            continue
         with contextlib.suppress(trio.WouldBlock):
             sender.send_nowait(Signalled(number))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from typing import Any
 
@@ -11,6 +12,7 @@ from trioserve.api.app import BaseApp
 from trioserve.commands.serving import NativeFrontEnd, frontend_limits, optional_path
 from trioserve.config import Config, engine_settings
 from trioserve.contracts.errors import StartupError
+from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
 from trioserve.http.exchange import Handler
 from trioserve.http.server import FrontendServer
@@ -18,6 +20,8 @@ from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.service import FrontEnd
 
 __all__ = ["check_front_end", "chosen_front_end"]
+
+logger = logging.getLogger(__name__)
 
 
 def check_front_end(config: Config) -> None:
@@ -42,23 +46,29 @@ def chosen_front_end(
     server = FrontendServer(
         handler, limits=frontend_limits(config), ssl_context=ssl_context, knows_caller=app.knows_caller
     )
-    return NativeFrontEnd(server, listeners, metrics)
+    return NativeFrontEnd(server, listeners, metrics, config)
 
 
 class _HypercornFrontEnd:
-    """Hypercorn's Trio worker, the same."""
+    """Hypercorn's Trio worker, the same. It reads certificates at its start only, and has its own way to end
+    connections: their last responses do not say `Connection: close`."""
 
     def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
-        self._handler = handler
+        self._app = AsgiApp(handler, frontend_limits(config))
         self._listeners = listeners
         self._config = config
         self._is_draining = trio.Event()
         self.drain = self._is_draining.set
+        self.announce_drain = self._app.announce_drain
+        self.wait_until_answered = self._app.wait_until_answered
+
+    def reload(self) -> None:
+        logger.warning("SIGHUP: Hypercorn reads certificates at its start only, restart the server for new ones")
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         config = self._config
         await serve_with_hypercorn(
-            self._handler,
+            self._app,
             self._listeners,
             shutdown_trigger=self._is_draining.wait,
             # Its own deadline comes after ours, so that requests end with an error event before they are cut.

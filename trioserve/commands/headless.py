@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable
 
 import trio
@@ -39,7 +40,8 @@ def run_headless(config: Config) -> int:
                 )
             )
             announce([])
-            await orders.receive()
+            while await orders.receive() == signal.SIGHUP:
+                pass  # there is no certificate to reload
             nursery.cancel_scope.cancel()
 
     return run_until_signal(config, serve, what=f"ranks of {config.model}")

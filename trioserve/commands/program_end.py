@@ -29,14 +29,16 @@ __all__ = [
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # what shells show for Ctrl-C
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PIECE_CHARACTERS = 1024  # at most PIPE_BUF bytes (4,096), which a pipe takes whole or not at all
 _PATIENCE_MS = 500
 _owns_process = False
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM for a server: none is lost before the server can listen, and none changes its exit code later.
+    """Ctrl-C, SIGTERM and SIGHUP for a server: none is lost before it can listen, and none changes its exit code later.
+
+    SIGHUP reloads certificates. It never ends the process, also where there is nothing to reload.
 
     Use it as `with StopSignals() as signals: trio.run(...)`. Inside of the run, one task iterates over
     `signals.receive()`. The signals are ignored after the scope if the process ends with this command: the default
@@ -48,7 +50,7 @@ class StopSignals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        self._previous = {number: signal.signal(number, self._keep) for number in _STOP_SIGNALS}
+        self._previous = {number: signal.signal(number, self._keep) for number in _SERVER_SIGNALS}
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -62,7 +64,7 @@ class StopSignals:
         """Yield the number of each signal, first of those that came before."""
         import trio  # most commands end without a Trio run
 
-        with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+        with trio.open_signal_receiver(*_SERVER_SIGNALS) as signals:
             if task_status is not None:
                 task_status.started()
             for number in self._early:

@@ -129,6 +129,7 @@ async def serve_router(
                 ),
                 listeners,
                 routing.metrics,
+                config,
             )
             service = Service(routing.dispatch, front_end, routing.settings)
             with errors_unwrapped():

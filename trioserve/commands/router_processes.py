@@ -213,11 +213,11 @@ async def _run(config: RouteConfig, signals: StopSignals) -> int:
         await sender.send(Late())
 
     async with trio.open_nursery() as nursery, sender, happenings:
-        await nursery.start(_relay_signals, signals, sender)
+        processes: dict[int, trio.Process] = {}
+        await nursery.start(_relay_signals, signals, processes, sender)
         shared = await open_shared_listeners(config.host, config.port, count, limits=limits)
         urls = server_urls(config, shared[0])
         doors = [(await open_listeners("127.0.0.1", 0))[0] for _ in range(count)]
-        processes: dict[int, trio.Process] = {}
         for number, start in enumerate(_starts(config, shared, doors), start=1):
             processes[number] = await nursery.start(_serve, number, start, sender)
             # Theirs alone from now on: what nobody listens to any more takes no connections.
@@ -225,9 +225,13 @@ async def _run(config: RouteConfig, signals: StopSignals) -> int:
                 listener.socket.close()
         is_told = is_late_awaited = False
         failures_told = 0
+        stop_signal: int = signal.SIGTERM
         while not lives.is_over:
-            for order in lives.note(await happenings.receive()):
-                processes[order.number].send_signal(signal.SIGTERM if order.what == "stop" else signal.SIGKILL)
+            happening = await happenings.receive()
+            if isinstance(happening, Signalled):
+                stop_signal = happening.number  # SIGINT skips the least time of a drain
+            for order in lives.note(happening):
+                processes[order.number].send_signal(stop_signal if order.what == "stop" else signal.SIGKILL)
             for sentence in lives.failures[failures_told:]:
                 announce(f"trioserve: {sentence}")
             failures_told = len(lives.failures)
@@ -262,10 +266,15 @@ def _starts(
 
 async def _relay_signals(
     signals: StopSignals,
+    processes: dict[int, trio.Process],
     sender: trio.MemorySendChannel[Happening],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     async for number in signals.receive(task_status=task_status):
+        if number == signal.SIGHUP:
+            for process in processes.values():
+                process.send_signal(number)
+            continue
         with contextlib.suppress(trio.WouldBlock):
             sender.send_nowait(Signalled(number))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import socket
 import ssl
 import sys
@@ -52,10 +53,14 @@ __all__ = [
     "server_tls",
     "server_urls",
     "tell_serving",
+    "tls_files",
 ]
+
+logger = logging.getLogger(__name__)
 
 _IMPORTED_AT = time.perf_counter()
 ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
+TLS_LOOK_SECONDS = 10.0  # between two looks whether the files of certificates and keys have changed
 
 Serve = Callable[[trio.MemoryReceiveChannel[object], Callable[[list[str]], None]], Awaitable[None]]
 """Serves until an item comes, and then drains; tells the URLs at which it does."""
@@ -83,6 +88,8 @@ async def _serve_until_signal(
     async def relay_signals(everything: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
         nonlocal exit_code
         async for number in signals.receive(task_status=task_status):
+            if number == signal.SIGHUP and not is_serving.is_set():
+                continue  # certificates are still to be read
             if not is_serving.is_set():
                 exit_code = 128 + number  # as shells show it: what was asked for was not done
                 everything.cancel()
@@ -136,16 +143,68 @@ class Places(NamedTuple):
 
 
 class NativeFrontEnd:
-    """Our own front end, as the order of stopping sees it."""
+    """Our own front end, as the order of stopping sees it.
 
-    def __init__(self, server: FrontendServer, listeners: list[trio.SocketListener], metrics: Metrics) -> None:
+    With TLS it reads certificates and keys again when `reload` is called, and when one of their files has changed.
+    """
+
+    def __init__(
+        self, server: FrontendServer, listeners: list[trio.SocketListener], metrics: Metrics, config: ServerConfig
+    ) -> None:
         self._server = server
         self._listeners = listeners
+        self._config = config
+        self._reload_asked = trio.Event()
+        self.announce_drain = server.announce_drain
+        self.wait_until_answered = server.wait_until_answered
         self.drain = server.drain
         show_counters(metrics, server.counters)
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._server.serve(self._listeners, task_status=task_status)
+        async with trio.open_nursery() as nursery:
+            if self._config.ssl_certfile is not None:
+                nursery.start_soon(self._keep_tls_current)
+            await self._server.serve(self._listeners, task_status=task_status)
+            nursery.cancel_scope.cancel()
+
+    def reload(self) -> None:
+        if self._config.ssl_certfile is None:
+            logger.info("SIGHUP: there is nothing to reload, since the server has no TLS certificate")
+        self._reload_asked.set()
+
+    async def _keep_tls_current(self) -> None:
+        """Use certificates and keys again when they change. What cannot be used is one line in the log."""
+        files = tls_files(self._config)
+        seen = await trio.to_thread.run_sync(_file_stamps, files)
+        while True:
+            with trio.move_on_after(TLS_LOOK_SECONDS):
+                await self._reload_asked.wait()
+            is_asked, self._reload_asked = self._reload_asked.is_set(), trio.Event()
+            found = await trio.to_thread.run_sync(_file_stamps, files)
+            if found == seen and not is_asked:
+                continue
+            seen = found
+            try:
+                context = await trio.to_thread.run_sync(server_tls, self._config)
+            except StartupError as error:
+                logger.error("TLS certificates not reloaded, the earlier ones stay in use error=%s", error)
+            else:
+                assert context is not None
+                self._server.use_tls(context)
+                logger.info("TLS certificates reloaded files=%s", ",".join(map(str, files)))
+
+
+def _file_stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
+    """What changes when a file is written or replaced; None for a file that cannot be read."""
+
+    def stamp(path: Path) -> tuple[int, int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    return [stamp(path) for path in paths]
 
 
 def access_rules(config: ServerConfig) -> AccessRules:
@@ -288,6 +347,12 @@ def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
         ca_certificates=optional_path(config.ssl_ca_certs),
         client_certificates=config.ssl_client_certs,
     )
+
+
+def tls_files(config: ServerConfig) -> list[Path]:
+    """The files that `server_tls` reads."""
+    names = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+    return [Path(name) for name in names if name is not None]
 
 
 def optional_path(name: str | None) -> Path | None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import trio
+
 from trioserve.http.counters import StreamRefusal, Tally
 from trioserve.http.headers import Headers
 from trioserve.http.limits import FrontendLimits
@@ -28,6 +30,9 @@ class ExchangeSlots:
         self._knows_caller = knows_caller
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
+        self.is_draining = False  # exchanges that begin from now on are late: the exit of the server does not wait
+        self._early_open = 0  # exchanges that began before the drain and are still open
+        self._early_ended = trio.Event()
 
     @property
     def takes_all_alike(self) -> bool:
@@ -50,6 +55,24 @@ class ExchangeSlots:
         self._tally.exchanges_open += 1
         self._tally.exchanges_unknown_open += not is_known
 
-    def give_back(self, *, is_known: bool) -> None:
+    def give_back(self, *, is_known: bool, is_late: bool) -> None:
         self._tally.exchanges_open -= 1
         self._tally.exchanges_unknown_open -= not is_known
+        if self.is_draining and not is_late:
+            self._early_open -= 1
+            self._note_early_end()
+
+    def begin_drain(self) -> None:
+        """From now on, distinguish the exchanges that are open from those that begin later."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._early_open = self._tally.exchanges_open
+            self._note_early_end()
+
+    async def wait_until_early_ended(self) -> None:
+        """Return when every exchange that was open at `begin_drain` has ended."""
+        await self._early_ended.wait()
+
+    def _note_early_end(self) -> None:
+        if self._early_open == 0:
+            self._early_ended.set()

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 class FrontendServer:
     """HTTP/2 and HTTP/1.1 on the same port, for one handler. Knows nothing of engines.
 
+    Stopping has two phases. After `announce_drain` the server still accepts connections and the handler still answers
+    requests, so that load balancers and people can see why it refuses work. After `drain` it accepts nothing more.
     `serve` returns after `drain`, when the last connection has ended. To end sooner, cancel the scope around it: every
     exchange is cancelled, and connections get at most close_seconds_max for their GOAWAY.
 
@@ -79,8 +81,27 @@ class FrontendServer:
     def draining(self) -> bool:
         return self._accepting.cancel_called
 
+    def use_tls(self, ssl_context: ssl.SSLContext) -> None:
+        """Use these certificates for connections to come. Open connections keep theirs."""
+        self._ssl_context = ssl_context
+
+    def announce_drain(self) -> None:
+        """Keep answering, and end each connection behind its response. Never waits.
+
+        HTTP/1.1 responses say `Connection: close`. An HTTP/2 connection gets its GOAWAY when its last stream has ended:
+        some clients (httpcore) drop running streams as soon as they read one. A request that began before this call
+        and has not come whole is refused.
+        """
+        self._setup.slots.begin_drain()
+        for connection in self._connections:
+            connection.announce_drain()
+
+    async def wait_until_answered(self) -> None:
+        """Return when every exchange that was open at `announce_drain` has ended. Later ones are not waited for."""
+        await self._setup.slots.wait_until_early_ended()
+
     def drain(self) -> None:
-        """Stop accepting, tell the clients, let running exchanges finish, close idle connections. Never waits."""
+        """Stop accepting, let running exchanges finish, close idle connections. Never waits."""
         self._accepting.cancel()
         for scope in self._unidentified:
             scope.cancel()
@@ -155,6 +176,8 @@ class FrontendServer:
                 try:
                     if self.draining:
                         connection.drain()
+                    elif self._setup.slots.is_draining:
+                        connection.announce_drain()
                     await connection.serve()
                 finally:
                     self._connections.discard(connection)

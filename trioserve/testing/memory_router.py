@@ -74,8 +74,13 @@ class MemoryRouter:
         self._nursery.start_soon(self.server.serve_connection, server_end)
         return client
 
+    def announce_drain(self) -> None:
+        """Begin to stop as the router does at SIGTERM: it still answers, and refuses new and queued requests."""
+        self.dispatch.drain()
+        self.server.announce_drain()
+
     def drain(self) -> None:
-        """Begin to stop as the router does at SIGTERM."""
+        """Stop as the router does when its last request has ended."""
         self.dispatch.drain()
         self.server.drain()
 

@@ -61,8 +61,13 @@ class ServedInMemory(Generic[EngineT, AppT]):
         self._clients.append(client)
         return client
 
+    def announce_drain(self) -> None:
+        """Begin to stop as the server does at SIGTERM: it still answers, and refuses new and queued requests."""
+        self.engine.drain()
+        self.server.announce_drain()
+
     def drain(self) -> None:
-        """Begin to stop as the server does at SIGTERM: nothing new, GOAWAY, who waits in the queue is refused."""
+        """Stop as the server does when its last request has ended: connections end, and nothing new is accepted."""
         self.engine.drain()
         self.server.drain()
 
@@ -89,6 +94,10 @@ class MemoryServer(ServedInMemory[FakeEngine, App]):
     """Made by open_memory_server. store: what it keeps, whose disk can be made full."""
 
     store: InlineStore
+
+    def announce_drain(self) -> None:
+        self.app.drain()
+        super().announce_drain()
 
     def drain(self) -> None:
         self.app.drain()

@@ -1,12 +1,15 @@
 """The order of serving and of stopping. Who speaks HTTP and who computes was decided before.
 
-Stopping, on the first order: readiness turns, requests in the queue are refused with 503, running ones may finish; at
-the deadline they are ended and told why; then everything is cancelled. A second order shortens the wait.
+Stopping, on the first order: /ready answers 503, requests in the queue and new ones are refused with 503, running ones
+may finish. The server still listens until they have, and after SIGTERM for a short time at least, so that others can
+see why it refuses work. At the deadline running requests are ended with an error. Then everything is cancelled. A
+second order shortens the wait.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -25,8 +28,17 @@ class FrontEnd(Protocol):
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until drained, then return: when the last exchange is over. May be cancelled at any time."""
 
+    def announce_drain(self) -> None:
+        """Still answer, and end each connection behind its response. Never waits."""
+
+    async def wait_until_answered(self) -> None:
+        """Return when every exchange that was open at `announce_drain` has ended."""
+
     def drain(self) -> None:
-        """Take nothing new, and tell clients so; exchanges under way go on. Never waits."""
+        """Accept nothing new; running exchanges continue. Never waits."""
+
+    def reload(self) -> None:
+        """Read certificates and keys again, for connections to come. Never raises: a failure is a line in the log."""
 
 
 class Worker(Protocol):
@@ -67,22 +79,57 @@ class Service:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until the first item in `orders`, then drain; a second one ends the draining, a third the grace
-        period. Returns when nobody is served any more; raises what the front end raises."""
+        """Serve until the first order to stop, then drain. A second one ends the drain, a third the grace period.
+
+        Args:
+            orders: signal.SIGHUP reloads certificates at any time. Every other item is an order to stop. SIGINT
+                skips the least time of the drain.
+
+        Returns:
+            When no request is served any more.
+
+        Raises:
+            Exception: what the front end raises.
+        """
         settings = self._settings
+        last_order: object = None
+
+        async def next_order() -> None:
+            nonlocal last_order
+            while True:
+                last_order = await orders.receive()
+                if last_order != signal.SIGHUP:
+                    return
+                self._front_end.reload()
+
         async with trio.open_nursery() as nursery:
             await nursery.start(self._serve_to_the_end)
             task_status.started()
-            await _first_of(self._is_over.wait, orders.receive)  # a front end may also end by itself
+            await _first_of(self._is_over.wait, next_order)  # a front end may also end by itself
             logger.info("draining seconds_max=%g", settings.drain_seconds_max)
+            delay = 0.0 if last_order == signal.SIGINT else settings.drain_delay_seconds
             self._worker.drain()
-            self._front_end.drain()
+            self._front_end.announce_drain()
+            is_answered = False
+
+            async def answer_the_rest() -> None:
+                nonlocal is_answered
+                least = trio.current_time() + delay
+                await self._front_end.wait_until_answered()
+                await self._wait_for_rest()
+                await trio.sleep_until(least)
+                is_answered = True
+                self._front_end.drain()
+                await self._is_over.wait()
+
             with trio.move_on_after(settings.drain_seconds_max):
-                await _first_of(self._is_over.wait, orders.receive)
+                await _first_of(self._is_over.wait, answer_the_rest, next_order)
             if not self._is_over.is_set():
+                if not is_answered:
+                    self._front_end.drain()
                 self._worker.abort_all("the server is shutting down")
                 with trio.move_on_after(settings.grace_seconds_max):
-                    await _first_of(self._is_over.wait, orders.receive)
+                    await _first_of(self._is_over.wait, next_order)
             nursery.cancel_scope.cancel()
 
     async def _serve_to_the_end(self, task_status: trio.TaskStatus[None]) -> None:

@@ -41,6 +41,8 @@ class AsgiApp:
         self._tally = Tally()
         self._body_budget = BodyBudget(self._limits)
         self._exchanges: set[AsgiExchange] = set()
+        self._early: set[AsgiExchange] | None = None  # exchanges that were open when the drain was announced
+        self._early_ended = trio.Event()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -49,6 +51,17 @@ class AsgiApp:
             await self._respond(scope, receive, send)
         else:
             raise NotImplementedError(f"scope type {scope['type']!r} is not served here, only http and lifespan")
+
+    def announce_drain(self) -> None:
+        """From now on, distinguish the exchanges that are open from those that begin later."""
+        if self._early is None:
+            self._early = set(self._exchanges)
+            if not self._early:
+                self._early_ended.set()
+
+    async def wait_until_answered(self) -> None:
+        """Return when every exchange that was open at `announce_drain` has ended."""
+        await self._early_ended.wait()
 
     def counters(self) -> FrontendCounters:
         """Connections are the host's: those counts stay 0."""
@@ -74,6 +87,10 @@ class AsgiApp:
                 # The handler has let go of everything; the host may keep the rest of this call for a while.
                 share.release()
                 self._exchanges.discard(exchange)
+                if self._early is not None:
+                    self._early.discard(exchange)
+                    if not self._early:
+                        self._early_ended.set()
                 self._tally.exchanges_open -= 1
             nursery.cancel_scope.cancel()
         self._tally.exchanges_left_total += exchange.gone

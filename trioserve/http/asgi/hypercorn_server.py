@@ -15,7 +15,6 @@ import trio
 
 from trioserve.contracts.errors import StartupError
 from trioserve.http.asgi.app import AsgiApp
-from trioserve.http.exchange import Handler
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import ClientCertificates
 
@@ -35,7 +34,7 @@ HYPERCORN_LIMITS = (
 
 
 async def serve_with_hypercorn(
-    handler: Handler,
+    app: AsgiApp,
     listeners: Sequence[trio.SocketListener],
     *,
     shutdown_trigger: Callable[[], Awaitable[None]],
@@ -82,7 +81,7 @@ async def serve_with_hypercorn(
     ports = {listener.socket.getsockname()[1] for listener in listeners}
     for listener in listeners:
         listener.socket.close()
-    serve = functools.partial(hypercorn.trio.serve, AsgiApp(handler, limits), config, shutdown_trigger=shutdown_trigger)
+    serve = functools.partial(hypercorn.trio.serve, app, config, shutdown_trigger=shutdown_trigger)
     from trioserve.http.asgi.hypercorn_bounds import bounded  # which needs Hypercorn
 
     with bounded(limits):

@@ -77,7 +77,9 @@ class H11Connection:
         self._pace = ResponsePace(setup.limits, now=self._responded_at)  # of all that is written
         self._is_known = True  # the caller of this request
         self._is_turned_away = False  # its handler waited for the rest of it when the server left
-        self._draining = False
+        self._is_late = False  # this request began after the drain was announced
+        self._is_last = False  # the connection ends behind this response, and bodies are not waited for
+        self._is_leaving = False  # nothing is waited for any more
         self._client_gone = False
         self._lingers = True  # until the client has read the end of the last response
         self._write_broken = False  # a part of a response may be out: nothing can follow it
@@ -104,7 +106,7 @@ class H11Connection:
             if self._is_known or self._setup.slots.takes_all_alike:
                 return None
             return self._exchange_began_at + limits.crowded_exchange_seconds_min
-        if self._draining:
+        if self._is_leaving:
             return None
         if self.protocol.request_begun:
             return self._head_began_at + limits.crowded_head_seconds_min
@@ -114,12 +116,17 @@ class H11Connection:
         """How many bytes wait here for the client, and in how many responses."""
         return self._writing_bytes, int(self._writing_bytes > 0)
 
-    def drain(self) -> None:
-        """Answer the request that has come, say so with `Connection: close`, and end. Never waits.
+    def announce_drain(self) -> None:
+        """Answer this request, or the next one, with `Connection: close`, and end behind it. Never waits.
 
-        A request that has not come whole is not waited for: it is refused (503).
+        The body of a request is not waited for: unless it has come whole, the request is refused (503).
         """
-        self._draining = True
+        self._is_last = True
+        self._tell_change()
+
+    def drain(self) -> None:
+        """As announce_drain, but an idle connection ends at once, and half a head is refused, too."""
+        self._is_last = self._is_leaving = True
         if self._exchange is None and not self.protocol.request_begun:
             self._whole.cancel()
         self._tell_change()
@@ -127,7 +134,7 @@ class H11Connection:
     def make_room(self) -> None:
         """End a connection whose place is needed, without waiting for the client to close, too."""
         self._lingers = False
-        self._draining = True
+        self._is_last = self._is_leaving = True
         self._whole.cancel()
 
     # --- for the exchange ---
@@ -156,7 +163,7 @@ class H11Connection:
     def response_starts(self) -> bool:
         self.protocol.drop_body()
         self._tell_change()
-        return self.protocol.request_ended and not self._draining
+        return self.protocol.request_ended and not self._is_last
 
     def body_too_slow(self) -> None:
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1
@@ -241,9 +248,9 @@ class H11Connection:
             self._tell_change()
 
     async def _more(self) -> bool:
-        """Wait until more of a request has come; False if it is not to be waited for, since the server is leaving."""
+        """Wait until more of a request has come; False if the server is leaving and does not wait for it."""
         while not self.protocol.held_bytes:
-            if self._draining:
+            if self._is_leaving or (self._is_last and self._exchange is not None):
                 return False
             await self._change()
         return True
@@ -253,7 +260,7 @@ class H11Connection:
     async def _converse(self) -> None:
         while True:
             head = await self._next_request()
-            if head is None or not await self._respond(head) or self._draining or not self.protocol.next_cycle():
+            if head is None or not await self._respond(head) or self._is_last or not self.protocol.next_cycle():
                 return
 
     async def _next_request(self) -> RequestHead | None:
@@ -317,6 +324,7 @@ class H11Connection:
         tally = self._tally
         slots = self._setup.slots
         slots.take(is_known=self._is_known)
+        self._is_late = slots.is_draining
         exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
         self._exchange = exchange
         self._exchange_began_at = trio.current_time()
@@ -328,7 +336,7 @@ class H11Connection:
             self._exchange = None
             self._responded_at = trio.current_time()
             exchange.share.release()
-            slots.give_back(is_known=self._is_known)
+            slots.give_back(is_known=self._is_known, is_late=self._is_late)
             if exchange.started and not exchange.response.finished:
                 self._write_broken = True
         if self._is_turned_away and not exchange.started:

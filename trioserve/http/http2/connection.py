@@ -85,7 +85,9 @@ class H2Connection:
         self._has_known = False  # a request on it has shown a key
         self._busy_since = now  # there are streams, if there are any
         self._ended_at = now  # of the last stream
-        self._last_stream_id: int | None = None  # of our GOAWAY; set when no more streams are taken
+        self._is_last = False  # the connection ends when it has no stream
+        self._is_leaving = False  # no more streams are accepted
+        self._last_stream_id: int | None = None  # of our GOAWAY
         self._client_gone = False
         self._lingers = True  # until the client has read our GOAWAY
         self._write_broken = False  # a part of a frame may be out: nothing can follow it
@@ -115,7 +117,7 @@ class H2Connection:
     def may_end_at(self) -> float | None:
         """From when on this connection may have to end for another one; None while it is in use."""
         limits = self._limits
-        if self._last_stream_id is not None:
+        if self._is_leaving:
             return None
         if self._streams:
             if self._has_known or self._setup.slots.takes_all_alike:
@@ -130,13 +132,27 @@ class H2Connection:
         waiting = [stream.unsent_bytes for stream in self._streams.values() if stream.unsent_bytes]
         return sum(waiting) + self._outbox.framed_bytes, len(waiting)
 
-    def drain(self) -> None:
-        """Take no more streams, tell the client, and end when those that run have ended. Never waits.
+    def announce_drain(self) -> None:
+        """End with a GOAWAY as soon as no stream runs behind another request. Never waits.
 
-        A request that has not come whole is not waited for: its stream is refused.
+        Streams are still accepted until then. A stream that is open now and whose request has not come whole is
+        refused.
         """
-        if self._last_stream_id is None:
-            self._go_away(ErrorCodes.NO_ERROR)
+        self._is_last = True
+        for stream in self._streams.values():
+            stream.wake()
+
+    def drain(self) -> None:
+        """Accept no more streams, and end with a GOAWAY when those that run have ended. Never waits.
+
+        The GOAWAY waits because some clients (httpcore) drop running streams as soon as they read one. A stream whose
+        request has not come whole is refused.
+        """
+        self._is_last = True
+        if not self._is_leaving:
+            self._is_leaving = True
+            if not self._streams:
+                self._go_away(ErrorCodes.NO_ERROR)
             for stream in self._streams.values():
                 stream.wake()
 
@@ -177,7 +193,7 @@ class H2Connection:
             self._reset(stream, ErrorCodes.CANCEL)
 
     def body_awaited(self, stream: H2Stream) -> None:
-        if self._last_stream_id is not None and not stream.gone:
+        if (self._is_leaving or (self._is_last and not stream.is_late)) and not stream.gone:
             self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
             self._reset(stream, ErrorCodes.REFUSED_STREAM)
 
@@ -285,6 +301,7 @@ class H2Connection:
             self._limits,
             request_ended=event.stream_ended is not None,
             is_known=is_known,
+            is_late=self._setup.slots.is_draining,
         )
         if not self._streams:
             self._busy_since = now
@@ -294,7 +311,7 @@ class H2Connection:
         self._nursery.start_soon(self._run_stream, stream)
 
     def _stream_refusal(self) -> StreamRefusal | None:
-        if self._last_stream_id is not None:
+        if self._is_leaving:
             return StreamRefusal.DRAINING
         if len(self._streams) >= self._limits.streams_max:
             return StreamRefusal.STREAMS_MAX
@@ -367,8 +384,9 @@ class H2Connection:
         stream.gone = True
         stream.share.release()
         del self._streams[stream.id]
-        self._setup.slots.give_back(is_known=stream.is_known)
+        self._setup.slots.give_back(is_known=stream.is_known, is_late=stream.is_late)
         if not self._streams:
+            self._is_leaving = self._is_leaving or self._is_last
             self._ended_at = trio.current_time()
             self._set_patience()
             self._more_to_write()  # the writer ends a connection that takes no more streams
@@ -421,7 +439,7 @@ class H2Connection:
 
     @property
     def _is_over(self) -> bool:
-        return not self._streams and (self._last_stream_id is not None or self._gate.goaway_received)
+        return not self._streams and (self._is_leaving or self._gate.goaway_received)
 
     async def _write(self) -> None:
         with trio.CancelScope() as patience:  # one for all writes: a scope for each would cost as much as its event
@@ -475,6 +493,7 @@ class H2Connection:
         self._whole.deadline = trio.current_time() + self._limits.close_seconds_max
 
     def _go_away(self, code: ErrorCodes) -> None:
+        self._is_leaving = True
         if self._last_stream_id is None:
             self._last_stream_id = self._protocol.highest_inbound_stream_id
         self._outbox.collect(goaway_frame(self._last_stream_id, code))

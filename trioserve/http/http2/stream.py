@@ -56,7 +56,7 @@ class StreamOwner(Protocol):
 
 class H2Stream(Exchange):
     """`gone`: the stream is closed for both sides; whatever is still sent goes nowhere. `queued`: the writer knows.
-    `is_known`: its caller is."""
+    `is_known`: its caller is. `is_late`: it was opened after the drain was announced."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class H2Stream(Exchange):
         *,
         request_ended: bool,
         is_known: bool,
+        is_late: bool = False,
     ) -> None:
         self.id = stream_id
         self.method = head.method
@@ -80,6 +81,7 @@ class H2Stream(Exchange):
         self.response = ResponseState(method=head.method)
         self.share = share
         self.is_known = is_known
+        self.is_late = is_late
         self.request_ended = request_ended
         self.end_sent = False
         self.gone = False

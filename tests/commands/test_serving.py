@@ -1,0 +1,133 @@
+"""The parts of every server program: certificates that change while it serves."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import trio
+import trustme
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from trioserve.commands.serving import NativeFrontEnd, server_tls
+from trioserve.config import make_config
+from trioserve.http.listener import open_listeners
+from trioserve.http.server import FrontendServer
+from trioserve.metrics.registry import Metrics
+
+
+async def respond(exchange):
+    await exchange.respond(200, [], b"ok")
+
+
+class NotingServer(FrontendServer):
+    """Counts the certificates that it was given."""
+
+    def __init__(self, config) -> None:
+        super().__init__(respond, ssl_context=server_tls(config))
+        self.changed = trio.Event()
+
+    def use_tls(self, ssl_context: ssl.SSLContext) -> None:
+        super().use_tls(ssl_context)
+        self.changed.set()
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def issue(authority, tmp_path):
+    """Write a certificate, and its key, where the server reads them."""
+
+    def write(*, with_key: bool = True) -> None:
+        issued = authority.issue_cert("test")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
+        if with_key:
+            issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+
+    return write
+
+
+@contextmanager
+def noted_errors() -> Iterator[trio.Event]:
+    """An event that is set by the next error in the log."""
+    event = trio.Event()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: event.set()  # type: ignore[method-assign]
+    logging.getLogger("trioserve").addHandler(handler)
+    try:
+        yield event
+    finally:
+        logging.getLogger("trioserve").removeHandler(handler)
+
+
+async def shown_certificate(server: FrontendServer, authority: trustme.CA, nursery: trio.Nursery) -> bytes:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    ours, theirs = memory_stream_pair()
+    nursery.start_soon(server.serve_connection, theirs)
+    client = trio.SSLStream(ours, context, server_hostname="test", https_compatible=True)
+    await client.do_handshake()
+    shown = client.getpeercert(binary_form=True)
+    await client.aclose()
+    assert shown is not None
+    return shown
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["after SIGHUP", "when a file has changed"])
+async def test_new_connections_get_the_new_certificate(autojump_clock, authority, issue, tmp_path, is_asked):
+    issue()
+    config = make_config(ssl_certfile=str(tmp_path / "certificate.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
+    server = NotingServer(config)
+    front_end = NativeFrontEnd(server, await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(front_end.serve)
+        before = await shown_certificate(server, authority, nursery)
+        assert await shown_certificate(server, authority, nursery) == before
+        issue()
+        if is_asked:
+            front_end.reload()
+        await server.changed.wait()
+        assert await shown_certificate(server, authority, nursery) != before
+        nursery.cancel_scope.cancel()
+
+
+async def test_certificate_without_its_key_changes_nothing_until_the_key_comes(
+    autojump_clock, authority, issue, tmp_path, caplog
+):
+    issue()
+    config = make_config(ssl_certfile=str(tmp_path / "certificate.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
+    server = NotingServer(config)
+    front_end = NativeFrontEnd(server, await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(front_end.serve)
+        before = await shown_certificate(server, authority, nursery)
+        issue(with_key=False)
+        with noted_errors() as is_told:
+            front_end.reload()
+            await is_told.wait()
+        assert "certificate.pem" in caplog.text
+        assert await shown_certificate(server, authority, nursery) == before
+        issue()
+        await server.changed.wait()
+        assert await shown_certificate(server, authority, nursery) != before
+        nursery.cancel_scope.cancel()
+
+
+async def test_reload_without_tls_is_one_line_in_the_log(caplog, autojump_clock):
+    config = make_config()
+    front_end = NativeFrontEnd(
+        FrontendServer(respond), await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(front_end.serve)
+        with caplog.at_level(logging.INFO):
+            front_end.reload()
+            await wait_all_tasks_blocked()
+        assert "nothing to reload" in caplog.text
+        nursery.cancel_scope.cancel()
