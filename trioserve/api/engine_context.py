@@ -102,7 +102,12 @@ class EngineContext(Responder):
 
     async def body(self, kind: type[Body]) -> Body:
         """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""
-        return decode_body(await self.exchange.body(), kind)
+        ignored: list[str] = []
+        body = decode_body(await self.exchange.body(), kind, ignored=ignored)
+        if ignored:
+            self.ignored_fields = tuple(ignored)
+            self.engine.metrics.ignored_request_fields_total.inc(len(ignored))
+        return body
 
     @property
     def served_names(self) -> tuple[str, ...]:

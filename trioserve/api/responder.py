@@ -12,6 +12,7 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
 from trioserve.api.request_end import Outcome
 from trioserve.api.sse import encode
 from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
+from trioserve.api.unread_fields import IGNORED_HEADER, shown_names
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.tracing import NO_SPAN, Span
@@ -37,6 +38,7 @@ class Responder:
     surface: how errors and ids are worded.
     span: of the request, where it is traced.
     outcome, reason: how it ended so far, and why if not as asked.
+    ignored_fields: of the request's body, those that nobody reads. The head of the response names them.
     """
 
     def __init__(self, exchange: Exchange, clock_and_ids: ClockAndIds) -> None:
@@ -49,6 +51,7 @@ class Responder:
         self.outcome = Outcome.LEFT
         self.reason: str | None = None
         self.span: Span = NO_SPAN
+        self.ignored_fields: tuple[str, ...] = ()
         self._streaming = False
 
     @property
@@ -138,7 +141,10 @@ class Responder:
         return False
 
     def _head(self, content_type: str, headers: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-        return [("content-type", content_type), *self.surface.id_fields(self.request_id), *headers]
+        fields = [("content-type", content_type), *self.surface.id_fields(self.request_id), *headers]
+        if self.ignored_fields:
+            fields.append((IGNORED_HEADER, shown_names(self.ignored_fields)))
+        return fields
 
 
 def request_id_from(value: str | None) -> str | None:

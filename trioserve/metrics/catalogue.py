@@ -1008,6 +1008,14 @@ CATALOGUE: tuple[Metric, ...] = (
         labels=(Label("reason"),),
     ),
     Metric(
+        name="ignored_request_fields_total",
+        question=Question.CLIENTS,
+        kind="counter",
+        unit="fields",
+        meaning="Fields of request bodies that were ignored. X-Trioserve-Ignored in the response names them.",
+        part="frontend",
+    ),
+    Metric(
         name="connections_open",
         question=Question.LOAD,
         kind="gauge",

@@ -158,6 +158,7 @@ class Metrics:
     request_body_bytes_total: Counter
     streams_open: Gauge
     http_requests_total: Counter
+    ignored_request_fields_total: Counter
     http_requests_by_handler_total: Counter
     http_request_duration_seconds: PlainHistogram
     http_request_duration_highr_seconds: PlainHistogram

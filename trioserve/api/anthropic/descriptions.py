@@ -26,7 +26,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/messages"): DescribedOperation(
         summary="Answer a conversation, in Anthropic's shape",
         description="Fields, and their meanings, are those of Anthropic's Messages API. Fields that are not named here "
-        "are ignored, cache_control among them: prefixes are cached without being asked.",
+        "are ignored or refused, cache_control among them: prefixes are cached without being asked.",
         body=MessagesBody,
         ranges=RANGES,
         response=response_types.MessageResponse,

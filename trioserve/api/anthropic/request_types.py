@@ -1,17 +1,19 @@
 """The bodies of Anthropic's Messages API: which fields there are and of which type.
 
-Fields that are not named here are ignored, `cache_control` among them: prefixes are cached without being asked.
-`None` means "not given" but for what has to be there.
+What happens to fields that are not named here is decided in api/unread_fields.py. `cache_control` is harmless: prefixes
+are cached without being asked. `None` means "not given" but for what has to be there.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from trioserve.api.openai.request_types import Int32
 from trioserve.api.resume_body import ResumeBody
+from trioserve.api.unread_fields import RefusedField, generation_fields
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
 __all__ = [
@@ -43,6 +45,18 @@ MESSAGES_RANGES = {
 }
 """Of the numbers in a body, by field, or by type and field. Anthropic's own models want a budget of 1024 or
 more; others may think less."""
+
+
+OTHER_FIELDS = {
+    "reasoning_effort": "send output_config.effort",
+    "enable_thinking": "send thinking",
+    "thinking_token_budget": "send thinking.budget_tokens",
+    "compaction": "a context is not summarised here, shorten the messages",
+    "mcp_servers": "no servers are asked for tools here, list the tools and call them yourself",
+    "fallbacks": "a request has one model here, send model",
+    "best_of": "a message has one choice",
+}
+"""Fields that are refused because they would change the prompt or the response, and what to do instead."""
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -172,8 +186,19 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     user_id: Annotated[str, msgspec.Meta(max_length=512)] | None = None
 
 
+class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
+    """Edits that leave old tool results or reasoning out are not done: the whole context is read. An edit that writes a
+    summary is refused."""
+
+    edits: list[dict[str, Any]] | None = None
+
+
 class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     """model: the first that is served, if it is not given. output_format: the older name of output_config.format."""
+
+    REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
+        structured="send output_config.format", **OTHER_FIELDS
+    )
 
     messages: list[Message]
     model: str | None = None
@@ -183,10 +208,19 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     """priority and all behind it are this server's own fields, the same as in chat completions."""
+
+    REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
+        structured="send output_config.format",
+        sampling="the Messages API does not have it, see /v1/chat/completions",
+        stop="send stop_sequences",
+        max_completion_tokens="send max_tokens",
+        **OTHER_FIELDS,
+    )
 
     max_tokens: Int32
     stream: bool | None = None
@@ -198,6 +232,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
     priority: Int32 | None = None
     seed: int | None = None
     cache_salt: str | None = None

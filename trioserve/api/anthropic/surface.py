@@ -12,6 +12,7 @@ from trioserve.api.surface import REQUEST_ID_HEADER
 __all__ = [
     "ANTHROPIC",
     "MESSAGES_PATH",
+    "THREAD_UNSUPPORTED",
     "VERSION_HEADER",
     "AnthropicSurface",
     "ResumableSurface",
@@ -22,6 +23,8 @@ __all__ = [
 MESSAGES_PATH = "/v1/messages"
 VERSION_HEADER = "anthropic-version"
 ID_HEADER = "request-id"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Code of the refusal of `thread`. It is in the body's details, where Anthropic's libraries look for it."""
 
 OVERLOADED_STATUS = 529
 TYPES = {
@@ -55,7 +58,10 @@ class AnthropicSurface:
 
     def _described(self, error: ErrorResponse, request_id: str) -> dict[str, Any]:
         kind = error_type(self.status(error))
-        return {"type": "error", "error": {"type": kind, "message": error.placed_message}, "request_id": request_id}
+        described: dict[str, Any] = {"type": kind, "message": error.placed_message}
+        if error.code == THREAD_UNSUPPORTED:
+            described["details"] = {"error_code": error.code, "unsupported": [error.param]}
+        return {"type": "error", "error": described, "request_id": request_id}
 
 
 class ResumableSurface(AnthropicSurface):

@@ -8,11 +8,14 @@ import msgspec
 
 from trioserve.api.anthropic.chat_messages import chat_messages, chat_tools
 from trioserve.api.anthropic.request_types import MESSAGES_RANGES, CountTokensBody, MessagesBody, OutputFormat
+from trioserve.api.anthropic.surface import THREAD_UNSUPPORTED
 from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.turn.messages import check_messages, check_shape
 from trioserve.api.turn.tools import checked_tools
 from trioserve.api.turn.turn_request import Reasoning, ToolChoice, ToolMode, TurnRequest
+from trioserve.api.unread_fields import UNSET_VALUES
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
@@ -29,6 +32,16 @@ SERVED_ELSEWHERE = {
     "mcp_servers": "no servers are asked for tools here: list the tools, and call them yourself",
 }
 
+NO_THREADS = ErrorResponse(
+    status=400,
+    type="invalid_request_error",
+    code=THREAD_UNSUPPORTED,
+    message="thread is not supported: no conversation is kept here, send all of its messages",
+    param="thread",
+    headers=((REASON_HEADER, THREAD_UNSUPPORTED),),
+)
+"""Anthropic's libraries look for the code, and then send the whole conversation."""
+
 
 def message_turn(
     body: MessagesBody, headers: Headers, defaults: SamplingParams, *, context_tokens_max: int
@@ -37,8 +50,10 @@ def message_turn(
     API name what their usual models can do, and a response that ends early says so. Raises InvalidRequest, naming the
     field."""
     for field, reason in SERVED_ELSEWHERE.items():
-        if getattr(body, field) not in (None, "", [], {}):
+        if getattr(body, field) not in UNSET_VALUES:
             raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
+    if body.thread is not None:
+        raise Refusal(NO_THREADS)
     _check_range("max_tokens", body.max_tokens)
     if body.priority is not None and not PRIORITY_MIN <= body.priority <= PRIORITY_MAX:
         raise InvalidRequest(
@@ -72,6 +87,10 @@ def counted_turn(body: CountTokensBody, defaults: SamplingParams) -> TurnRequest
 
 
 def _turn(body: CountTokensBody, sampling: SamplingParams, *, tokens_max: int | None) -> TurnRequest:
+    for index, edit in enumerate((body.context_management and body.context_management.edits) or ()):
+        if str(edit.get("type")).startswith("compact"):
+            param = f"context_management.edits[{index}]"
+            raise InvalidRequest(f"{param} is not supported: a context is not summarised here", param=param)
     messages = check_messages(chat_messages(body))
     tools = _tools(body)
     continues = body.messages[-1].role == "assistant"

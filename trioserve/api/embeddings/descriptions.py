@@ -13,7 +13,7 @@ SCORE_PATHS = ("/v1/score", "/score")
 
 EMBED = DescribedOperation(
     summary="Make a vector of each input",
-    description="Fields are OpenAI's and vLLM's. Fields that are not named here are ignored.",
+    description="Fields are OpenAI's and vLLM's. Fields that are not named here are ignored or refused.",
     body=EmbeddingsBody,
     response=Embeddings,
     errors=GENERATES,
@@ -21,7 +21,7 @@ EMBED = DescribedOperation(
 )
 RERANK = DescribedOperation(
     summary="Order documents by how well they fit a query",
-    description="Fields are those of Jina, Cohere and vLLM. Fields that are not named here are ignored.",
+    description="Fields are those of Jina, Cohere and vLLM. Fields that are not named here are ignored or refused.",
     body=RerankBody,
     response=Reranked,
     errors=GENERATES,
@@ -29,7 +29,7 @@ RERANK = DescribedOperation(
 )
 SCORE = DescribedOperation(
     summary="Say how well two texts fit, or each of several with its own",
-    description="Fields are vLLM's. Fields that are not named here are ignored.",
+    description="Fields are vLLM's. Fields that are not named here are ignored or refused.",
     body=ScoreBody,
     response=Scores,
     errors=GENERATES,

@@ -19,7 +19,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/api/chat"): DescribedOperation(
         summary="Answer a chat, in Ollama's shape",
         description="Fields, and their meanings, are those of Ollama's API. Options that are not named here are "
-        "ignored, those of loading a model among them. Without messages nothing is computed.",
+        "ignored or refused; those of loading a model are ignored. Without messages nothing is computed.",
         body=OllamaChatBody,
         ranges=OLLAMA_RANGES,
         response=response_types.OllamaChatLine,

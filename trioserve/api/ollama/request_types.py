@@ -1,17 +1,19 @@
 """The bodies of Ollama's API: which fields there are and of which type.
 
-Fields that are not named here are ignored, as are options that say how a model is loaded: it is loaded already. What
-would change the response and cannot be honoured is named, so that it can be refused. `None` means "not given".
+What happens to fields that are not named here is decided in api/unread_fields.py. Options that say how a model is
+loaded are harmless: it is loaded already. `None` means "not given".
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from trioserve.api.openai.request_types import Int32
 from trioserve.api.resume_body import ResumeBody
+from trioserve.api.unread_fields import RefusedField, generation_fields
 from trioserve.contracts.pooling import DIMENSIONS_MAX
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
@@ -41,12 +43,15 @@ OLLAMA_RANGES = {
 }
 """Of the numbers in a body, by field, or by type and field."""
 
+NO_PICTURES = "a language model makes no images, see /v1/images/generations"
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 Effort = Literal["low", "medium", "high", "max"]
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Those from repeat_last_n on are refused where they ask for what there is not."""
+
+    REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields()
 
     temperature: float | None = None
     top_p: float | None = None
@@ -82,6 +87,14 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaAnswerBody(_Body, frozen=True, kw_only=True):
     """What a chat and a text have in common. stream: true, if it is not given. format: "json", or a JSON schema.
     think: whether the model is to think aloud, or how much."""
+
+    REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
+        structured="send format",
+        width=NO_PICTURES,
+        height=NO_PICTURES,
+        steps=NO_PICTURES,
+    )
+    NESTED_FIELDS: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"options": OllamaOptions}
 
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None

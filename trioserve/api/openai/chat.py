@@ -135,6 +135,8 @@ def _sampling(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
             if tokens_max < 1:
                 raise InvalidRequest(f"{field} is {tokens_max}, allowed is 1 or more", param=field)
             given["max_tokens"] = tokens_max
+    if "max_tokens" not in given:
+        given |= body.predicted_tokens()
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     return body.sampling(defaults, **given)

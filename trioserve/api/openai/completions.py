@@ -214,7 +214,7 @@ def _prompts(body: CompletionBody) -> list[TextPrompt]:
 
 
 def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, object] = {"max_tokens": body.max_tokens, "structured": form_of(body)}
+    given: dict[str, object] = {"max_tokens": body.max_tokens, "structured": form_of(body)} | body.predicted_tokens()
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
         if body.echo and body.prompt_logprobs is None:

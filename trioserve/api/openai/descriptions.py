@@ -41,7 +41,8 @@ RANGES = SAMPLING_RANGES | {
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/chat/completions"): DescribedOperation(
         summary="Answer a chat",
-        description="Fields, and their meanings, are OpenAI's and vLLM's. Fields that are not named here are ignored.",
+        description="Fields, and their meanings, are OpenAI's and vLLM's. Fields that are not named here are "
+        "ignored or refused.",
         body=ChatBody,
         ranges=RANGES,
         response=response_types.ChatCompletion,

@@ -1,7 +1,6 @@
 """The bodies that clients send: which fields there are and of which type.
 
-Fields that are not named here are ignored, since OpenAI's clients send new ones all the time. A field that would change
-the response and that we cannot honour is named, so that it can be refused instead.
+What happens to fields that are not named here is decided in api/unread_fields.py.
 
 Ranges of sampling parameters are checked in contracts/sampling.py. `None` always means "not given": clients send null.
 """
@@ -9,12 +8,14 @@ Ranges of sampling parameters are checked in contracts/sampling.py. `None` alway
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from trioserve.api.openai.form_fields import FormFields
 from trioserve.api.resume_body import ResumeBody
+from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread, generation_fields
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -65,13 +66,19 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationBody(FormFields, frozen=True, kw_only=True):
-    """What chat and text completions have in common: OpenAI's fields and vLLM's."""
+    """What chat and text completions have in common: OpenAI's fields and vLLM's.
+
+    n_predict and repeat_penalty are llama.cpp's names of max_tokens and repetition_penalty.
+    """
+
+    REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields()
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int32 | None = None
     max_tokens: Int32 | None = None
+    n_predict: Int32 | None = None
     min_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,6 +87,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
     logit_bias: dict[Int32, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -117,7 +125,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequest for what no type can say."""
         for field, reason in REFUSED.items():
-            if getattr(self, field, None) not in (None, False, "", [], {}):
+            if getattr(self, field, None) not in UNSET_VALUES:
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
@@ -127,9 +135,24 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
             )
         check_cache_salt(self.cache_salt)
 
+    def predicted_tokens(self) -> dict[str, object]:
+        """max_tokens as n_predict says it, if it does: below 0, as many as fit."""
+        if self.n_predict is None:
+            return {}
+        if self.n_predict == 0:
+            raise InvalidRequest("n_predict is 0, allowed is 1 or more, or -1 for as many as fit", param="n_predict")
+        return {"max_tokens": self.n_predict if self.n_predict > 0 else None}
+
     def sampling(self, defaults: SamplingParams, **given: object) -> SamplingParams:
         """The server's defaults with this body's fields and, above them, `given`. Raises InvalidRequest."""
         fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.repeat_penalty is not None:
+            if self.repetition_penalty not in (None, self.repeat_penalty):
+                raise InvalidRequest(
+                    "repeat_penalty is another name of repetition_penalty, and both are set: send one",
+                    param="repeat_penalty",
+                )
+            fields["repetition_penalty"] = self.repeat_penalty
         if self.seed is not None:
             if self.seed.bit_length() > 64:
                 raise InvalidRequest("seed has more than 64 bits", param="seed")
@@ -351,12 +374,25 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
-def decode_body(raw: bytes, kind: type[Body], *, values_max: int | None = VALUE_MARKS_MAX) -> Body:
-    """A request's JSON as a value of `kind`. values_max: None where most of them are left as they are.
+def decode_body(
+    raw: bytes, kind: type[Body], *, values_max: int | None = VALUE_MARKS_MAX, ignored: list[str] | None = None
+) -> Body:
+    """Decode a request's JSON.
 
-    Raises InvalidRequest when it is not JSON in UTF-8, nests too deeply, holds too many values, or has a field of the
-    wrong type; `param` is the path of that field, such as `messages[2].role`. Of a key that comes twice the last one
-    counts, as in Python and JavaScript. In fields that nobody knows, values are skipped and not kept.
+    Of a key that comes twice the last one counts, as in Python and JavaScript. Values of unknown fields are skipped.
+
+    Args:
+        raw: The JSON.
+        kind: What it is decoded as. May have REFUSED_FIELDS, see check_unread.
+        values_max: Bound of commas and opening brackets; None: no bound.
+        ignored: Gets the names of the fields that nobody reads.
+
+    Returns:
+        The value.
+
+    Raises:
+        InvalidRequest: The body is not JSON in UTF-8, nests too deeply, holds too many values, has a field of the wrong
+            type, or a field that is not supported. `param` is the path of the field, such as `messages[2].role`.
     """
     if not raw:
         raise InvalidRequest("the request has no body: send a JSON object")
@@ -366,7 +402,13 @@ def decode_body(raw: bytes, kind: type[Body], *, values_max: int | None = VALUE_
         )
     try:
         # Strictly as text: the decoder would skip over broken bytes in fields that it does not know.
-        return msgspec.json.decode(raw.decode("utf-8"), type=kind)
+        text = raw.decode("utf-8")
+        body = msgspec.json.decode(text, type=kind)
+        if ignored is not None or hasattr(kind, "REFUSED_FIELDS"):
+            names = check_unread(text, kind)
+            if ignored is not None:
+                ignored += names
+        return body
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is wrong") from error
     except RecursionError as error:

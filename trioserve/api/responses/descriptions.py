@@ -36,7 +36,8 @@ RANGES = {
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/responses"): DescribedOperation(
         summary="Respond to items, in the shape of OpenAI's Responses API",
-        description="Fields, and their meanings, are OpenAI's. Fields that are not named here are ignored. A response "
+        description="Fields, and their meanings, are OpenAI's. Fields that are not named here are ignored or "
+        "refused. A response "
         "is stored unless store is false. Tools that a server would have to run, such as web_search, are left out.",
         body=ResponsesBody,
         ranges=RANGES,

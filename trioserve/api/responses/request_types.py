@@ -1,14 +1,16 @@
 """The bodies of the Responses API: OpenAI's fields, and those of vLLM's that concern the engine. Like everywhere,
-`None` means "not given", and fields that are not named here are ignored."""
+`None` means "not given". What happens to fields that are not named here is decided in api/unread_fields.py."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from trioserve.api.openai.request_types import Int32, check_cache_salt
 from trioserve.api.resume_body import ResumeBody
+from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, generation_fields
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -57,6 +59,16 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """What makes up the prompt, and so what there is to count tokens of."""
 
+    REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
+        structured="send text.format",
+        sampling="the Responses API does not have it, see /v1/chat/completions",
+        max_tokens="send max_output_tokens",
+        max_completion_tokens="send max_output_tokens",
+        reasoning_effort="send reasoning.effort",
+        messages="send input",
+        best_of="a response has one choice",
+    )
+
     model: str
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -75,7 +87,7 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequest for what no type can say."""
         for field, reason in RESPONSES_REFUSED.items():
-            if getattr(self, field, None) not in (None, False, "", [], {}):
+            if getattr(self, field, None) not in UNSET_VALUES:
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
 
 

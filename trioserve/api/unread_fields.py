@@ -1,0 +1,263 @@
+"""Fields of a request that its type does not read: refused if they would change the response, otherwise ignored.
+
+Clients send fields of other servers and of newer versions of an API. A field that asks for another response is refused
+with a sentence that says what to send instead. A field that cannot change the response is harmless. Every other field
+is ignored, and the server names it in a response header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+
+__all__ = [
+    "HARMLESS",
+    "IGNORED_HEADER",
+    "UNSET_VALUES",
+    "RefusedField",
+    "check_unread",
+    "generation_fields",
+    "shown_names",
+]
+
+IGNORED_HEADER: Final = "x-trioserve-ignored"
+"""Response header: the request's fields that nobody read."""
+
+NAMES_MAX = 16  # of fields in the header
+NAME_CHARACTERS_MAX = 64
+UNSET_VALUES: tuple[object, ...] = (None, False, "", [], {})
+"""Values with which a field asks for nothing. 0 is among them: it equals False."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # what may stand in a header without quotes
+
+
+class RefusedField(NamedTuple):
+    """A field that would change the response.
+
+    Args:
+        reason: What is missing here, and what to send instead.
+        neutral: Values with which the field asks for nothing.
+    """
+
+    reason: str
+    neutral: tuple[object, ...] = UNSET_VALUES
+
+
+_DEFAULT_ON = (None, True)
+
+# By the server whose clients send them. A secondary number, such as dry_base, is in HARMLESS: without its main field it
+# has no effect.
+GENERATION: dict[str, RefusedField] = {
+    # llama.cpp
+    "mirostat": RefusedField("there is no mirostat here, leave it out or send 0"),
+    "dynatemp_range": RefusedField("the temperature is fixed here, leave it out or send 0"),
+    "dry_multiplier": RefusedField("there is no DRY sampler here, leave it out or send 0"),
+    "xtc_probability": RefusedField("there is no XTC sampler here, leave it out or send 0"),
+    "adaptive_target": RefusedField("there is no adaptive sampler here, leave it out or send -1", (None, -1, -1.0)),
+    "top_n_sigma": RefusedField("there is no top-n-sigma sampler here, leave it out or send -1", (None, -1, -1.0)),
+    "typical_p": RefusedField("there is no typical sampling here, leave it out or send 1", (None, 1)),
+    "tfs_z": RefusedField("there is no tail-free sampling here, leave it out or send 1", (None, 1)),
+    "min_keep": RefusedField("samplers keep as few tokens as they like here, leave it out or send 0"),
+    "samplers": RefusedField("the order of samplers is fixed here, leave it out"),
+    "repeat_last_n": RefusedField("penalties look at all tokens here, leave it out or send -1", (None, -1)),
+    "n_indent": RefusedField("there is no rule about indents here, use a grammar or a regex"),
+    "n_probs": RefusedField("send logprobs"),
+    "n_cmpl": RefusedField("send n"),
+    "t_max_predict_ms": RefusedField("send timeout, in seconds", (None, 0, -1)),
+    "lora": RefusedField("name the adapter as the model"),
+    "grammar_lazy": RefusedField("a grammar holds from the first token on, use structured_outputs.structural_tag"),
+    "reasoning_format": RefusedField(
+        "reasoning is always told apart, leave it out or send auto", (None, "auto", "deepseek")
+    ),
+    "parse_tool_calls": RefusedField("calls are always read, send tool_choice none to have none", _DEFAULT_ON),
+    "response_fields": RefusedField("the whole response is sent, leave it out"),
+    # SGLang
+    "stop_regex": RefusedField("send stop with the texts themselves"),
+    "no_stop_trim": RefusedField("send include_stop_str_in_output"),
+    "lora_path": RefusedField("name the adapter as the model"),
+    "custom_logit_processor": RefusedField("no code of requests runs here, use logit_bias or a grammar"),
+    "session_params": RefusedField("there are no sessions here, send the whole conversation"),
+    "return_hidden_states": RefusedField("hidden states are not sent, use /v1/embeddings for vectors"),
+    "return_routed_experts": RefusedField("the experts of a token are not sent"),
+    "return_prompt_token_ids": RefusedField("send return_token_ids"),
+    "return_meta_info": RefusedField("the response has usage and no more"),
+    "input_ids": RefusedField("send prompt with the token ids to /v1/completions"),
+    "separate_reasoning": RefusedField("reasoning is always told apart, leave it out", _DEFAULT_ON),
+    "stream_reasoning": RefusedField("reasoning is streamed like the rest, leave it out", _DEFAULT_ON),
+    "extra_key": RefusedField("send cache_salt"),
+    "bootstrap_host": RefusedField("KV is handed over by kv_transfer_params"),
+    "max_new_tokens": RefusedField("send max_tokens"),
+    # vLLM
+    "best_of": RefusedField("there is no best_of for chats, send n"),
+    "logits_processors": RefusedField("no code of requests runs here, use logit_bias or a grammar"),
+    "repetition_detection": RefusedField("a response is not ended for its repetitions, send repetition_penalty"),
+    "structural_tag": RefusedField("send structured_outputs.structural_tag"),
+    "logprob_token_ids": RefusedField("send top_logprobs for the best tokens"),
+    "prompt_embeds": RefusedField("prompts are text or token ids here"),
+    "return_tokens_as_token_ids": RefusedField("send return_token_ids"),
+    "documents": RefusedField("put them into a message, or into chat_template_kwargs if the template reads them"),
+    "mm_processor_kwargs": RefusedField("images are prepared as the model's own files say"),
+    "media_io_kwargs": RefusedField("images are read in one way only"),
+    "vllm_xargs": RefusedField("there are no extensions that could read them"),
+    "guided_whitespace_pattern": RefusedField("send guided_json with x-guidance in the schema"),
+    # OpenRouter, LiteLLM, DeepSeek and others
+    "reasoning": RefusedField("send reasoning_effort, enable_thinking or thinking_token_budget"),
+    "thinking": RefusedField("send enable_thinking or thinking_token_budget"),
+    "top_a": RefusedField("there is no top-a sampler here, send min_p"),
+    "plugins": RefusedField("there are no plugins here"),
+    "transforms": RefusedField("prompts stay as they are here, send truncate_prompt_tokens"),
+    "models": RefusedField("a request has one model here, send model"),
+    "fallbacks": RefusedField("a request has one model here, send model"),
+    "options": RefusedField("send the options as fields of the body, or use /api/chat"),
+    "extra_body": RefusedField("it is an argument of OpenAI's library, put its fields into the body itself"),
+    # OpenAI
+    "moderation": RefusedField("there is no moderation here"),
+    "web_search_options": RefusedField("there is no web search here"),
+}
+
+STRUCTURED_NAMES = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json_object",
+    "regex",
+    "ebnf",
+    "grammar",
+    "json_schema",
+    "format",
+    "output_format",
+    "structural_tag",
+)
+"""Names that structured output has in one API or another."""
+
+SAMPLING_NAMES = (
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+    "n_predict",
+    "max_new_tokens",
+    "min_tokens",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "repeat_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "echo",
+    "suffix",
+    "allowed_token_ids",
+    "bad_words",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "truncate_prompt_tokens",
+    "thinking_token_budget",
+    "enable_thinking",
+    "reasoning_effort",
+)
+"""Fields of /v1/chat/completions that an API which refuses unknown fields itself does not have."""
+
+HARMLESS: frozenset[str] = frozenset(
+    name
+    for names in (
+        # who asks, and who pays
+        "user metadata safety_identifier user_profile_id workspace_id billing_policy betas access_programs",
+        "fallback_credit_token inference_geo service_tier speed store provider num_retries background_options",
+        # ids, which clients send as X-Request-Id here
+        "rid request_id custom_labels",
+        # where a cache is, and how long it lasts
+        "cache_prompt cache_control prompt_cache_key prompt_cache_options prompt_cache_retention id_slot",
+        "n_cache_reuse n_keep n_discard num_keep t_max_prompt_ms diagnostics data_parallel_rank",
+        # how something is computed
+        "prediction guided_decoding_backend backend_sampling draft_num_predict chat_format image",
+        "generation_prompt preserved_tokens grammar_triggers spaces_between_special_tokens truncate shift",
+        # what else a response says
+        "return_tokens return_progress timings_per_token post_sampling_probs sse_ping_interval",
+        "return_cached_tokens_details",
+        # numbers that matter only with another field, which is refused
+        "length_penalty mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n",
+        "dry_sequence_breakers xtc_threshold adaptive_decay penalize_newline custom_params",
+        "bootstrap_port bootstrap_room",
+        # how Ollama loads a model
+        "num_ctx num_batch num_gpu num_thread main_gpu low_vram f16_kv logits_all vocab_only use_mmap",
+        "use_mlock numa embedding_only",
+    )
+    for name in names.split()
+)
+"""Fields that cannot change a response of this server: who is billed, where a cache is, how fast it is to go."""
+
+
+def generation_fields(
+    *, structured: str | None = None, sampling: str | None = None, **own: str
+) -> Mapping[str, RefusedField]:
+    """The refused fields of a body that asks for text. Fields that the body reads do not matter.
+
+    Args:
+        structured: What to send instead of other APIs' names for structured output; None: nothing is refused.
+        sampling: What to send instead of fields of chat completions; None: nothing is refused.
+        own: Further fields, each with its reason. They win over the others.
+    """
+    fields = dict(GENERATION)
+    if structured is not None:
+        fields |= dict.fromkeys(STRUCTURED_NAMES, RefusedField(structured))
+    if sampling is not None:
+        fields |= dict.fromkeys(SAMPLING_NAMES, RefusedField(sampling))
+    return fields | {name: RefusedField(reason) for name, reason in own.items()}
+
+
+def check_unread(text: str | bytes, kind: type[msgspec.Struct], place: str = "") -> tuple[str, ...]:
+    """Look at the fields of a JSON object that `kind` does not read. `text` has been decoded as `kind` before.
+
+    Args:
+        text: The object.
+        kind: May have REFUSED_FIELDS, a mapping of names to RefusedField, and NESTED_FIELDS, the types of its fields
+            that are looked into.
+        place: Path of the object within the body, with a dot at its end.
+
+    Returns:
+        Paths of the fields that are ignored, without the harmless ones, in their order.
+
+    Raises:
+        InvalidRequest: A field would change the response. It is named.
+    """
+    refused: Mapping[str, RefusedField] = getattr(kind, "REFUSED_FIELDS", {})
+    nested: Mapping[str, type[msgspec.Struct]] = getattr(kind, "NESTED_FIELDS", {})
+    known = kind.__struct_encode_fields__
+    names: list[str] = []
+    for name, raw in msgspec.json.decode(text, type=dict[str, msgspec.Raw]).items():
+        if name in nested and bytes(raw) != b"null":
+            names += check_unread(bytes(raw), nested[name], f"{place}{name}.")
+        elif name in known:
+            continue
+        elif name in refused:
+            check_refused(f"{place}{name}", msgspec.json.decode(raw), refused[name])
+        elif name not in HARMLESS:
+            names.append(f"{place}{name}")
+    return tuple(names)
+
+
+def check_refused(param: str, value: Any, field: RefusedField) -> None:
+    """Raise InvalidRequest unless the value asks for nothing."""
+    if value not in field.neutral:
+        raise InvalidRequest(f"{param} is not supported: {field.reason}", param=param)
+
+
+def shown_names(names: tuple[str, ...]) -> str:
+    """The names as a header's value. Clients chose them, so long names and odd characters are left out."""
+    shown = [name for name in names if len(name) <= NAME_CHARACTERS_MAX and _NAME.fullmatch(name)][:NAMES_MAX]
+    rest = len(names) - len(shown)
+    return ", ".join([*shown, *([f"and {rest} more"] if rest else [])])
