@@ -10,6 +10,7 @@ import trio
 
 from trioserve.api.batches import batch_book
 from trioserve.api.batches.settings import BatchSettings
+from trioserve.contracts.errors import DiskFull
 from trioserve.store.settings import StoreSettings
 from trioserve.store.stored_objects import DeleteObject
 from trioserve.testing.memory_server import open_memory_server
@@ -56,6 +57,25 @@ async def test_a_batch_resumes_when_there_is_room(owner_of, batch_line, seconds,
         batch = await owner.state(batch_id)
         assert batch["status"] == "completed"
         assert await accounted(owner, batch) == (LINES, 0)
+
+
+async def test_a_batch_whose_disk_is_full_before_it_begins_waits(owner_of, batch_line, monkeypatch, autojump_clock):
+    async with open_memory_server(batches=BatchSettings(running_max=1)) as server:
+        owner = owner_of(server)
+        first = await owner.batch(*(batch_line(f"r{index}", max_tokens=50) for index in range(20)))
+        second = await owner.batch(*(batch_line(f"r{index}") for index in range(20)))
+
+        async def refuse(*changes, **options):
+            raise DiskFull("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.store, "write", refuse)
+            await owner.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")  # now it is the turn of the second
+            await trio.sleep(60)
+            assert (await owner.state(second["id"]))["status"] == "validating"
+        batch = await owner.ended(second["id"])
+        assert batch["status"] == "completed"
+        assert await accounted(owner, batch) == (20, 0)
 
 
 async def test_cancelling_works_at_once_and_what_is_done_is_there(owner_of, batch_line, autojump_clock):

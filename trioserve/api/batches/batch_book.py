@@ -135,11 +135,12 @@ class BatchBook:
 
     async def begin(self, total: int) -> None:
         """It is in progress: its files are there, and empty. Those of Anthropic's API were made with the batch, since
-        each of its requests is told of whenever it ends."""
+        each of its requests is told of whenever it ends. While the disk is full it waits, as `note` does."""
         async with self._writing:
             record = self.record
             record = record.moved(BatchStatus.IN_PROGRESS, self._store.now(), total=total)
-            await self._write(record, self.output_files() if self.file_kind == FILE_KIND else [])
+            files = self.output_files() if self.file_kind == FILE_KIND else []
+            await self._write_when_there_is_room(record, files)
 
     def output_files(self) -> list[Change]:
         """What makes them, empty."""
@@ -165,7 +166,7 @@ class BatchBook:
             self._pending.append(line if has_room else _without_result(line))
         async with self._writing:
             if self._pending:
-                await self._write_when_there_is_room()
+                await self._write_when_there_is_room(self.record, [])
 
     async def settle_lines(self, *lines: DoneLine) -> None:
         """The same for lines of a batch that ends: a full disk does not hold them up. Raises StoreFull and StoreFault
@@ -193,12 +194,12 @@ class BatchBook:
             record = self.record.moved(status, self._store.now(), **fields)
             await self._settle(record, [DeleteObject(kind=LIVE_KIND, id=self.batch_id)])
 
-    async def _write_when_there_is_room(self) -> None:
+    async def _write_when_there_is_room(self, record: BatchRecord, changes: list[Change]) -> None:
         seconds = RETRY_SECONDS_MIN
         try:
             while True:
                 try:
-                    await self._write(self.record, [], is_final=self._is_draining)
+                    await self._write(record, changes, is_final=self._is_draining)
                     return
                 except (DiskFull, StoreFault):
                     if self._is_draining:
