@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import trio
 
-__all__ = ["TracedRun"]
+__all__ = ["TracedRun", "without_log_lines"]
 
 
 class TracedRun:
@@ -31,3 +33,15 @@ class TracedRun:
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
+
+
+@contextmanager
+def without_log_lines(name: str) -> Iterator[None]:
+    """Silence a logger, with those below it, whose errors are what the plan asks for."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

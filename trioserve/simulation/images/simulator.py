@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 import trio
@@ -37,7 +35,7 @@ from trioserve.simulation.images.plan import Client, Fail, ImagesPlan
 from trioserve.simulation.orders import Order
 from trioserve.simulation.stack.pause_plan import Halt
 from trioserve.simulation.stack.pauses import Pauses
-from trioserve.simulation.traced_run import TracedRun
+from trioserve.simulation.traced_run import TracedRun, without_log_lines
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
 from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
 from trioserve.testing.iterative_invariants import check_iterative_core
@@ -80,7 +78,7 @@ class ImagesSimulation(TracedRun):
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
-        with seeded_schedule(self.plan.stage.schedule_seed), _without_log_lines():
+        with seeded_schedule(self.plan.stage.schedule_seed), without_log_lines("trioserve.engine"):
             clock = MockClock(autojump_threshold=0)
             trio.run(self._main, clock=clock, instruments=[self._idle_watch, self._pauses])
         self._idle_watch.check()
@@ -359,18 +357,6 @@ class ImagesSimulation(TracedRun):
         for phase, child in steps._children.items():
             late = sum(child.counts()[index] for index, bound in enumerate((*steps.bounds, math.inf)) if bound > 1)
             assert not late, f"{late} cancels took more than a step: {phase}"
-
-
-@contextmanager
-def _without_log_lines() -> Iterator[None]:
-    """An engine that is opened anew says why, with all of a traceback; here that is what was asked for."""
-    logger = logging.getLogger("trioserve.engine")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _WatchedExecutor(FakePictureExecutor):

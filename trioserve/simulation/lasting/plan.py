@@ -1,5 +1,7 @@
-"""Who asks for what outlives a request, who leaves and comes back, who ends it: drawn from a seed beforehand, on a
-coarse grid of times, so that much happens at the same moment and the order of tasks decides."""
+"""Who asks for what outlives a request, who leaves and comes back, who ends it, and when the store's disk is full.
+
+Drawn from a seed beforehand, on a coarse grid of times, so that much happens at the same moment and the order of tasks
+decides."""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from trioserve.simulation.script import line_of, parts_of
 
 __all__ = [
     "OWNERS",
+    "Batch",
+    "Disk",
     "End",
+    "Keep",
     "LastingPlan",
     "LastingStage",
     "Leave",
@@ -42,6 +47,7 @@ class LastingStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     streams_max: int = 8
     streams_of_one_max: int = 8
     responses_of_one_max: int = 8
+    batches_running_max: int = 4
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="watch"):
@@ -87,7 +93,41 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     at: float
 
 
-Part = Watch | Work | End | Snoop | Leave
+class Batch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="batch"):
+    """A file of requests, and a batch of them.
+
+    Args:
+        lines: requests of the batch.
+        output: tokens of each response.
+        cancels_after: seconds; None: its owner waits for the end.
+    """
+
+    number: int
+    owner: str
+    at: float
+    lines: int
+    output: int
+    cancels_after: float | None = None
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="keep"):
+    """A response that its client waits for, and that the store keeps."""
+
+    number: int
+    owner: str
+    at: float
+    output: int
+
+
+class Disk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="disk"):
+    """The store's disk is full from `at` to `until`; None: until the server has left. Then another server starts with
+    the same store, whose disk has room."""
+
+    at: float
+    until: float | None
+
+
+Part = Watch | Work | End | Snoop | Leave | Batch | Keep | Disk
 
 
 class LastingPlan(msgspec.Struct, frozen=True):
@@ -145,6 +185,29 @@ def drawn_lasting_plan(rng: Random, client_count: int) -> LastingPlan:
             parts.append(End(number=number, at=moment(2 * span)))
         if rng.random() < 0.4:
             parts.append(Snoop(number=number, at=moment(2 * span)))
-    if rng.random() < 0.2:
+    leaves = rng.random() < 0.2
+    if leaves:
         parts.append(Leave(at=moment(span)))
+    # Drawn last, so that a seed without a full disk gives the plan that it always gave.
+    if rng.random() < 0.4:
+        stage = msgspec.structs.replace(stage, batches_running_max=rng.randint(1, 4))
+        for number in range(client_count, client_count + rng.randint(1, 5)):
+            owner, at, output = rng.choice(OWNERS), moment(span), rng.randint(1, 60)
+            if rng.random() < 0.4:
+                parts.append(Keep(number=number, owner=owner, at=at, output=output))
+                continue
+            cancels_after = maybe(0.3, 4.0)
+            parts.append(
+                Batch(
+                    number=number,
+                    owner=owner,
+                    at=at,
+                    lines=rng.randint(1, 12),
+                    output=output,
+                    cancels_after=cancels_after,
+                )
+            )
+        at = moment(2 * span)
+        until = None if leaves and rng.random() < 0.5 else round(at + rng.choice((0.1, 1.0, 10.0)), 3)
+        parts.append(Disk(at=at, until=until))
     return LastingPlan(stage, tuple(parts))

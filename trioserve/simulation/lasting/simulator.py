@@ -2,30 +2,45 @@
 who look for what is not theirs, a server that leaves. Everything is real but the model, the network and the clock.
 
 The books know of each stream which events were seen, by number, and when somebody last read it. So they tell what may
-be there, what must not be any more, and that every event comes once.
+be there, what must not be any more, and that every event comes once. What the store keeps, see stored_work.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import trio
 from trio.testing import MockClock
 
+from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.error_responses import Refusal
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.settings import DetachSettings
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
-from trioserve.simulation.lasting.plan import OWNERS, End, LastingPlan, Leave, Snoop, Watch, Work
+from trioserve.simulation.lasting.plan import (
+    OWNERS,
+    Batch,
+    Disk,
+    End,
+    Keep,
+    LastingPlan,
+    Leave,
+    Snoop,
+    Watch,
+    Work,
+)
+from trioserve.simulation.lasting.stored_work import FINAL, StoredWork
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_requests import expected_tokens
-from trioserve.simulation.traced_run import TracedRun
+from trioserve.simulation.traced_run import TracedRun, without_log_lines
 from trioserve.testing.invariants import check_core
 from trioserve.testing.memory_client import MemoryClient, MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -37,7 +52,6 @@ SECONDS_MAX = 1_000.0  # of virtual time: who is not done then waits for somethi
 MOMENT_SECONDS = 0.001  # everybody has done what could be done without waiting
 END_BYTES_MAX = 1_000  # of the events that tell of an end, for which there is always room
 RANKS = {"queued": 0, "in_progress": 1}
-FINAL = ("completed", "incomplete", "failed", "cancelled")
 
 
 class _Book:
@@ -70,10 +84,11 @@ class LastingSimulation(TracedRun):
         self._books: dict[int, _Book] = {}
         self._let_go: dict[str, float] = {}  # request ids that must not compute from then on
         self._left_at = math.inf
+        self._stored = StoredWork(self, plan, client_of=_client, left_at=lambda: self._left_at)
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the server raises, when something is not as it has to be."""
-        with seeded_schedule(self.plan.stage.schedule_seed):
+        with seeded_schedule(self.plan.stage.schedule_seed), without_log_lines("trioserve.store"):
             trio.run(self._main, clock=MockClock(autojump_threshold=0))
 
     async def _main(self) -> None:
@@ -84,17 +99,28 @@ class LastingSimulation(TracedRun):
             streams_of_one_max=stage.streams_of_one_max,
             bytes_max=stage.bytes_max,
         )
-        with trio.fail_after(SECONDS_MAX):
-            async with open_memory_server(
-                api_keys=OWNERS,
-                detaching=detaching,
-                background=BackgroundSettings(responses_of_one_max=stage.responses_of_one_max),
-                block_count=stage.block_count,
-                max_num_seqs=stage.max_num_seqs,
-                step_seconds=stage.step_seconds,
-            ) as server:
+        # In memory, except where another server has to find it.
+        new_directory = TemporaryDirectory() if self._stored.is_restarted else nullcontext()
+        with trio.fail_after(SECONDS_MAX), new_directory as directory:
+
+            def open_server() -> AbstractAsyncContextManager[MemoryServer]:
+                return open_memory_server(
+                    api_keys=OWNERS,
+                    detaching=detaching,
+                    background=BackgroundSettings(responses_of_one_max=stage.responses_of_one_max),
+                    batches=BatchSettings(running_max=stage.batches_running_max),
+                    store_directory=None if directory is None else Path(directory),
+                    block_count=stage.block_count,
+                    max_num_seqs=stage.max_num_seqs,
+                    step_seconds=stage.step_seconds,
+                )
+
+            async with open_server() as server:
                 server.engine.steps.executor = _WatchedSteps(self, server)
                 await self._live(server)
+            if self._stored.is_restarted:
+                async with open_server() as server:
+                    await self._stored.check_restarted(server)
 
     async def _live(self, server: MemoryServer) -> None:
         async with trio.open_nursery() as nursery:
@@ -107,9 +133,16 @@ class LastingSimulation(TracedRun):
                     nursery.start_soon(self._be_ender, server, part)
                 elif isinstance(part, Snoop):
                     nursery.start_soon(self._be_snooper, server, part)
+                elif isinstance(part, Batch):
+                    nursery.start_soon(self._stored.be_batch, server, part)
+                elif isinstance(part, Keep):
+                    nursery.start_soon(self._stored.be_keeper, server, part)
+                elif isinstance(part, Disk):
+                    nursery.start_soon(self._stored.be_disk, server, part)
                 else:
                     nursery.start_soon(self._be_operator, server, part)
         await trio.sleep(self.plan.stage.seconds + 2 * self.plan.stage.step_seconds + MOMENT_SECONDS)
+        await self._stored.check_end(server)
         await server.assert_all_free()
         detached = server.app.detached
         assert detached.kept_count == 0, f"{detached.kept_count} streams are kept, and their time is over"
@@ -303,13 +336,14 @@ class LastingSimulation(TracedRun):
     async def _be_worker(self, server: MemoryServer, work: Work) -> None:
         await trio.sleep(work.at)
         self.count("requests")
-        client = _client(server, work.owner)
+        client, began_at = _client(server, work.owner), trio.current_time()
         body = {"model": "fake", "input": str(work.number), "background": True, "max_output_tokens": work.output}
         response = await client.post("/v1/responses", body, headers={"x-request-id": f"b{work.number}"})
         if response.status != 200:
             now = trio.current_time()
             is_full = response.status == 429 and sum(isinstance(part, Work) for part in self.plan.parts) > 1
-            assert is_full or self._left_at <= now, f"background {work.number} is refused with {response.status}"
+            if not is_full and self._left_at > now:
+                self._stored.judge_refusal(f"background {work.number}", response.status or 0, began_at)
             return
         told = msgspec.json.decode(response.body)
         path = f"/v1/responses/{told['id']}"
@@ -327,12 +361,14 @@ class LastingSimulation(TracedRun):
             told = now_told
         else:
             while told["status"] not in FINAL:
+                self._stored.judge_wait(f"background {work.number}", began_at)
                 await trio.sleep(0.05)
                 told = await self._look(client, path, work, told)
         self.count(f"background: {told['status']}")
         if told["status"] == "cancelled":
             assert work.cancels_after is not None or self._left_at <= trio.current_time()
         assert await self._look(client, path, work, told) == told, f"background {work.number} changed after its end"
+        self._stored.note_end(work.owner, path, told)
         client.close()
 
     async def _look(self, client: MemoryClient, path: str, work: Work, before: dict[str, Any]) -> dict[str, Any]:
