@@ -172,6 +172,22 @@ def test_address_whose_connections_are_all_in_use_gets_no_more(caplog):
     assert len([record for record in caplog.records if "address=192.0.2.2 max=2" in record.getMessage()]) == 1
 
 
+def test_connection_that_is_ending_makes_room_for_one_other_connection_of_its_address():
+    async def main() -> None:
+        connections = Connections(places_max=100, per_address_max=3)
+        for name in "ab":
+            connections.come(name, "192.0.2.2", may_end_at=None)
+        idle = connections.come("idle", "192.0.2.2")
+        assert idle is not None
+        idle.end = lambda: None  # it takes a moment
+        admitted = [name for name in "cdefgh" if connections.come(name, "192.0.2.2", may_end_at=None) is not None]
+        assert admitted == ["c"]
+        connections.places.leave(idle)
+        assert connections.come("i", "192.0.2.2", may_end_at=None) is None
+
+    trio.run(main)
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
 async def test_shortage_of_files_ends_an_idle_connection_and_is_told_once(autojump_clock, caplog, number):
     made = Listener(*[number] * 50)

@@ -134,7 +134,9 @@ class Places:
         """
         if address is not None and self._strangers_of[address] >= self._per_address_max:
             own = [place for place in self._places if place.address == address and not place.is_known]
-            if not self._end_of(own, 1, math.inf) and not any(place.is_ending for place in own):
+            # A connection that is ending makes room once, however many come before it has left.
+            is_full = sum(not place.is_ending for place in own) >= self._per_address_max
+            if is_full and not self._end_of(own, 1, math.inf):
                 self._note_address(address)
                 return None
         place = Place(address)
