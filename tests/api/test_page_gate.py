@@ -8,6 +8,7 @@ import pytest
 
 from trioserve.api.error_responses import Refusal
 from trioserve.api.gate import HOSTS_REMEMBERED_MAX, PageGate, checked_host_names, is_loopback_host
+from trioserve.bench.run import common_headers
 from trioserve.contracts.errors import StartupError
 from trioserve.http.headers import Headers
 
@@ -98,10 +99,60 @@ def test_other_hosts_are_refused_so_that_no_page_reads_by_a_name_of_its_own(host
             assert refusal(gate, method, host=host, is_open=True) == "unknown_host"
 
 
+NETWORK_NAMES = [
+    "gpubox",
+    "engine-a:8000",
+    "Trio_serve.:8000",
+    "gpubox.local:8000",
+    "llm.default.svc.cluster.local:8000",
+    "host.docker.internal:8000",
+    "gpubox.home.arpa",
+]
+
+
+@pytest.mark.parametrize("host", NETWORK_NAMES)
+def test_names_of_the_local_network_are_hosts_where_that_network_reaches_the_server(host):
+    for _ in range(2):
+        assert refusal(PageGate((), has_network_names=True), host=host) is None
+        assert refusal(PageGate(()), host=host) == "unknown_host"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example:8000",
+        "gpubox.evil.example",
+        "local.evil.example",
+        "evil.notlocal",
+        "evil.internal.example",
+        "evil.arpa",
+        ".local",
+        "a b",
+        "a@b",
+        "evil\u00e4",
+        "evil,gpubox",
+        "localhost/evil",
+        "-",
+    ],
+)
+def test_names_that_the_public_dns_may_hold_are_no_names_of_the_local_network(host):
+    assert refusal(PageGate((), has_network_names=True), host=host) == "unknown_host"
+
+
+def test_pages_of_the_local_network_are_other_sites():
+    page = {"origin": "http://wiki.local", "sec_fetch_site": "cross-site"}
+    assert refusal(PageGate((), has_network_names=True), host="gpubox.local:8000", **page) == "other_site"
+
+
 def test_a_router_reaches_its_endpoints_by_any_name_and_a_page_cannot_pretend_to_be_one():
     assert refusal(PageGate(()), host="engine-a:8000", sec_trioserve_client="router") is None
     page = {"origin": "http://evil.example", "sec_fetch_site": "cross-site"}
     assert refusal(PageGate(()), host="engine-a:8000", sec_trioserve_client="router", **page) == "other_site"
+
+
+def test_a_measurement_reaches_a_server_by_any_name():
+    fields = {name.replace("-", "_"): value for name, value in common_headers(None)}
+    assert refusal(PageGate(()), host="gpubox.example.org:8000", **fields) is None
 
 
 @pytest.mark.parametrize("names", [None, ("*",)])

@@ -40,9 +40,11 @@ def test_nothing_is_said_of_strangers_where_keys_or_files_keep_them_out(keys: di
 
 def test_a_server_answers_to_its_host_its_machines_name_and_the_names_that_it_is_given(monkeypatch):
     assert access_rules(make_config()).host_names == ()
+    assert not access_rules(make_config()).has_network_names
     monkeypatch.setattr("socket.gethostname", lambda: "Box7.lab.example")
-    names = access_rules(make_config(host="GPUbox", allowed_host=("LLM.example.org",))).host_names
-    assert names == ("gpubox", "box7.lab.example", "box7", "llm.example.org")
+    rules = access_rules(make_config(host="GPUbox", allowed_host=("LLM.example.org",)))
+    assert rules.host_names == ("gpubox", "box7.lab.example", "llm.example.org")
+    assert rules.has_network_names, "box7, and what containers and Services call it"
     assert access_rules(make_config(uds="/run/x")).host_names is None
     with pytest.raises(StartupError, match="--allowed-host is 'http://x'"):
         check_front(make_config(allowed_host=("http://x",)))

@@ -114,7 +114,11 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._logs_requests = logs_requests
         self._keys = keys
         rules = keys.rules
-        self._gate = None if keys.are_set else PageGate(rules.host_names, rules.page_origins)
+        self._gate = (
+            None
+            if keys.are_set
+            else PageGate(rules.host_names, rules.page_origins, has_network_names=rules.has_network_names)
+        )
         self._metrics = metrics
         self._counts = HttpCounts(metrics)
 

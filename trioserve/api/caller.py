@@ -38,6 +38,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
 
     These count where there are no keys:
     host_names: what the Host header may be; None: anything. See PageGate.
+    has_network_names: the Host header may also be a name that only the local network defines. See PageGate.
     page_origins: of web pages that may use the API.
     operates_without_key: anybody may use the routes that operate the server.
     """
@@ -51,6 +52,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     loads_adapters: bool = False
     response_bytes_max: int = RESPONSE_BYTES_MAX
     host_names: tuple[str, ...] | None = None
+    has_network_names: bool = False
     page_origins: tuple[str, ...] = ()
     operates_without_key: bool = True
 

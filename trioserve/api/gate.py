@@ -16,17 +16,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.contracts.errors import StartupError
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
     from trioserve.http.headers import Headers
 
-__all__ = ["NOT_A_PAGE_HEADER", "PageGate", "checked_host_names", "host_name", "is_loopback_host"]
-
-NOT_A_PAGE_HEADER = "sec-trioserve-client"
-"""Sent by our routers to their endpoints, and by our commands: both may know a server by any name. No browser lets a
-page set a header whose name begins with "Sec-" (Fetch standard, forbidden request-header), so no page can send it."""
+__all__ = ["PageGate", "checked_host_names", "host_name", "is_loopback_host"]
 
 HOSTS_REMEMBERED_MAX = 256  # a client may invent addresses and names below localhost; each of them is checked then
 HOST_CHARACTERS_MAX = 262  # a name has 253 at most, a port five
@@ -38,6 +35,8 @@ _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([0-9]{0,5}))?")
 # As browsers write or read them: a host whose parts are all numbers is an address and is never looked up.
 _NUMBERS = re.compile(r"(?:[0-9]+|0[xX][0-9a-fA-F]*)(?:\.(?:[0-9]+|0[xX][0-9a-fA-F]*)){0,3}")
 _NAME = re.compile(r"(?:\*\.)?[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?")
+_NETWORK_SUFFIXES = (".home.arpa", ".internal", ".local")
+"""Below these the public DNS has no names (RFC 8375, ICANN's private-use name, RFC 6762)."""
 
 
 class PageGate:
@@ -47,12 +46,18 @@ class PageGate:
         host_names: names that the Host header may have besides addresses and localhost; "*.example.org" means every
             name below example.org, and "*" every name. None: the Host header is not checked.
         origins: of web pages that may send requests, as in --cors-origin; "*" means every page.
+        has_network_names: the Host header may also be a name that only the local network can define: one without a
+            dot, as of a container or a Kubernetes Service, or one below .local, .internal or .home.arpa. Nobody on the
+            internet can give such a name to a page. Meant for servers that the local network reaches anyway.
     """
 
-    def __init__(self, host_names: Iterable[str] | None, origins: Iterable[str] = ()) -> None:
+    def __init__(
+        self, host_names: Iterable[str] | None, origins: Iterable[str] = (), *, has_network_names: bool = False
+    ) -> None:
         names = None if host_names is None else frozenset(host_names)
         self._names = names
         self._suffixes = (".localhost", *(name[1:] for name in names or () if name.startswith("*.")))
+        self._has_network_names = has_network_names
         self._checks_host = names is not None and "*" not in names
         self._origins = frozenset(origins)
         self._hosts: set[str] = set()
@@ -97,6 +102,7 @@ class PageGate:
             or name in self._names
             or name.endswith(self._suffixes)
             or _is_address(name)
+            or (self._has_network_names and _is_network_name(name))
         )
 
 
@@ -140,6 +146,10 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_network_name(name: str) -> bool:
+    return ("." not in name or name.endswith(_NETWORK_SUFFIXES)) and _NAME.fullmatch(name) is not None
 
 
 def _is_of_host(origin: str, host: str | None) -> bool:

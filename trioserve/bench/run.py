@@ -31,6 +31,7 @@ from trioserve.bench.report import (
     report_text,
 )
 from trioserve.bench.settings import BenchSettings
+from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.trio_tools.progress import LOG_SECONDS, ProgressLine
 
 __all__ = [
@@ -116,7 +117,7 @@ def _new_client(nursery: trio.Nursery, settings: BenchSettings, open_stream: Ope
 
 def common_headers(api_key: str | None) -> list[tuple[str, str]]:
     """Of every request, whatever the HTTP version."""
-    headers = [("user-agent", "trioserve-bench"), ("content-type", "application/json")]
+    headers = [("user-agent", "trioserve-bench"), ("content-type", "application/json"), (NOT_A_PAGE_HEADER, "bench")]
     if api_key is not None:
         headers.append(("authorization", f"Bearer {api_key}"))
     return headers

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from trioserve.api.gate import NOT_A_PAGE_HEADER
+from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.contracts.errors import TrioserveError
 
 __all__ = ["DEFAULT_URL", "Event", "RemoteServer", "ServerFailed"]

@@ -221,6 +221,7 @@ def access_rules(config: ServerConfig) -> AccessRules:
         model_is_required=config.require_model,
         response_bytes_max=config.max_response_bytes,
         host_names=names,
+        has_network_names=_is_reached_by_others(config),
         page_origins=config.cors_origin,
         operates_without_key=config.allow_operator_without_key or not _is_reached_by_others(config),
     )
@@ -230,8 +231,7 @@ def _own_names(config: ServerConfig) -> tuple[str, ...]:
     """By which other machines know this one, where they reach the server: --host, and the machine's name."""
     if is_loopback_host(config.host):
         return ()
-    machine = socket.gethostname().lower()
-    return tuple(filter(None, (config.host.strip("[]").lower(), machine, machine.partition(".")[0])))
+    return tuple(filter(None, (config.host.strip("[]").lower(), socket.gethostname().lower())))
 
 
 def _is_reached_by_others(config: ServerConfig) -> bool:

@@ -16,6 +16,7 @@ from trioserve.contracts.kv_transfer import EngineRole
 __all__ = [
     "CONTINUATION_BYTES_MAX",
     "DISAGGREGATED_PROMPT_TOKENS_MIN",
+    "NOT_A_PAGE_HEADER",
     "PREFIX_BLOCK_TOKENS",
     "EndpointId",
     "EndpointLoad",
@@ -23,6 +24,10 @@ __all__ = [
     "PairOutcome",
     "RoutedRequest",
 ]
+
+NOT_A_PAGE_HEADER = "sec-trioserve-client"
+"""Sent by our routers to their endpoints, and by our commands: both may know a server by any name. No browser lets a
+page set a header whose name begins with "Sec-" (Fetch standard, forbidden request-header), so no page can send it."""
 
 EndpointId = NewType("EndpointId", str)
 """The router's name of an endpoint, chosen by the operator; unique among those that it knows."""

@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from trioserve.api.gate import NOT_A_PAGE_HEADER
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, INSTANCE_HEADER, heartbeat_field
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad
+from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER, EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
 from trioserve.proxy.response_reader import BadResponse, CutOff, ResponseHead, ResponseReader
 from trioserve.proxy.response_shape import InvalidAnswer

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from trioserve.api.gate import NOT_A_PAGE_HEADER
 from trioserve.bench.client import Failure, stream_opener
 from trioserve.bench.http1 import Http1Client
 from trioserve.bench.settings import Target
 from trioserve.commands.remote import ServerFailed
+from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
