@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +20,9 @@ from trioserve.contracts.image_generation import Picture
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
-from trioserve.trio_tools.process_pool import ProcessPool
+from trioserve.trio_tools.process_pool import FRAME, ProcessPool
+from trioserve.vision import decoding_process
+from trioserve.vision.decoding_process import DecodeJob, DecodeReply
 from trioserve.vision.picture_file import decoded_mask, decoded_picture
 from trioserve.vision.tiles import tiles_of
 
@@ -111,3 +115,26 @@ async def test_nothing_is_started_for_what_a_header_refuses() -> None:
         with pytest.raises(InvalidRequest, match="no image"):
             await picture(decoder, b"<svg/>")
         assert decoder._pool.started_total == 0
+
+
+def test_a_job_of_a_server_that_has_gone_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[DecodeJob] = []
+
+    def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes]:
+        jobs.append(job)
+        server.close()
+        return DecodeReply(), b""
+
+    monkeypatch.setattr(decoding_process, "_limit_itself", lambda memory: None)
+    monkeypatch.setattr(decoding_process, "_limit_cpu", lambda seconds: None)
+    monkeypatch.setattr(decoding_process, "decode", decode)
+    head = msgspec.msgpack.encode(DecodeJob(kind="picture", place="image", limits=ImageLimits()))
+    for is_gone in (False, True):
+        server, own = socket.socketpair()
+        server.sendall(FRAME.pack(len(head), 3) + head + b"GIF")
+        if is_gone:
+            server.close()
+        monkeypatch.setattr("sys.argv", ["", str(own.detach()), "0"])
+        with contextlib.nullcontext() if is_gone else pytest.raises(BrokenPipeError):
+            decoding_process.main()
+    assert len(jobs) == 1

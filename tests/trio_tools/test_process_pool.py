@@ -17,12 +17,15 @@ from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPo
 CHILD = """
 import os, signal, socket, struct, sys
 connection = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+last_job = False
 while head := connection.read(8):
+    if last_job: os._exit(3)
     first, second = struct.unpack("<II", head)
     job, content = connection.read(first), connection.read(second)
     if job == b"stay": signal.pause()
     if job == b"end": os._exit(3)
     if job == b"crash": os.kill(os.getpid(), signal.SIGSEGV)
+    if job == b"echo, then end with the next job": last_job = True
     if job == b"environment": content = repr(dict(os.environ)).encode()
     connection.write(struct.pack("<II", len(job), len(content)) + job + content)
     connection.flush()
@@ -122,6 +125,16 @@ async def test_an_idle_process_that_has_ended_is_replaced() -> None:
         os.kill(process_id, 9)
         wait_for_end(process_id)
         assert await ask(pool, b"echo", b"x") == b"x"
+
+
+async def test_job_whose_idle_process_is_lost_is_done_by_a_new_process() -> None:
+    with pool_of() as pool:
+        await ask(pool, b"echo, then end with the next job")
+        assert await ask(pool, b"echo", b"content") == b"content"
+        assert pool.started_total == 2
+        with pytest.raises(ProcessLost):
+            await ask(pool, b"crash")  # of the reused process, and then of a new one
+        assert pool.started_total == 3
 
 
 async def test_a_program_that_does_not_exist_is_an_error_of_the_system() -> None:

@@ -104,6 +104,9 @@ class ProcessPool:
     ) -> tuple[bytes, bytearray]:
         """Have a child do one job. To be called inside of a turn. A cancelled caller leaves at once.
 
+        A child that was idle may be ended at any time, as when the machine is short of memory. The job that meets this
+        is done once more, by a new child.
+
         Args:
             seconds_max: from now to the end of the reply, the start of a process included.
             reply_bytes_max: of the reply's content.
@@ -119,15 +122,21 @@ class ProcessPool:
         """
         if self._is_closed:
             raise AlreadyEnded("no process is started any more: their pool is closed")
-        child = self._child()
+        with trio.move_on_after(seconds_max):
+            child = self._idle_child()
+            if child is not None:
+                with contextlib.suppress(ProcessLost):
+                    return await self._ask(child, head, content, reply_bytes_max)
+            return await self._ask(self._new_child(), head, content, reply_bytes_max)
+        raise JobTooLong
+
+    async def _ask(self, child: _Child, head: bytes, content: bytes, reply_bytes_max: int) -> tuple[bytes, bytearray]:
         self._busy.add(child)
         is_done = False
         try:
-            with trio.move_on_after(seconds_max):
-                reply = await child.ask(head, content, reply_bytes_max)
-                is_done = True
-                return reply
-            raise JobTooLong
+            reply = await child.ask(head, content, reply_bytes_max)
+            is_done = True
+            return reply
         finally:
             self._busy.remove(child)
             if is_done and not self._is_closed:
@@ -147,13 +156,16 @@ class ProcessPool:
         for child in children:
             child.reap()
 
-    def _child(self) -> _Child:
+    def _idle_child(self) -> _Child | None:
         self._killed = [child for child in self._killed if child.is_alive]
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
                 return child
             child.kill()
+        return None
+
+    def _new_child(self) -> _Child:
         self.started_total += 1
         return _Child(self._command)
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -79,12 +80,16 @@ def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryv
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    _limit_itself(int(sys.argv[2]))
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        _limit_itself(int(sys.argv[2]))
+        _serve(connection)
+
+
+def _serve(connection: socket.socket) -> None:
     while (frame := _received(connection, FRAME.size)) is not None:
         head_bytes, content_bytes = FRAME.unpack(frame)
         head, content = _received(connection, head_bytes), _received(connection, content_bytes)
-        if head is None or content is None:
+        if head is None or content is None or _is_closed(connection):
             break
         job = msgspec.msgpack.decode(head, type=DecodeJob)
         _limit_cpu(job.limits.decode_seconds_max)
@@ -92,6 +97,13 @@ def main() -> None:
         encoded = msgspec.msgpack.encode(reply)
         connection.sendall(FRAME.pack(len(encoded), len(pixels)) + encoded)
         connection.sendall(pixels)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the server has gone. It may do so while this process starts, before the kernel ends it for that."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
 def _limit_itself(memory_bytes: int) -> None:
