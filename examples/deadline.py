@@ -16,7 +16,7 @@ async def main() -> None:
                     print(delta.text, end="", flush=True)
         print("\n-- out of time" if scope.cancelled_caught else "\n-- finished")
 
-        await trio.sleep(0.5)  # a step is shorter than that
+        await engine.wait_all_free()  # after the step in flight
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

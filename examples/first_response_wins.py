@@ -26,7 +26,7 @@ async def main() -> None:
                 nursery.start_soon(ask, seed, nursery)
         print("first:", responses[0])
 
-        await trio.sleep(0.5)  # a step is shorter than that
+        await engine.wait_all_free()  # after the step in flight
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

@@ -9,12 +9,13 @@ python examples/grpo.py --url URL --admin-key KEY     a server that runs already
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import secrets
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,6 @@ import trio
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import trioserve
-from trioserve.commands.serve import serve_configured
-from trioserve.config import make_config
 from trioserve.contracts.weights import SharedWeights
 from trioserve.engine.engine import Engine
 from trioserve.model.loading.default_model import find_default_model
@@ -228,22 +227,18 @@ async def opened_sampler(options: argparse.Namespace) -> AsyncIterator[EmbeddedS
         async with trioserve.open_engine(**ENGINE) as engine:
             yield EmbeddedSampler(engine, options.tokens)
         return
-    async with trio.open_nursery() as nursery:
-        stop, orders = trio.open_memory_channel[object](1)
+    async with AsyncExitStack() as scopes:
         if options.http:
             options.admin_key = secrets.token_hex()
+            engine = await scopes.enter_async_context(trioserve.open_engine(**ENGINE))
+            nursery = await scopes.enter_async_context(trio.open_nursery())
+            scopes.callback(nursery.cancel_scope.cancel)
             keys = {"api_key": (secrets.token_hex(),), "admin_api_key": options.admin_key}
-            config = make_config(port=0, **ENGINE, **keys)
-            options.url = await nursery.start(serve, config, orders)
+            [options.url] = await nursery.start(functools.partial(trioserve.serve, engine, port=0, **keys))
         headers = {"Authorization": f"Bearer {options.admin_key}"}
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=options.url, headers=headers, limits=limits, timeout=60) as client:
             yield HttpSampler(client, options.tokens)
-        stop.send_nowait("stop")
-
-
-async def serve(config, orders, *, task_status) -> None:
-    await serve_configured(config, orders, on_serving=lambda urls: task_status.started(urls[0]))
 
 
 async def main() -> None:

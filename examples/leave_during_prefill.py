@@ -3,12 +3,12 @@
 python examples/leave_during_prefill.py
 """
 
+import functools
 import json
 
 import trio
 
-from trioserve.commands.serve import serve_configured
-from trioserve.config import make_config
+import trioserve
 
 PROMPT = "All work and no play makes a dull boy. " * 700
 
@@ -20,39 +20,19 @@ async def request(port: int, method: str, path: str, body: bytes = b"") -> trio.
     return stream
 
 
-async def live_requests(port: int) -> list[dict[str, object]]:
-    async with await request(port, "GET", "/v1/requests") as stream:
-        response = b"".join([piece async for piece in stream])
-    return json.loads(response.partition(b"\r\n\r\n")[2])["data"]
-
-
-async def live_once(port: int, is_reached) -> list[dict[str, object]]:
-    while True:
-        live = await live_requests(port)
-        if is_reached(live):
-            return live
-        await trio.sleep(0.01)
-
-
 async def main() -> None:
-    stop, orders = trio.open_memory_channel[object](1)
-    urls: list[str] = []
-    serving = trio.Event()
-    config = make_config(model="smollm2", port=0, max_num_batched_tokens=256)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(
-            lambda: serve_configured(config, orders, on_serving=lambda at: (urls.extend(at), serving.set()))
-        )
-        await serving.wait()
-        port = int(urls[0].rpartition(":")[2])
+    async with trioserve.open_engine("smollm2", max_num_batched_tokens=256) as engine, trio.open_nursery() as nursery:
+        [url] = await nursery.start(functools.partial(trioserve.serve, engine, port=0))
+        port = int(url.rpartition(":")[2])
 
         client = await request(port, "POST", "/v1/completions", json.dumps({"prompt": PROMPT, "stream": True}).encode())
-        live = await live_once(port, lambda live: live and live[0]["phase"] == "prefill")
-        print("in the middle of its prompt:", live[0])
+        await client.receive_some()  # the head of the response comes when the first chunk is computed
+        print("in the middle of its prompt:", engine.live_requests()[0])
 
         await client.aclose()
-        print("a step later:", await live_once(port, lambda live: not live))
-        stop.send_nowait("stop")
+        await engine.wait_all_free()
+        print("a step later, KV blocks in use:", engine.stats().blocks_used)
+        nursery.cancel_scope.cancel()
 
 
 if __name__ == "__main__":

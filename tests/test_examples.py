@@ -19,7 +19,7 @@ SAYS = {
     "same_bits.py": ["in company: True", "as a prompt: True"],
     "train_digits.py": ["autoencoder: step 1 of 1, loss", "transformer: step 3 of 3, loss", "the model is in"],
     "grpo.py": ["iteration 2: reward ", " cut off, ", " continued, ", "leaked blocks: 0"],
-    "leave_during_prefill.py": ["in the middle of its prompt: {", "a step later: []"],
+    "leave_during_prefill.py": ["in the middle of its prompt: LiveRequestView(", "a step later, KV blocks in use: 0"],
 }
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trioserve.asgi import asgi_app
     from trioserve.assemble import open_engine
     from trioserve.assemble_images import open_image_engine
+    from trioserve.commands.serve import serve
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.errors import (
         ContextTooLong,
@@ -78,6 +79,7 @@ __all__ = [
     "asgi_app",
     "open_engine",
     "open_image_engine",
+    "serve",
 ]
 
 __version__ = "0.1.0"
@@ -86,6 +88,7 @@ _HOMES = {
     "asgi_app": "trioserve.asgi",
     "open_engine": "trioserve.assemble",
     "open_image_engine": "trioserve.assemble_images",
+    "serve": "trioserve.commands.serve",
     "ChatPrompt": "trioserve.contracts.prompt",
     "Deadlines": "trioserve.contracts.deadlines",
     "Delta": "trioserve.contracts.output",

@@ -23,7 +23,7 @@ ALERTS = Path(__file__).parents[2] / "examples" / "observability" / "prometheus"
 
 ENGINE_MEMBERS = (
     *("model", "ready", "generate", "abort", "live_requests", "encode", "decode", "stats", "load", "drain"),
-    *("abort_all", "wait_until_idle"),
+    *("abort_all", "wait_until_idle", "wait_all_free"),
 )
 STREAM_MEMBERS = (
     *("id", "prompt_token_ids", "completion_token_count", "is_finished", "is_held", "wait_until_begun"),

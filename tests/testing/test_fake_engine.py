@@ -213,3 +213,45 @@ async def test_deadlines_have_defaults_and_limits(autojump_clock):
             "queue_timeout",
             1.0,
         )
+
+
+# --- what is left at the end of a test ---
+
+
+@pytest.mark.fake_engine(step_seconds=0.5, response="a" * 100)
+@pytest.mark.parametrize("way", ["a break", "a deadline", "a cancelled scope"])
+async def test_fixture_waits_for_the_step_in_flight(fake_engine, autojump_clock, way):
+    """The fixture itself asserts that all is free: these programs are correct."""
+    deadlines = Deadlines(timeout=3.0) if way == "a deadline" else None
+    with trio.move_on_after(3.0 if way == "a cancelled scope" else 100.0):
+        async with fake_engine.generate("hi", SamplingParams(max_tokens=100), deadlines=deadlines) as response:
+            async for _ in response:
+                if way == "a break":
+                    break
+    assert fake_engine.stats().blocks_used > 0
+
+
+@pytest.mark.fake_engine(step_seconds=0.5, response="a" * 100)
+async def test_server_fixture_waits_for_the_step_in_flight(memory_server, autojump_clock):
+    client = memory_server.client()
+    async with client.ask("/v1/completions", {"prompt": "hi", "max_tokens": 100, "stream": True}) as response:
+        assert await response.head() == 200
+
+
+async def test_all_is_free_when_waiting_for_it_returns(autojump_clock):
+    async with open_fake_engine(step_seconds=0.5, response="a" * 100) as engine:
+        async with engine.generate("hi") as response:
+            await anext(response)
+        assert engine.stats().blocks_used > 0
+        await engine.wait_all_free()
+        assert engine.stats().blocks_used == 0
+        assert trio.current_time() % 0.5 == 0  # at the end of the step, not later
+
+
+async def test_waiting_for_an_idle_engine_ends_when_the_engine_breaks(autojump_clock):
+    with pytest.raises(EngineFault):
+        async with open_fake_engine(step_seconds=0.5) as engine, trio.open_nursery() as nursery:
+            async with engine.generate("hi") as response:
+                await anext(response)
+                engine.break_next_step()
+            nursery.start_soon(engine.wait_until_idle)

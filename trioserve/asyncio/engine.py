@@ -40,6 +40,7 @@ class Engine(ThreadedEngine[TrioEngine]):
     init_weights_update_group = awaited(TrioEngine.init_weights_update_group)
     destroy_weights_update_group = awaited(TrioEngine.destroy_weights_update_group)
     wait_until_idle = awaited(TrioEngine.wait_until_idle)
+    wait_all_free = awaited(TrioEngine.wait_all_free)
     load_adapter = awaited(TrioEngine.load_adapter)
     unload_adapter = awaited(TrioEngine.unload_adapter)
     encode = awaited(TrioEngine.encode)

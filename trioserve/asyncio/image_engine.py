@@ -25,6 +25,7 @@ class ImageEngine(ThreadedEngine[TrioImageEngine]):
     pause_generation = awaited(TrioImageEngine.pause_generation)
     resume_generation = called(TrioImageEngine.resume_generation)
     wait_until_idle = awaited(TrioImageEngine.wait_until_idle)
+    wait_all_free = awaited(TrioImageEngine.wait_all_free)
 
     @property
     def model(self) -> ImageModelDescription:

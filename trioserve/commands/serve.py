@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -28,7 +28,7 @@ from trioserve.commands.serving import (
 )
 from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
-from trioserve.config import Config, engine_settings
+from trioserve.config import Config, engine_settings, make_config
 from trioserve.engine.engine import Engine
 from trioserve.http.server import FrontendServer
 from trioserve.model.diffusion.directory import is_image_model
@@ -39,13 +39,13 @@ from trioserve.store.store import open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service, Worker
 
-__all__ = ["run_server", "serve_configured"]
+__all__ = ["run_server", "serve", "serve_configured"]
 
 
 def run_server(config: Config) -> int:
     """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError and EngineFault."""
 
-    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+    async def serve_model(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         if is_image_model(config.model):
             from trioserve.commands.serve_images import serve_images  # whoever serves texts needs none of it
 
@@ -53,7 +53,7 @@ def run_server(config: Config) -> int:
         else:
             await serve_configured(config, orders, on_serving=announce)
 
-    return run_until_signal(config, serve, what=", ".join(_names(config)))
+    return run_until_signal(config, serve_model, what=", ".join(_names(config)))
 
 
 class OpenEngine(Protocol):
@@ -70,10 +70,11 @@ async def serve_configured(
     *,
     on_serving: Callable[[list[str]], None] = lambda urls: None,
     open_engine: OpenEngine = open_configured_engine,
+    opened: Engine | None = None,
 ) -> None:
     """The whole server in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
     handlers. on_serving is told the URLs. open_engine: makes the engine, where it is not to be the configured one.
-    Cancelling it ends everything at once."""
+    opened: the engine, if the caller has opened it. Cancelling it ends everything at once."""
     # First of all, so that what cannot be is told before a model is loaded.
     check_front(config)
     check_front_end(config)
@@ -82,11 +83,14 @@ async def serve_configured(
     routing = Routing(config)
     profiles = check_profile_directory(config.profile)
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
-        bar = scopes.enter_context(contextlib.closing(LoadingBar(config.model)))
+        bar = None if opened else scopes.enter_context(contextlib.closing(LoadingBar(config.model)))
         tracing = await scopes.enter_async_context(open_tracing(config))
         store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), store_settings(config)))
-        with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
-        engine = await scopes.enter_async_context(with_engine)
+        engine = opened
+        if bar is not None:
+            with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
+            engine = await scopes.enter_async_context(with_engine)
+        assert engine is not None
         app: App | RouterApp
         app = engines_app = engine_app(
             engine, config, store, tracer=tracing.tracer, is_behind_router=routing.has_endpoints
@@ -117,6 +121,30 @@ async def serve_configured(
             async with trio.open_nursery() as nursery:
                 await nursery.start(service.run, orders)
                 on_serving(urls)
+
+
+async def serve(
+    engine: Engine, *, task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED, **options: Any
+) -> None:
+    """Serve an open engine over HTTP inside of a Trio program, until this is cancelled.
+
+    Start it in a nursery: `urls = await nursery.start(functools.partial(trioserve.serve, engine, port=8000))`. The
+    engine stays usable from Python, and open when serving ends. Cancelling ends all connections at once. To let running
+    requests finish first, call `engine.drain()` and wait for `engine.wait_until_idle()`.
+
+    Args:
+        engine: made by `trioserve.open_engine`.
+        options: options of `trioserve serve` for its front end, spelled with `_`: `host`, `port`, `api_key` and so on.
+            Options of the engine have no effect here.
+
+    Raises:
+        StartupError: an option is wrong, or the address cannot be listened at.
+        EngineFault: the engine broke.
+    """
+    sender, orders = trio.open_memory_channel[object](1)
+    config = make_config(model=engine.model.source, **options)
+    async with sender, orders:
+        await serve_configured(config, orders, on_serving=task_status.started, opened=engine)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import trio
-from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.app import BaseApp
 from trioserve.api.batches.settings import BatchSettings
@@ -83,7 +82,7 @@ class ServedInMemory(Generic[EngineT, AppT]):
     async def assert_all_free(self) -> None:
         """Assert that of no request anything is left, after everybody has done what they can: see
         FakeEngine.assert_all_free; and no exchange is open in the front end."""
-        await wait_all_tasks_blocked()
+        await self.engine.finish_step()
         self.engine.assert_all_free()
         counters = self.server.counters()
         assert counters.exchanges_open == 0, f"{counters.exchanges_open} requests are still open in the front end"

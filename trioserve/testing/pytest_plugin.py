@@ -54,28 +54,24 @@ def fake_engine_options() -> dict[str, Any]:
 @trio_fixture
 async def fake_engine(request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]) -> AsyncIterator[FakeEngine]:
     """An engine without weights. After the test, no KV block and no place may be taken."""
-    import trio.testing
-
     from trioserve.testing.fake_engine import open_fake_engine
 
     async with _kept(open_fake_engine(**_options(request, fake_engine_options))) as engine:
         yield engine
         if engine.fault is None:
-            await trio.testing.wait_all_tasks_blocked()
+            await engine.finish_step()
             engine.assert_all_free()
 
 
 @trio_fixture
 async def fake_image_engine(request: pytest.FixtureRequest) -> AsyncIterator[FakeImageEngine]:
     """An engine of pictures without weights. After the test, no latent slot and no place may be taken."""
-    import trio.testing
-
     from trioserve.testing.fake_image_engine import open_fake_image_engine
 
     async with _kept(open_fake_image_engine(**_options(request, {}, "fake_image_engine"))) as engine:
         yield engine
         if engine.fault is None:
-            await trio.testing.wait_all_tasks_blocked()
+            await engine.finish_step()
             engine.assert_all_free()
 
 
@@ -94,12 +90,16 @@ async def memory_server(
 
 @asynccontextmanager
 async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Keep it open in a task of its own, so that an engine that a test breaks does not cancel the test. Any other fault
-    of the engine fails the test."""
+    """Keep it open in a task of its own, so that an engine that a test breaks does not cancel the test.
+
+    Any other fault of the engine fails the test, as does what is left over. Errors come out without groups around them,
+    so that the summary of pytest shows their sentence.
+    """
     import trio
 
     from trioserve.contracts.errors import EngineFault
     from trioserve.testing.stepped_by_hand import InjectedFault
+    from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
     async def keep(task_status: trio.TaskStatus[T]) -> None:
         try:
@@ -110,9 +110,10 @@ async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
             if not isinstance(fault.__cause__, InjectedFault):
                 raise
 
-    async with trio.open_nursery() as nursery:
-        yield await nursery.start(keep)
-        nursery.cancel_scope.cancel()
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            yield await nursery.start(keep)
+            nursery.cancel_scope.cancel()
 
 
 def _options(

@@ -16,6 +16,8 @@ from trioserve.testing.gated_core import GatedSteps
 
 __all__ = ["InjectedFault", "SteppedByHand"]
 
+STEPS_IN_FLIGHT_MAX = 2
+
 PlanT = TypeVar("PlanT", bound=AnyPlan)
 
 
@@ -64,6 +66,16 @@ class SteppedByHand(Generic[PlanT]):
                 break
             await self._end_held_step()
         return plan
+
+    async def finish_step(self) -> None:
+        """Wait for the end of the step in flight, so that what its requests had is free. Other tasks do what they can
+        before and after. A step that a test holds is not waited for."""
+        await wait_all_tasks_blocked()
+        for _ in range(STEPS_IN_FLIGHT_MAX):
+            if self.steps.plan is None or self.steps.is_held:
+                break
+            await self.core.asked_again()
+            await wait_all_tasks_blocked()
 
     @asynccontextmanager
     async def held_step(self) -> AsyncIterator[PlanT]:

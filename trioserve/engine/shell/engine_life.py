@@ -19,7 +19,9 @@ from trioserve.admission.local_endpoint import local_dispatch
 from trioserve.contracts.arguments import refuse, to_int
 from trioserve.contracts.errors import EngineFault, InvalidRequest, RankLost
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.iterative import IterativeStats
 from trioserve.contracts.output import REQUEST_POISONED
+from trioserve.contracts.stats import EngineStats
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.core_delivery import CoreDelivery
 from trioserve.engine.shell.engine_loop import EngineLoop
@@ -381,16 +383,36 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         if not self._gate.is_open:
             self._end_begun("the server is leaving, and its engine is paused", SERVER_STOPPING)
 
+    @abstractmethod
+    def stats(self) -> EngineStats | IterativeStats:
+        """How much the core has."""
+
     async def wait_until_idle(self) -> None:
-        """Returns when no request is entered, and nothing is held for another engine. For use after drain()."""
+        """Wait until no request is entered, nothing is held for another engine, and all KV blocks are free.
+
+        Blocks of a request that left during a step are free when that step ends. To wait for the end of a server, call
+        drain() first.
+        """
         self._own_run.check("engine.wait_until_idle")
-        while self._is_busy:
+        while self._is_busy or self._computes:
             if self._idle.is_set():  # otherwise somebody else waits for it, too
                 self._idle = trio.Event()
             await self._idle.wait()
 
+    async def wait_all_free(self) -> None:
+        """Wait until everything that requests had is free: the same as wait_until_idle, named for tests."""
+        await self.wait_until_idle()
+
+    @property
+    def _computes(self) -> bool:
+        """Whether the core still has sequences, also such whose readers have left during the step in flight."""
+        if not self._is_running or self.fault is not None:
+            return False
+        stats = self.stats()
+        return stats.running_count + stats.waiting_count > 0
+
     def _note_idle(self) -> None:
-        if not self._is_busy:
+        if not (self._idle.is_set() or self._is_busy or self._computes):
             self._idle.set()
 
     def wake(self) -> None:
@@ -399,6 +421,8 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._loop.wake()
 
     def _after_step(self) -> None:
+        if not self._idle.is_set():
+            self._note_idle()
         self._readmission.look()
         self._pausing.look()
         self.load_changes.note()
