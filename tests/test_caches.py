@@ -67,6 +67,7 @@ CACHES = {
     ("core/remote_loads.py", "_pending"): NOT_A_CACHE,
     ("core/request_table.py", "_finished_ids"): NOT_A_CACHE,
     ("core/waiting_queue.py", "_queues"): NOT_A_CACHE,
+    ("trio_tools/fair_places.py", "_waiting"): NOT_A_CACHE,
     ("ranks/group.py", "_orders"): NOT_A_CACHE,
     ("router/continued_queue.py", "_lines"): NOT_A_CACHE,
     ("router/waiting_queue.py", "tenants"): NOT_A_CACHE,

@@ -35,7 +35,7 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.spelling import closest_name
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
-from trioserve.http.limits import RESPONSE_BYTES_MAX, FrontendLimits
+from trioserve.http.limits import RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX, FrontendLimits
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
 from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.router.settings import SilenceSettings
@@ -142,6 +142,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "repeats of its prompts, vectors x dimensions; a larger one is refused with 400. A stream has no such bound, "
         "since it leaves piece by piece", "BYTES", ge=1024, le=2**31 - 1,
         )] = RESPONSE_BYTES_MAX
+    max_responses_bytes: Annotated[int, _about(
+        "what the whole responses of all clients may hold together, counted as they grow; a response that does not "
+        "fit is refused with 429. Responses below 64 KiB are not counted", "BYTES", ge=1024, le=2**40,
+        )] = RESPONSES_BYTES_MAX
     stall_timeout: Annotated[float, _about(
         "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max

@@ -217,3 +217,74 @@ async def test_a_client_that_leaves_ends_the_encoding(autojump_clock):
     with trio.move_on_after(0) as scope:
         await LargeJson().add(range(10**9), list)
     assert scope.cancelled_caught
+
+
+# --- all whole responses together ---
+
+WITH_LOGPROBS = {"prompt": "a", "max_tokens": 200, "logprobs": 20, "ignore_eos": True}  # about 340,000 bytes
+ROOM_FOR_TWO = AccessRules(responses_bytes_max=800_000)
+
+
+async def test_large_responses_share_a_bound_and_small_ones_are_not_refused(autojump_clock):
+    async with open_memory_server(
+        access=ROOM_FOR_TWO, context_tokens_max=256, block_count=512, max_num_seqs=16
+    ) as server:
+        statuses: list[tuple[int, str | None]] = []
+        small: list[int] = []
+
+        async def ask_large() -> None:
+            response = await server.client().post("/v1/completions", WITH_LOGPROBS)
+            statuses.append((response.status, response.headers.get("retry-after")))
+            await response.read()
+
+        async def ask_small() -> None:
+            response = await server.client().post("/v1/completions", {"prompt": "a", "max_tokens": 200})
+            small.append(response.status)
+            await response.read()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(ask_large)
+                nursery.start_soon(ask_small)
+        assert sorted(status for status, _ in statuses)[0] == 200
+        assert {entry for entry in statuses if entry[0] != 200} == {(429, "1")}
+        assert small == [200] * 6
+        assert server.app.responses.bytes_held == 0
+        await trio.sleep(1)  # the step in flight ends
+        server.engine.assert_all_free()
+        await ask_large()  # there is room again
+        assert statuses[-1][0] == 200
+
+
+@pytest.mark.parametrize("name", ["chat", "vectors", "prompt"])
+async def test_every_kind_of_large_response_counts_until_it_ends(autojump_clock, name):
+    path, body = {
+        "chat": (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "logprobs": True, "top_logprobs": 20},
+        ),
+        "vectors": ("/v1/embeddings", {"input": ["a"] * 600}),
+        "prompt": ("/v1/completions", {"prompt": "a" * 200, "max_tokens": 1, "echo": True, "logprobs": 20}),
+    }[name]
+    access = AccessRules(responses_bytes_max=100_000)
+    async with open_memory_server(access=access, context_tokens_max=256, block_count=512, max_num_seqs=16) as server:
+        response = await server.client().post(path, {**body, "ignore_eos": True} if name != "vectors" else body)
+        told = (await response.read()).decode()
+        assert response.status == 429, told
+        assert "--max-responses-bytes" in told
+        assert server.app.responses.bytes_held == 0
+        await trio.sleep(1)
+        server.engine.assert_all_free()
+
+
+async def test_a_client_that_leaves_gives_its_bytes_back(autojump_clock):
+    async with open_memory_server(access=ROOM_FOR_TWO, context_tokens_max=256, block_count=512) as server:
+        with trio.move_on_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(server.client().post, "/v1/completions", WITH_LOGPROBS)
+                while server.app.responses.bytes_held == 0:
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+        await trio.sleep(1)
+        assert server.app.responses.bytes_held == 0
+        server.engine.assert_all_free()

@@ -157,6 +157,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         try:
             await self._respond(context, route, is_own=is_own)
         finally:
+            context.release()
             if heartbeat is not None:
                 heartbeat.end()
             seconds = trio.current_time() - began_at

@@ -18,6 +18,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.weights import add_versions
 
 if TYPE_CHECKING:
+    from trioserve.api.whole_response import ResponseBound
     from trioserve.engine.request_stream import RequestStream
     from trioserve.trio_tools.deadline_keeper import Alarm
 
@@ -125,20 +126,26 @@ async def wait_until_begun(stream: RequestStream) -> None:
 
 
 async def collect(
-    streams: Sequence[RequestStream], choice_count: int, *, is_partial: IsPartial = never_partial
+    streams: Sequence[RequestStream],
+    choice_count: int,
+    *,
+    bound: ResponseBound,
+    is_partial: IsPartial = never_partial,
 ) -> list[list[Choice]]:
-    """Every choice of every stream, complete, with what was known of it. is_partial, and what is raised: see
-    read_streams."""
+    """Every choice of every stream, complete, with what was known of it. bound: counts it. is_partial, and what is
+    raised: see read_streams. Raises Overloaded if all responses hold too much."""
     choices = [[Choice() for _ in range(choice_count)] for _ in streams]
 
     for stream_index, stream in enumerate(streams):
         for place, delta in enumerate(stream.known, start=1):
+            bound.take(delta)
             choices[stream_index][delta.index].take(delta)
             if place % KNOWN_IN_A_ROW_MAX == 0:
                 await trio.lowlevel.checkpoint()
         stream.forget_known()
 
     async def take(stream_index: int, delta: Delta) -> None:
+        bound.take(delta)
         choices[stream_index][delta.index].take(delta)
 
     await read_streams(streams, take, is_partial=is_partial)

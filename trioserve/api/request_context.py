@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from trioserve.api.caller import AccessRules
 from trioserve.api.engine_context import EngineContext, PauseMode
-from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseShape
+from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseBudget, ResponseShape
 from trioserve.contracts.prompt import Cut
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.trio_tools.fair_places import FairPlaces
@@ -72,7 +72,8 @@ class RequestContext(EngineContext):
     store: what outlives its request is kept there; None: nothing is. background: responses that go on by themselves.
     batches: those that have not ended; batch_endpoints: what may be asked in one. uploads: of forms that are taken
     apart in threads.
-    detached: streams that go on without a client. router_streams: those that go on without the router that asked.
+    responses: what all whole responses hold. detached: streams that go on without a client. router_streams: those that
+    go on without the router that asked.
     page: the live page.
     """
 
@@ -91,6 +92,7 @@ class RequestContext(EngineContext):
         batches: Batches,
         batch_endpoints: tuple[str, ...],
         uploads: FairPlaces,
+        responses: ResponseBudget,
         detached: DetachedStreams,
         router_streams: RouterStreams,
         routers_heard: RoutersHeard,
@@ -99,7 +101,7 @@ class RequestContext(EngineContext):
     ) -> None:
         super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
         self.page = page
-        self.response_bound = ResponseBound(rules.response_bytes_max)
+        self.response_bound = ResponseBound(rules.response_bytes_max, responses)
         self.engine = engine
         self.store = store
         self.background = background
@@ -111,6 +113,9 @@ class RequestContext(EngineContext):
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
         self.adapter: str | None = None  # that the request's model is; known when model_name was asked
+
+    def release(self) -> None:
+        self.response_bound.release()
 
     def note_large_bytes(self, change: int) -> None:
         self.engine.metrics.large_response_bytes.inc(change)

@@ -92,6 +92,9 @@ class Responder:
         finally:
             self.note_large_bytes(-held)
 
+    def release(self) -> None:
+        """The request is over: give back what its response held."""
+
     def note_large_bytes(self, change: int) -> None:
         """Bytes of a large response were encoded, or sent or given up."""
 

@@ -76,6 +76,7 @@ from trioserve.api.streams.detached_streams import DetachedStreams
 from trioserve.api.streams.handlers import delete_stream, read_stream
 from trioserve.api.streams.router_streams import RouterStreams, end_kept_stream, read_kept_stream
 from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
+from trioserve.api.whole_response import ResponseBudget
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
@@ -258,6 +259,7 @@ class App(BaseApp[RequestContext]):
         self._store = store
         self.background = BackgroundResponses(store, background or BackgroundSettings())
         self._uploads = FairPlaces(UPLOADS_MAX, what="uploads")
+        self.responses = ResponseBudget(self._keys.rules.responses_bytes_max)
         self.batches = Batches(
             store,
             batches or BatchSettings(),
@@ -376,6 +378,7 @@ class App(BaseApp[RequestContext]):
             batches=self.batches,
             batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
             uploads=self._uploads,
+            responses=self.responses,
             detached=self.detached,
             router_streams=self.router_streams,
             routers_heard=self._routers_heard,

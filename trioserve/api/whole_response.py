@@ -1,7 +1,8 @@
 """Whole responses: how large one may become, and how a large one is encoded and sent without holding up the event loop.
 
 The size is estimated from the request, before anything is computed. Every API asks for its tokens with
-RequestContext.generate and for its vectors with RequestContext.embed, and these two ask ResponseBound.
+RequestContext.generate and for its vectors with RequestContext.embed, and these two ask ResponseBound. What all whole
+responses hold together is counted as it grows (ResponseBudget), since most responses are shorter than they may be.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.http.limits import RESPONSE_BYTES_MAX
+from trioserve.http.limits import RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
 
-__all__ = ["PLAIN", "LargeJson", "ResponseBound", "ResponseShape"]
+__all__ = ["PLAIN", "LargeJson", "ResponseBound", "ResponseBudget", "ResponseShape"]
 
 # Bytes of JSON. Estimates, for usual texts; each is about a quarter more than what was measured.
 TEXT_TOKEN_BYTES = 6
@@ -32,6 +34,7 @@ PIECE_ITEMS = 2000  # alternatives that are encoded at a time, in a few millisec
 PIECE_NUMBERS = 20_000  # of vectors, that are encoded at a time
 PIECE_BYTES = 256 * 1024  # that are sent at a time
 SMALL_ITEMS_MAX = 4000  # as many are encoded together with the rest of the response
+SMALL_RESPONSE_BYTES = 64 * 1024  # not counted: about 10,000 tokens of text, and connections are bounded
 
 T = TypeVar("T")
 
@@ -57,11 +60,58 @@ class ResponseShape(msgspec.Struct, frozen=True, kw_only=True):
 PLAIN = ResponseShape()
 
 
-class ResponseBound:
-    """Refuses requests whose response could have more than `bytes_max` bytes. Holds no state of a request."""
+class ResponseBudget:
+    """Counts the bytes of JSON that the whole responses of all clients hold, up to `bytes_max`.
 
-    def __init__(self, bytes_max: int = RESPONSE_BYTES_MAX) -> None:
+    Python's objects of a log probability take about as much again until the response is sent.
+    """
+
+    def __init__(self, bytes_max: int = RESPONSES_BYTES_MAX) -> None:
         self.bytes_max = bytes_max
+        self.bytes_held = 0
+
+    def add(self, byte_count: int) -> None:
+        """Count bytes. Raises Overloaded if they do not fit, and does not count them then."""
+        if self.bytes_held + byte_count > self.bytes_max:
+            raise Overloaded(
+                f"large responses of all clients hold {self.bytes_held:,} bytes, and this one needs {byte_count:,} "
+                f"more: allowed are {self.bytes_max:,} (--max-responses-bytes). Try again shortly, ask for fewer log "
+                "probabilities, choices or inputs, or set stream",
+                reason="responses",
+                retry_after_seconds=1.0,
+            )
+        self.bytes_held += byte_count
+
+
+class ResponseBound:
+    """Bounds the whole response of one request.
+
+    A response that could have more than `bytes_max` bytes is refused. What a response holds counts in the budget.
+
+    Args:
+        budget: Of all responses of the server.
+    """
+
+    def __init__(self, bytes_max: int = RESPONSE_BYTES_MAX, budget: ResponseBudget | None = None) -> None:
+        self.bytes_max = bytes_max
+        self._budget = budget or ResponseBudget(bytes_max)
+        self._byte_count = 0  # of the response so far
+        self._counted = 0  # of them, in the budget
+
+    def take(self, delta: Delta) -> None:
+        """Count output that is kept until the response is complete. Raises Overloaded if the budget is used up."""
+        self._hold(len(delta.text) + TOKEN_ID_BYTES * len(delta.token_ids) + LOGPROB_BYTES * delta.alternative_count)
+
+    def release(self) -> None:
+        """The response was sent, or is given up. Harmless when repeated."""
+        self._budget.bytes_held -= self._counted
+        self._byte_count = self._counted = 0
+
+    def _hold(self, byte_count: int) -> None:
+        self._byte_count += byte_count
+        if self._byte_count > SMALL_RESPONSE_BYTES:
+            self._budget.add(self._byte_count - self._counted)
+            self._counted = self._byte_count
 
     def bounded(
         self, sampling: SamplingParams, shape: ResponseShape, *, tokens_max: int, default_tokens_max: int | None
@@ -105,7 +155,7 @@ class ResponseBound:
         )
 
     def check_prompts(self, sampling: SamplingParams, shape: ResponseShape, token_count: int) -> None:
-        """Check what the response repeats of its prompts. Raises InvalidRequest if that is too large.
+        """Check and count what the response repeats of its prompts. Raises InvalidRequest if that is too large.
 
         Args:
             token_count: Of all prompts together.
@@ -124,9 +174,10 @@ class ResponseBound:
                 "prompt",
                 "send fewer or shorter prompts at a time, or ask for fewer choices or log probabilities",
             )
+        self._hold(byte_count)
 
     def check_vectors(self, count: int, dimensions: int, *, is_base64: bool) -> None:
-        """Check the vectors that a request asks for. Raises InvalidRequest if they are too large."""
+        """Check and count the vectors that a request asks for. Raises InvalidRequest if they are too large."""
         number_bytes = BASE64_NUMBER_BYTES if is_base64 else NUMBER_BYTES
         byte_count = count * (VECTOR_BYTES + dimensions * number_bytes)
         if byte_count > self.bytes_max:
@@ -136,11 +187,13 @@ class ResponseBound:
                 "input",
                 "send fewer inputs at a time" + ("" if is_base64 else ', or ask for encoding_format "base64"'),
             )
+        self._hold(byte_count)
 
     def check_text(self, byte_count: int, what: str, param: str) -> None:
-        """Check a text that a response repeats or makes. Raises InvalidRequest if it is too large."""
+        """Check and count a text that a response repeats or makes. Raises InvalidRequest if it is too large."""
         if byte_count > self.bytes_max:
             raise self._refused(byte_count, what, param, "send less at a time")
+        self._hold(byte_count)
 
     def _refused(self, byte_count: int, factors: str, param: str, advice: str) -> InvalidRequest:
         return InvalidRequest(

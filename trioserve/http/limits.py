@@ -10,11 +10,15 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["RESPONSE_BYTES_MAX", "FrontendLimits"]
+__all__ = ["RESPONSES_BYTES_MAX", "RESPONSE_BYTES_MAX", "FrontendLimits"]
 
 RESPONSE_BYTES_MAX = 128 * 1024 * 1024
 """Default bound of a whole response of the engine's API, estimated from its request. 2,048 vectors of 1,536 numbers are
 about 70 MB of JSON, the largest whole response that OpenAI's limits allow."""
+
+RESPONSES_BYTES_MAX = 1024 * 1024 * 1024
+"""Default bound of all whole responses together, as they grow: eight of the largest ones, which with Python's objects
+take about 3 GB."""
 
 
 class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):

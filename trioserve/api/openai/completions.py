@@ -148,7 +148,9 @@ async def create_completion(context: RequestContext) -> None:
             if streams[0].is_held:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
-            collected = await collect(streams, sampling.n, is_partial=resumption.is_partial)
+            collected = await collect(
+                streams, sampling.n, bound=context.response_bound, is_partial=resumption.is_partial
+            )
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
                 await context.respond_large(large, await response.whole(large, head, collected))
                 streams[0].keep_hold()

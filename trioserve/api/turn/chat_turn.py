@@ -170,7 +170,12 @@ class ChatTurn:
         async def take_delta(_: int, delta: Delta) -> None:
             await take(delta.index, self.choices[delta.index].take(delta), delta)
 
-        await read_streams([self.stream], take_delta, keep_alive=keep_alive, is_partial=self.is_partial)
+        async def take_counted(stream_index: int, delta: Delta) -> None:
+            self._bound.take(delta)
+            await take_delta(stream_index, delta)
+
+        take_next = take_delta if self._request.shape.is_streamed else take_counted
+        await read_streams([self.stream], take_next, keep_alive=keep_alive, is_partial=self.is_partial)
 
     async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
         """Every choice, complete, with what was known of it. note: called when a delta comes. Raises what `read`
