@@ -20,7 +20,7 @@ import trio.testing
 from trioserve import assemble
 from trioserve.config import Config, drafts_of, engine_settings, make_config
 from trioserve.connectors import registry
-from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
@@ -226,12 +226,23 @@ async def test_a_tokenizer_of_another_model_is_told(runner_class, monkeypatch):
 async def test_what_is_laid_over_the_defaults_counts_where_nothing_is_said_and_its_limit_for_all(runner_class):
     wanted = {"max_new_tokens": 3}
     async with assemble.open_engine("m", generation_config="vllm", override_generation_config=wanted) as engine:
-        assert engine.default_sampling == SamplingParams(max_tokens=3)
+        assert engine.default_sampling == SamplingParams(max_tokens=3, clamp_max_tokens=True)
         for sampling in (SamplingParams(ignore_eos=True), SamplingParams(ignore_eos=True, max_tokens=20)):
             async with engine.generate("prompt", sampling) as stream:
                 assert sum([len(delta.token_ids) async for delta in stream]) == 3
         async with engine.generate("prompt", SamplingParams(ignore_eos=True, max_tokens=2)) as stream:
             assert sum([len(delta.token_ids) async for delta in stream]) == 2
+
+
+async def test_a_limit_for_all_requests_is_clamped_to_the_room_beside_the_prompt(runner_class):
+    wanted = {"max_new_tokens": 1_000_000}
+    async with assemble.open_engine("m", generation_config="vllm", override_generation_config=wanted) as engine:
+        for sampling in (None, SamplingParams()):
+            async with engine.generate("prompt", sampling) as stream:
+                await anext(aiter(stream))
+        with pytest.raises(ContextTooLong):
+            async with engine.generate("prompt", SamplingParams(max_tokens=500_000)) as stream:
+                await anext(aiter(stream))
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))

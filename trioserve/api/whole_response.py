@@ -124,8 +124,8 @@ class ResponseBound:
             default_tokens_max: max_tokens of a request that names none.
 
         Returns:
-            The sampling. A request that names no max_tokens, and whose longest output would be too large, gets the
-            max_tokens that fit.
+            The sampling. A request that names no max_tokens, or clamps them, and whose longest output would be too
+            large, gets the max_tokens that fit.
 
         Raises:
             InvalidRequest: The response could be too large.
@@ -145,8 +145,9 @@ class ResponseBound:
         if byte_count <= self.bytes_max:
             return sampling
         fitting = self.bytes_max // (sequence_count * token_bytes)
-        if sampling.max_tokens in (None, default_tokens_max) and fitting >= CAPPED_TOKENS_MIN:
-            return msgspec.structs.replace(sampling, max_tokens=fitting)
+        has_no_own = sampling.max_tokens in (None, default_tokens_max) or sampling.clamp_max_tokens
+        if has_no_own and fitting >= CAPPED_TOKENS_MIN:
+            return msgspec.structs.replace(sampling, max_tokens=fitting, clamp_max_tokens=True)
         raise self._refused(
             byte_count,
             f"{shape.prompt_count} prompts x {sampling.n} choices x {asked} tokens x ({factors})",

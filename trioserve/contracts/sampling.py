@@ -74,7 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Numbers may be those of numpy, and lists are as good as tuples; Python's own are kept.
 
     temperature: 0 is greedy. top_k: 0 or -1 is off. seed: None draws one when the request is made.
-    max_tokens: None means as many as fit the context. min_tokens: until then no end token is sampled, no stop counts.
+    max_tokens: None means as many as fit the context. clamp_max_tokens: if max_tokens do not fit beside the prompt, as
+    many tokens as fit are allowed; without it the request is refused.
+    min_tokens: until then no end token is sampled, no stop counts.
     logprobs: None is off; N also gives the N most probable alternatives (0: only the chosen token's).
     prompt_logprobs: the same for the prompt's own tokens; such a request does not use the prefix cache.
     stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
@@ -95,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int | None = None
+    clamp_max_tokens: bool = False
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

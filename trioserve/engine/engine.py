@@ -161,7 +161,10 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         self.role = role
         self.tokenizer = tokenizer
         self.families = families or ResponseFamilies(tokenizer)
-        self.default_sampling = default_sampling or SamplingParams()
+        defaults = default_sampling or SamplingParams()
+        if defaults.max_tokens is not None:  # a limit that the operator set refuses no prompt that leaves less room
+            defaults = msgspec.structs.replace(defaults, clamp_max_tokens=True)
+        self.default_sampling = defaults
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
         # finished and left, and what is held of them is still to be read
         self._kept_holds = RequestsById[OpenRequest]()
@@ -571,7 +574,9 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         tokens_max, asked = self.default_sampling.max_tokens, sampling.max_tokens
         if tokens_max is None or (asked is not None and asked <= tokens_max):
             return sampling
-        return msgspec.structs.replace(sampling, max_tokens=tokens_max)
+        # Without a number of its own the request asks for as many as fit.
+        clamp = asked is None or sampling.clamp_max_tokens
+        return msgspec.structs.replace(sampling, max_tokens=tokens_max, clamp_max_tokens=clamp)
 
     def embed(
         self,

@@ -128,7 +128,9 @@ class RequestPreparation:
                 param="prompt",
             )
         max_tokens = request.sampling.max_tokens
-        return room if max_tokens is None else max(1, max_tokens)
+        if max_tokens is None or (request.sampling.clamp_max_tokens and max_tokens > room):
+            return room
+        return max(1, max_tokens)
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         stop_token_ids = frozenset(sampling.stop_token_ids)

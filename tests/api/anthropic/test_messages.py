@@ -97,7 +97,7 @@ async def test_more_tokens_than_the_context_has_means_as_many_as_fit(api: Any) -
     api.engine.script = api.say("ab", reason=FinishReason.LENGTH)
     response = message(await ask(api, max_tokens=api.engine.model.context_tokens_max))
     assert response.stop_reason == "model_context_window_exceeded"
-    assert api.engine.streams[0].sampling.max_tokens is None
+    assert api.engine.streams[0].sampling.clamp_max_tokens
 
 
 # --- streamed ---

@@ -106,3 +106,31 @@ async def test_a_deadline_of_the_request_ends_it(autojump_clock):
         assert b"timeout_error" in response.body
         await trio.sleep(0.1)
         await server.assert_all_free()
+
+
+async def test_every_max_tokens_is_served_and_clamped_to_the_room() -> None:
+    context_tokens_max = 64
+    async with open_memory_server(
+        context_tokens_max=context_tokens_max, step_tokens_max=context_tokens_max, block_count=64
+    ) as server:
+        client = server.client()
+
+        async def ask(path: str, asked: dict[str, Any]) -> Any:
+            async with client.ask(path, asked) as response:
+                return await response.json()
+
+        first = await ask(PATH, body(stream=False, max_tokens=1))
+        room = context_tokens_max - first["usage"]["input_tokens"]
+        assert 1 < room < context_tokens_max
+        for tokens_max in (1, room - 1, room, room + 1, context_tokens_max - 1, context_tokens_max, 32_000):
+            message = await ask(PATH, body(stream=False, max_tokens=tokens_max))
+            assert message["usage"]["output_tokens"] <= min(tokens_max, room)
+            assert message["type"] == "message", message
+            line = await ask(
+                "/api/generate",
+                {"prompt": "Hi", "stream": False, "options": {"num_predict": tokens_max, "temperature": 0}},
+            )
+            assert line["done"], line
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": room + 1}
+        assert (await ask("/v1/chat/completions", chat))["error"]["code"] == "context_length_exceeded"
+        await server.assert_all_free()

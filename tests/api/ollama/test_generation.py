@@ -143,10 +143,17 @@ async def test_options_are_sampling(api: Any) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
 
 
-@pytest.mark.parametrize("num_predict", [-2, -1, 0, 100, 2**31 - 1])
-async def test_more_tokens_than_the_context_has_are_as_many_as_fit(api: Any, num_predict: int) -> None:
+@pytest.mark.parametrize("num_predict", [-2, -1, 0])
+async def test_num_predict_of_0_and_below_means_as_many_as_fit(api: Any, num_predict: int) -> None:
     await ask(api, options={"num_predict": num_predict})
     assert api.engine.streams[0].sampling.max_tokens is None
+
+
+@pytest.mark.parametrize("num_predict", [9, 100, 2**31 - 1])
+async def test_num_predict_beyond_the_room_is_clamped(api: Any, num_predict: int) -> None:
+    await ask(api, options={"num_predict": num_predict})
+    sampling = api.engine.streams[0].sampling
+    assert (sampling.max_tokens, sampling.clamp_max_tokens) == (num_predict, True)
 
 
 async def test_a_seed_of_minus_one_is_any(api: Any) -> None:

@@ -28,12 +28,7 @@ async def create_message(context: RequestContext) -> None:
     body = await context.body(MessagesBody)
     model = context.model_name(body.model)
     engine = context.engine
-    request = message_turn(
-        body,
-        context.exchange.headers,
-        engine.default_sampling,
-        context_tokens_max=engine.model.context_tokens_max,
-    )
+    request = message_turn(body, context.exchange.headers, engine.default_sampling)
     shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
     resumption = Resumption(
         context,

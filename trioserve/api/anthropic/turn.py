@@ -43,12 +43,15 @@ NO_THREADS = ErrorResponse(
 """Anthropic's libraries look for the code, and then send the whole conversation."""
 
 
-def message_turn(
-    body: MessagesBody, headers: Headers, defaults: SamplingParams, *, context_tokens_max: int
-) -> TurnRequest:
-    """context_tokens_max: of the model. A request for as many tokens or more asks for as many as fit: clients of this
-    API name what their usual models can do, and a response that ends early says so. Raises InvalidRequest, naming the
-    field."""
+def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams) -> TurnRequest:
+    """Translate a message's body.
+
+    max_tokens that do not fit beside the prompt mean as many as fit: clients of this API send what their usual models
+    can do, and a response that ends early says so.
+
+    Raises:
+        InvalidRequest: A field cannot be served. It is named.
+    """
     for field, reason in SERVED_ELSEWHERE.items():
         if getattr(body, field) not in UNSET_VALUES:
             raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
@@ -64,7 +67,7 @@ def message_turn(
         name: value for name in ("temperature", "top_p", "top_k", "seed") if (value := getattr(body, name)) is not None
     }
     given |= {"n": 1, "logprobs": None, "prompt_logprobs": None}
-    given["max_tokens"] = body.max_tokens if body.max_tokens < context_tokens_max else None
+    given |= {"max_tokens": body.max_tokens, "clamp_max_tokens": True}
     if body.stop_sequences is not None:
         given["stop"] = tuple(body.stop_sequences)
     try:

@@ -26,9 +26,9 @@ REFUSED = {
 }
 
 
-def sampling_of(body: OllamaAnswerBody, defaults: SamplingParams, *, context_tokens_max: int) -> SamplingParams:
-    """The server's defaults with what the body says. A request for as many tokens as the context has or more asks for
-    as many as fit. Raises InvalidRequest, naming the field."""
+def sampling_of(body: OllamaAnswerBody, defaults: SamplingParams) -> SamplingParams:
+    """The server's defaults with what the body says. A num_predict that does not fit beside the prompt means as many
+    tokens as fit. Raises InvalidRequest, naming the field."""
     options = body.options or OllamaOptions()
     for name, (neutral, reason) in REFUSED.items():
         if getattr(options, name) not in (None, *neutral):
@@ -45,7 +45,7 @@ def sampling_of(body: OllamaAnswerBody, defaults: SamplingParams, *, context_tok
     if options.stop is not None:
         given["stop"] = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop)
     if options.num_predict is not None:
-        given["max_tokens"] = _tokens_max(options.num_predict, context_tokens_max)
+        given |= {"max_tokens": _tokens_max(options.num_predict), "clamp_max_tokens": True}
     if options.repeat_last_n == 0:
         given |= NO_PENALTIES
     try:
@@ -72,7 +72,7 @@ def _logprobs(body: OllamaAnswerBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _tokens_max(num_predict: int, context_tokens_max: int) -> int | None:
+def _tokens_max(num_predict: int) -> int | None:
     """None: as many as fit."""
     if num_predict < NUM_PREDICT_MIN:
         raise InvalidRequest(
@@ -80,7 +80,7 @@ def _tokens_max(num_predict: int, context_tokens_max: int) -> int | None:
             "fit",
             param="options.num_predict",
         )
-    return num_predict if 0 < num_predict < context_tokens_max else None
+    return num_predict if num_predict > 0 else None
 
 
 def _check_window(options: OllamaOptions, sampling: SamplingParams) -> None:

@@ -71,7 +71,7 @@ def _request(body: OllamaAnswerBody, headers: Headers, engine: Engine) -> TurnRe
     check_cache_salt(body.cache_salt)
     return TurnRequest(
         messages=[],
-        sampling=sampling_of(body, engine.default_sampling, context_tokens_max=engine.model.context_tokens_max),
+        sampling=sampling_of(body, engine.default_sampling),
         structured=form_of(body),
         priority=body.priority,
         cache_salt=body.cache_salt,

@@ -165,7 +165,10 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
             fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.bad_words is not None:
             fields["bad_words"] = tuple(self.bad_words)
-        return msgspec.structs.replace(defaults, **fields | given)
+        fields |= given
+        if fields.get("max_tokens") is not None:
+            fields["clamp_max_tokens"] = False  # the client's own number is refused if it does not fit
+        return msgspec.structs.replace(defaults, **fields)
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):

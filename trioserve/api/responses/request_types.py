@@ -206,7 +206,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
         """The server's defaults with this body's fields. Raises InvalidRequest."""
         fields: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.max_output_tokens is not None:
-            fields["max_tokens"] = self.max_output_tokens
+            fields |= {"max_tokens": self.max_output_tokens, "clamp_max_tokens": False}
         if self.stop is not None:
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.wants_logprobs:
