@@ -274,8 +274,15 @@ class _Response:
                 for prompt, stream in zip(prompts, self.streams, strict=True)
             ]
 
-    def new_logprobs(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._engine.tokenizer)
+    def new_logprobs(self, stream_index: int) -> CompletionLogprobs:
+        """The log probabilities of one choice of this prompt."""
+        stream = self.streams[stream_index]
+        is_echoed = self.body.echo and self.body.logprobs is not None and stream.prompt_logprobs is not None
+        return CompletionLogprobs(
+            self._engine.tokenizer,
+            echo=self.echoes[stream_index],
+            echo_tokens=len(stream.prompt_token_ids) if is_echoed else 0,
+        )
 
     def echoed_logprobs(self, stream: RequestStream, logprobs: CompletionLogprobs) -> dict[str, object] | None:
         """Those of the prompt's own tokens, if the client wants both them and the prompt."""
@@ -317,7 +324,7 @@ class _Response:
         written: dict[str, object] = {
             "index": stream_index * self.choice_count + choice_index,
             "text": self.echoes[stream_index] + choice.text,
-            "logprobs": await self._logprobs(large, stream, choice),
+            "logprobs": await self._logprobs(large, stream_index, choice),
             "finish_reason": _finish_shown(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
@@ -332,14 +339,15 @@ class _Response:
             written["prompt_logprobs"] = await large.add(stream.prompt_logprobs, write, item_weight=weight)
         return written
 
-    async def _logprobs(self, large: LargeJson, stream: RequestStream, choice: Choice) -> dict[str, object] | None:
+    async def _logprobs(self, large: LargeJson, stream_index: int, choice: Choice) -> dict[str, object] | None:
+        stream = self.streams[stream_index]
         if self.body.logprobs is None:
             return None
         token_ids: Sequence[int] = choice.token_ids
         of_tokens: Sequence[TokenLogprob | None] = choice.logprobs
         if self.body.echo and stream.prompt_logprobs is not None:
             token_ids, of_tokens = [*stream.prompt_token_ids, *token_ids], [*stream.prompt_logprobs, *of_tokens]
-        logprobs = self.new_logprobs()
+        logprobs = self.new_logprobs(stream_index)
         tokens = list(zip(token_ids, of_tokens, strict=True))
         weight = 1 + self.body.logprobs
         return await large.add_columns(tokens, logprobs.take_pairs, item_weight=weight)
@@ -371,7 +379,7 @@ class _CompletionEvents:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
         events = []
         if index not in self._logprobs:
-            self._logprobs[index] = self._response.new_logprobs()
+            self._logprobs[index] = self._response.new_logprobs(stream_index)
             events.append(self._first(index, stream_index))
             self._begin(index)
         logprobs = None
@@ -402,7 +410,7 @@ class _CompletionEvents:
         """A delta that the client has: its choice goes on behind it."""
         index = self.choice_index(stream_index, delta)
         if index not in self._logprobs:
-            self._logprobs[index] = self._response.new_logprobs()
+            self._logprobs[index] = self._response.new_logprobs(stream_index)
             if self._body.echo:
                 self._logprobs[index].skip(self._response.streams[stream_index].prompt_token_ids)
             self._begin(index)
