@@ -439,3 +439,15 @@ async def test_files_of_results_live_from_the_end_of_their_batch(owner_of, batch
         await trio.sleep(3601)
         assert trio.current_time() > batch["completed_at"] + 3600
         assert (await owner.ask(f"/v1/files/{batch['output_file_id']}"))[0] == 404
+
+
+async def test_many_batches_of_one_key_delay_the_batch_of_another_by_one_turn(owner_of, batch_line, autojump_clock):
+    settings = BatchSettings(running_max=1)
+    async with open_memory_server(api_keys=("a", "b"), step_seconds=0.05, batches=settings) as server:
+        many, one = owner_of(server, "a"), owner_of(server, "b")
+        made = [await many.batch(batch_line("r")) for _ in range(6)]
+        await one.ended((await one.batch(batch_line("r")))["id"])
+        states = [(await many.state(batch["id"]))["status"] for batch in made]
+        assert states.count("validating") >= 3
+        for batch in made:
+            await many.ended(batch["id"])

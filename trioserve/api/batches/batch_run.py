@@ -20,6 +20,7 @@ from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.contracts.errors import StoreFault, StoreFull
 from trioserve.store.store import Store
+from trioserve.trio_tools.fair_places import FairPlaces
 
 __all__ = ["CANCELLED_CODE", "EXPIRED_CODE", "BatchRun"]
 
@@ -53,8 +54,8 @@ class BatchRun:
         serve: Callable[[InternalExchange], Awaitable[None]],
         *,
         headers: list[tuple[str, str]],
-        running: trio.CapacityLimiter,
-        lines_under_way: trio.CapacityLimiter,
+        running: FairPlaces,
+        lines_under_way: FairPlaces,
         count_line: Callable[[str], None],
     ) -> None:
         self.book = book
@@ -127,7 +128,7 @@ class BatchRun:
         if not book.record.status.is_ending:
             seconds_left = book.record.expires_at - self._store.now()
             with self._scope, trio.move_on_after(max(0.0, seconds_left)) as window:
-                async with self._running:
+                async with self._running.place(self.book.owner):
                     if not await self._look_through():
                         return
                     await self._ask_all()
@@ -230,7 +231,7 @@ class BatchRun:
                 asked.body,
                 response_bytes_max=self._settings.response_bytes_max,
             )
-            async with self._lines_under_way:
+            async with self._lines_under_way.place(self.book.owner):
                 try:
                     await self._serve(exchange)
                 except ResponseTooLarge:

@@ -7,6 +7,7 @@ goes first.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store
 from trioserve.store.stored_objects import Change, Quota, StoredObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.fair_places import FairPlaces
 from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
@@ -77,8 +79,12 @@ class Batches:
         """Those of the store that have not ended go on. Leaving cancels them; in the store they stay as they are."""
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
-                self._running = trio.CapacityLimiter(self._settings.running_max)
-                self._lines_under_way = trio.CapacityLimiter(self._settings.lines_at_once)
+                # Keys take turns for both: many batches of one key delay another key's batch by one turn. How many may
+                # wait is bounded where batches are taken: check_room.
+                self._running = FairPlaces(self._settings.running_max, what="batches", waiting_of_one_max=sys.maxsize)
+                self._lines_under_way = FairPlaces(
+                    self._settings.lines_at_once, what="lines of batches", waiting_of_one_max=sys.maxsize
+                )
                 self._nursery = nursery
                 try:
                     if self._store is not None:
