@@ -24,7 +24,7 @@ from trioserve.admission.text_threads import (
     SHORT_CHARACTERS_MAX,
     TextThreads,
 )
-from trioserve.contracts.errors import AlreadyEnded, Overloaded
+from trioserve.contracts.errors import AlreadyEnded, Overloaded, RequestFailed
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.fair_places import FairPlaces
@@ -306,3 +306,36 @@ async def test_a_tenant_with_too_many_texts_is_refused_and_others_are_served(gat
         shown = server.engine.metrics.expose().decode().splitlines()
         [refused] = [line for line in shown if "requests_rejected_total{" in line and "stage_full" in line]
         assert refused.endswith(" 1.0")
+
+
+class PanicException(BaseException):
+    """As PyO3 names and derives what a panic of Rust code raises."""
+
+
+async def test_a_panic_of_a_library_fails_its_job_and_not_the_thread():
+    def panic(*_):
+        raise PanicException("index out of bounds")
+
+    async with TextThreads() as threads:
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match="a library of the server broke"):
+                await threads.run(panic, size=1)
+            with pytest.raises(RequestFailed, match="index out of bounds"):
+                await threads.run_compile(panic, tenant=None)
+        assert await threads.run(lambda: 7, size=1) == 7
+
+
+async def test_a_panic_while_a_request_is_read_or_written_fails_that_request_alone(monkeypatch, autojump_clock):
+    async with open_memory_server() as server:
+        body = {"prompt": "Hi", "max_tokens": 4}
+
+        def panic(*_, **__):
+            raise PanicException("index out of bounds")
+
+        for place in ("trioserve.text.output.ChoiceOutput.feed", "trioserve.api.openai.completions._sampling"):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, panic)
+                answer = await server.client().post("/v1/completions", body)
+                assert answer.status == 500
+        assert (await server.client().post("/v1/completions", body)).status == 200
+        await server.assert_all_free()

@@ -58,6 +58,21 @@ def test_a_guide_that_raises_leaves_its_rows_without_a_bit_and_the_others_are_fi
     assert "a mask could not be filled" in caplog.text
 
 
+def test_a_panic_of_the_library_ends_neither_the_thread_nor_the_wait():
+    class PanicException(BaseException):
+        pass
+
+    class Panicking:
+        def fill_masks(self, *_):
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    with MaskThread(VOCAB) as maker:
+        for _ in range(2):
+            masks = maker.begin([GuidedRows(Panicking(), 0), GuidedRows(GUIDE, 1)], 2)
+            masks.wait()
+            assert [bits(masks, row) for row in range(2)] == [set(), {1, 69}]
+
+
 def test_masks_that_were_given_up_keep_their_memory_until_they_are_filled():
     held = Held()
     with MaskThread(VOCAB) as maker:

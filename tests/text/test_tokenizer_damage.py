@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import tokenizers
 
-from trioserve.contracts.errors import InvalidRequest, ModelLoadError, RequestFailed
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError, RequestFailed, is_library_panic
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.text.tokenizer_parts import is_library_panic, panics_become_load_errors
+from trioserve.text.tokenizer_parts import panics_become_load_errors
 
 ODD_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**32, 2**63, 10**400, 1.5, 1e308, "", "x", "\ud800", "▁", "a" * 5000,

@@ -22,7 +22,7 @@ from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.errors import Overloaded, panics_become_failures
 from trioserve.text.form_bounds import COMPILE_STACK_BYTES
 from trioserve.trio_tools.fair_places import FairPlaces
 from trioserve.trio_tools.interrupts import uninterrupted
@@ -140,7 +140,7 @@ class TextThreads:
         self, thread: WorkerThread, tenant: str | None, function: Callable[..., T], *arguments: Any
     ) -> T:
         async with self._places[thread].place(tenant):
-            return await thread.run_cancellable(function, *arguments)
+            return await thread.run_cancellable(_without_panic, function, *arguments)
 
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:
@@ -152,6 +152,11 @@ class TextThreads:
             yield job
         finally:
             job.leave()
+
+
+def _without_panic(function: Callable[..., T], *arguments: Any) -> T:
+    with panics_become_failures():
+        return function(*arguments)
 
 
 class _TenantTexts:

@@ -20,7 +20,7 @@ from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
 from trioserve.api.surfaces import surface_of
-from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.errors import TrioserveError, panics_become_failures
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.http.message_head import printable
 
@@ -247,7 +247,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     async def handle(self, context: ContextType, operation: Operation[ContextType]) -> None:
         """Answer with the operation, or with the error that it ends in. Raises it if that is too late."""
         try:
-            await operation(context)
+            with panics_become_failures():
+                await operation(context)
             context.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await context.fail(error_response(error)):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "AdapterRefused",
     "AlreadyEnded",
@@ -30,6 +33,9 @@ __all__ = [
     "UnknownModel",
     "WeightsLost",
     "WrongLoop",
+    "is_library_panic",
+    "is_request_fault",
+    "panics_become_failures",
 ]
 
 
@@ -166,3 +172,37 @@ class RankLost(TrioserveError):
 
 class EngineFault(TrioserveError):
     """The engine itself broke: it rises in the engine's own task and ends every request with an error."""
+
+
+# --- of libraries ---------------------------------------------------------------------------------------------------
+
+
+def is_library_panic(error: BaseException) -> bool:
+    """Whether Rust code of a library broke (tokenizers, llguidance, safetensors).
+
+    PyO3 derives its PanicException from BaseException, so `except Exception` lets it pass. Each library has a class of
+    its own, and none offers a name to catch it by.
+    """
+    return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+
+
+def is_request_fault(error: BaseException) -> bool:
+    """Whether an error fails one request: an Exception or a panic, not a cancellation and no Ctrl-C."""
+    return isinstance(error, Exception) or is_library_panic(error)
+
+
+@contextmanager
+def panics_become_failures() -> Iterator[None]:
+    """Raise RequestFailed where a library's Rust code panics, so that the panic fails one request alone.
+
+    Raises:
+        RequestFailed: a library panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_library_panic(error):
+            raise
+        raise RequestFailed(
+            f"a library of the server broke on this request ({str(error)[:200]}): change its text or schema"
+        ) from error

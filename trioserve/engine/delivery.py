@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 import trio
 
+from trioserve.contracts.errors import is_request_fault
 from trioserve.contracts.events import (
     EngineEvent,
     FinishReason,
@@ -139,7 +140,9 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             finished = RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
             try:
                 held_back = choice.output.feed((), None, finished)
-            except Exception as error:
+            except BaseException as error:
+                if not is_request_fault(error):
+                    raise
                 held_back = _text_failed(choice, (), None, error)
         request.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
 
@@ -247,7 +250,9 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         count_before = output.token_count
         try:
             delta = output.feed(token_ids, logprobs, finished)
-        except Exception as error:
+        except BaseException as error:
+            if not is_request_fault(error):
+                raise
             delta = _text_failed(choice, token_ids, logprobs, error)
         # Of several tokens, those behind a stop string are dropped: they are nobody's.
         if self._timings.note_tokens(choice, output.token_count - count_before, now):
@@ -308,7 +313,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 
 
 def _text_failed(
-    choice: Choice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, error: Exception
+    choice: Choice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, error: BaseException
 ) -> Delta:
     """The fault of one request's text stays with that request. To be called where it is handled."""
     logger.exception("text of a request failed request=%s", choice.request.id)

@@ -68,7 +68,8 @@ class MaskRows:
         address = self.address + row * row_bytes
         try:
             guide.fill_masks(address, self.words_per_row, draft)
-        except Exception:  # the fault of one request; without a bit it cannot go on
+        except BaseException:  # a panic of the library, too: whoever waits for the rows would wait for ever
+            # The fault of one request. Without a bit it cannot go on.
             logger.exception("a mask could not be filled")
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import msgspec
 import tokenizers
 
-from trioserve.contracts.errors import InvalidRequest, RequestFailed
+from trioserve.contracts.errors import InvalidRequest, RequestFailed, is_library_panic
 from trioserve.contracts.prompt import Cut
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import IncrementalDecoder
@@ -23,7 +23,7 @@ from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
 from trioserve.text.token_pieces import TokenPieces
 from trioserve.text.token_span import TokenSpan
 from trioserve.text.tokenizer_directory import TokenizerDirectory
-from trioserve.text.tokenizer_parts import TokenizerParts, is_library_panic, panics_become_load_errors
+from trioserve.text.tokenizer_parts import TokenizerParts, panics_become_load_errors
 
 __all__ = ["Cut", "EncodedInput", "Tokenizer"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.errors import ModelLoadError, is_library_panic
 
-__all__ = ["TokenizerParts", "add_sequence_ends", "is_library_panic", "panics_become_load_errors"]
+__all__ = ["TokenizerParts", "add_sequence_ends", "panics_become_load_errors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,6 @@ def add_sequence_ends(
         if end is not None
     ]
     backend.post_processor = TemplateProcessing(single=pattern, pair=None, special_tokens=tokens)
-
-
-def is_library_panic(error: BaseException) -> bool:
-    """Whether it is how the tokenizer library's Rust code says that it broke. PyO3 derives it from BaseException, so
-    that Python's `except Exception` lets it pass, and offers no name to catch it by."""
-    kind = type(error)
-    return kind.__name__ == "PanicException" and kind.__module__ == "pyo3_runtime"
 
 
 @contextmanager

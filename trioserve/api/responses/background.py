@@ -28,7 +28,15 @@ from trioserve.api.resumption import Resumption
 from trioserve.api.streams.event_log import EventLogFull
 from trioserve.api.streams.followed_log import FollowedLog
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
-from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestFailed, StoreFault, StoreFull, TrioserveError
+from trioserve.contracts.errors import (
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    StoreFault,
+    StoreFull,
+    TrioserveError,
+    panics_become_failures,
+)
 from trioserve.contracts.output import Delta
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import AppendBlob, PutObject, ReplaceObject
@@ -70,10 +78,11 @@ class BackgroundResponse:
         """To its end, whichever it is. Raises nothing but Cancelled: of the server's, not its own."""
         with self.scope:
             try:
-                async with self.run.turn as turn:
-                    await turn.wait_until_begun()
-                    self.publish(self.run.events.run())
-                    await self.run.read(self._take)
+                with panics_become_failures():
+                    async with self.run.turn as turn:
+                        await turn.wait_until_begun()
+                        self.publish(self.run.events.run())
+                        await self.run.read(self._take)
                 ended = self.run.complete()
             except EventLogFull:
                 ended = self.run.fail(RequestFailed("the events of this response take more room than one may have"))
