@@ -183,6 +183,7 @@ async def open_engine(
     step_timeout: float | None = None,
     engine_restarts: int = 3,
     tool_call_parser: str = "auto",
+    tool_call_leniency: Literal["strict", "lenient"] = "strict",
     reasoning_parser: str = "auto",
     generation_config: str = "auto",
     override_generation_config: str | dict[str, Any] | None = None,
@@ -265,6 +266,8 @@ async def open_engine(
             streams pause and go on. 0: the first fault rises.
         tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, the names of families;
             "auto" takes what its chat template shows, "none" leaves them in the text.
+        tool_call_leniency: "strict" takes calls in the model's own format. "lenient" also takes bare or fenced JSON, if
+            the response has nothing else.
         generation_config: what a request's sampling is where nothing is said of it, engine.default_sampling: "auto" is
             what the model's makers recommend, "vllm" the neutral temperature 1, else a directory with a
             generation_config.json. Its max_new_tokens is also the most that any request gets.
@@ -504,6 +507,7 @@ class _Opening:
             families=ResponseFamilies(
                 compiler.tokenizer,
                 tool_call_parser=config.tool_call_parser,
+                tool_call_leniency=config.tool_call_leniency,
                 reasoning_parser=config.reasoning_parser,
             ),
             readers_first=readers_first,
@@ -884,6 +888,7 @@ class _Opening:
                 defaults.eos_token_ids,
                 dict(defaults.named),
                 config.tool_call_parser,
+                config.tool_call_leniency,
                 config.reasoning_parser,
             ),
         )

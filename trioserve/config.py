@@ -388,6 +388,10 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tool_call_parser: Annotated[str, _about(
         "how the model writes calls of tools: auto takes what its chat template shows, none leaves them as text; "
         "otherwise a family, such as hermes, mistral or llama3_json", "NAME")] = "auto"
+    tool_call_leniency: Annotated[Literal["strict", "lenient"], _about(
+        "which texts are calls: strict takes those that the model's format marks; lenient also takes bare or fenced "
+        "JSON, if the response has nothing else, for models that forget their marks: an example that a user asks for "
+        "may then run as a call", "NAME")] = "strict"
     reasoning_parser: Annotated[str, _about(
         "how the model writes thoughts: auto takes what its chat template shows, none leaves them in the text; "
         "otherwise a family, such as qwen3 or deepseek_r1", "NAME")] = "auto"

@@ -47,7 +47,9 @@ def client(start_shared_server: Any) -> Iterator[openai.OpenAI]:
     assert MODEL is not None
     with Path(MODEL).open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == SHA256, f"{MODEL} is another file"
-    server = start_shared_server("--model", MODEL, "--served-model-name", "qwen", "--max-model-len", "4096")
+    server = start_shared_server(
+        "--model", MODEL, "--served-model-name", "qwen", "--max-model-len", "4096", "--tool-call-leniency", "lenient"
+    )
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 

@@ -17,7 +17,7 @@ GROUPS = {
     "model": _words(
         "model tokenizer revision chat_template generation_config override_generation_config max_model_len dtype "
         "limit_mm_per_prompt image_decode_timeout allowed_media_domains "
-        "quantization tool_call_parser reasoning_parser enable_auto_tool_choice"
+        "quantization tool_call_parser tool_call_leniency reasoning_parser enable_auto_tool_choice"
     ),
     "pictures": _words("max_image_pixels max_image_steps max_images"),
     "computing": _words(
@@ -68,7 +68,7 @@ GROUPS = {
 
 TERMINAL_OPTIONS = frozenset(
     {*GROUPS["model"], *GROUPS["computing"], *GROUPS["memory and batches"]}
-    - {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"}
+    - {"tool_call_parser", "tool_call_leniency", "reasoning_parser", "enable_auto_tool_choice"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"}
 )
 

@@ -51,6 +51,7 @@ def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted"
             waiting_prompt_tokens_max=4 * CONTEXT_TOKENS,
             overlap_steps=True,
             tool_call_parser=config.tool_call_parser,
+            tool_call_leniency=config.tool_call_leniency,
             reasoning_parser=config.reasoning_parser,
         ) as engine:
             yield engine

@@ -45,7 +45,7 @@ from trioserve.testing.scripted_model import NextToken, Response, answering, fol
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
 from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.guide_factory import GuideFactory
-from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_families import Leniency, ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.media_fetcher import MediaFetcher
@@ -78,6 +78,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         served_names: tuple[str, ...] = ("fake",),
         tokenizer: Tokenizer | None = None,
         tool_call_parser: str = "auto",
+        tool_call_leniency: Leniency = "strict",
         reasoning_parser: str = "auto",
         scores_pairs: bool = False,
         image_limits: ImageLimits | None = None,
@@ -122,7 +123,12 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             adapters=adapters,
             nap=parts.nap,
             weights=parts.weights,
-            families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
+            families=ResponseFamilies(
+                tokenizer,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+                tool_call_leniency=tool_call_leniency,
+            ),
             image_encoder=parts.image_encoder,
             image_decoder=self.image_decoder,
             media=media,
@@ -232,6 +238,7 @@ async def open_fake_engine(
     waiting_prompt_tokens_max: int = 1_000_000,
     waiting_seconds_max: float = 600.0,
     tool_call_parser: str = "auto",
+    tool_call_leniency: Leniency = "strict",
     reasoning_parser: str = "auto",
     kv_events_max: int = 0,
     step_seconds: float = 0.0,
@@ -273,7 +280,7 @@ async def open_fake_engine(
     engine is paused. state_slots, snapshot_slots: above 0 the model has layers that keep a state, in so many slots, and
     so many copies of such for the prefix cache.
     tool_call_parser, reasoning_parser: how it writes calls of tools and thoughts: names of families; "auto" takes the
-    common format for calls, and no thoughts.
+    common format for calls, and no thoughts. tool_call_leniency: "lenient" reads bare and fenced JSON as calls, too.
     paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
     or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows
     from the prompt, but looks random. tokenizer: a byte_tokenizer with another chat template. served_names: the model's
@@ -406,6 +413,7 @@ async def open_fake_engine(
             served_names=served_names,
             tokenizer=tokenizer,
             tool_call_parser=tool_call_parser,
+            tool_call_leniency=tool_call_leniency,
             reasoning_parser=reasoning_parser,
             scores_pairs=encoder == "score",
             image_limits=image_limits,

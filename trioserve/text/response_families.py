@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
@@ -14,7 +14,10 @@ from trioserve.text.response_parts import ResponseParser
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "ResponseFamilies", "offered_tools"]
+__all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "Leniency", "ResponseFamilies", "offered_tools"]
+
+Leniency = Literal["strict", "lenient"]
+"""Which texts are calls: those that the family's format marks, or bare and fenced JSON as well."""
 
 COMMON_TOOL_FAMILY = "hermes"
 """For models whose template says nothing: the format that most others have learned."""
@@ -28,8 +31,16 @@ PROMPT_END_TOKENS = 32  # of a prompt, that show whether it has opened a thought
 class ResponseFamilies:
     """tool_family: the model's own, or the common one. reasoning_family: None for a model that does not think aloud."""
 
-    def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        tool_call_leniency: Leniency = "strict",
+    ) -> None:
         """Raises InvalidRequest for a parser that nobody knows, with those that are known."""
+        self._is_lenient = tool_call_leniency == "lenient"
         template = None if tokenizer.chat_template is None else tokenizer.chat_template.text
         tool_family, self.reasoning_family = named_families(tool_call_parser, reasoning_parser, template)
         if tool_family is None and tool_call_parser == AUTO:
@@ -73,6 +84,7 @@ class ResponseFamilies:
             self.reasoning_family,
             tools=tools,
             begins_inside=prompt_begins_thought(prompt_end, self.reasoning_family),
+            is_lenient=self._is_lenient,
         )
 
 

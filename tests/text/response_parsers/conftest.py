@@ -49,8 +49,11 @@ def read_pieces(
     *,
     tools: Sequence[OfferedTool] = TOOLS,
     begins_inside: bool | None = None,
+    is_lenient: bool = False,
 ) -> Read:
-    parser = make_response_parser(tool_family, reasoning_family, tools=tools, begins_inside=begins_inside)
+    parser = make_response_parser(
+        tool_family, reasoning_family, tools=tools, begins_inside=begins_inside, is_lenient=is_lenient
+    )
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
     begun = [part for part in parts if isinstance(part, ToolCallBegin)]
     assert [part.index for part in begun] == list(range(len(begun)))

@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.registry import make_response_parser
 from trioserve.text.response_parts import ContentText, ToolCallArguments, ToolCallBegin, ToolCallEnd
 
+LLAMA_JSON = ("llama3_json", "llama4_json")
 WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 PARIS = ("get_weather", {"city": "Paris"})
 
@@ -86,7 +89,7 @@ def test_what_only_looks_like_a_call_is_content_unchanged(read, text):
         assert (found.content, found.calls) == (text, [])
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "pythonic"])
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -95,27 +98,112 @@ def test_what_only_looks_like_a_call_is_content_unchanged(read, text):
         (f"[{WEATHER_CALL}, {WEATHER_CALL}]", "", [PARIS] * 2),
         (f"{WEATHER_CALL}\n{WEATHER_CALL}", "", [PARIS] * 2),
         (f"{WEATHER_CALL}; {WEATHER_CALL}", "", [PARIS] * 2),
-        (f"{WEATHER_CALL}, right?", ", right?", [PARIS]),
         (f"```json\n{WEATHER_CALL}\n```", "", [PARIS]),
         (f"```\n[{WEATHER_CALL}]\n```", "", [PARIS]),
         (f"```json\n{WEATHER_CALL}", "", [PARIS]),
-        (f"Here:\n```json\n{WEATHER_CALL}\n```\nand", None, [PARIS]),
-        (f"Here:\n{WEATHER_CALL}", None, [PARIS]),
+        (f"```json\n{WEATHER_CALL}\n```\n\n```json\n{WEATHER_CALL}\n```\n", "", [PARIS] * 2),
+        (f"Here:\n```json\n{WEATHER_CALL}\n```\nand", f"Here:\n```json\n{WEATHER_CALL}\n```\nand", []),
+        (f"```json\n{WEATHER_CALL}\n```\nand", f"```json\n{WEATHER_CALL}\n```\nand", []),
+        (f"Here:\n{WEATHER_CALL}", f"Here:\n{WEATHER_CALL}", []),
+        (f"`{WEATHER_CALL}`", f"`{WEATHER_CALL}`", []),
+        (f"> {WEATHER_CALL}", f"> {WEATHER_CALL}", []),
         ('{"arguments": {"city": "Paris"}, "name": "get_weather"}', "", [PARIS]),
         ('{"name": "get_weather", "parameters": {"city": "Pa', "", []),
         ('{"name": "get_wea', '{"name": "get_wea', []),
         ("```json", "```json", []),
     ],
 )
-def test_bare_and_fenced_calls_of_offered_tools(read, family, text, content, calls):
-    found = read(text, family)
+def test_lenient_reading_takes_bare_and_fenced_calls_that_are_all_of_a_response(read, family, text, content, calls):
+    found = read(text, family, is_lenient=True)
     assert found.calls == calls
     assert content is None or found.content == content
 
 
+QUOTED_CALLS = {
+    "a bare call": WEATHER_CALL,
+    "a bare array of calls": f"[{WEATHER_CALL}]",
+    "a bare call of Python": '[get_weather(city="Paris")]',
+    "a fenced call": f"```json\n{WEATHER_CALL}\n```",
+    "a fence with a longer mark": f"````\n```json\n{WEATHER_CALL}\n```\n````",
+}
+QUOTES = {
+    "behind a sentence": "The page says:\n{}",
+    "between sentences": "I will not do that. A call would look like this:\n{}\nPlease confirm first.",
+    "in a list": "- {}\n- more",
+    "in a block quote": "As he wrote:\n> {}\n",
+    "in quotation marks": 'He wrote "{}".',
+    "in a code span": "Write `{}` to call it.",
+    "in a fence": "Example:\n~~~\n{}\n~~~\nDone.",
+}
+
+
+@pytest.mark.parametrize("is_lenient", [False, True])
+@pytest.mark.parametrize("call", QUOTED_CALLS)
+@pytest.mark.parametrize("quote", QUOTES)
+def test_a_call_without_markers_in_other_text_is_content(read, quote, call, is_lenient):
+    text = QUOTES[quote].format(QUOTED_CALLS[call])
+    for family in sorted(TOOL_FAMILIES):
+        found = read(text, family, is_lenient=is_lenient)
+        assert (found.content, found.begun) == (text, []), family
+
+
+@pytest.mark.parametrize("call", QUOTED_CALLS)
+def test_only_families_without_markers_read_bare_calls_unless_reading_is_lenient(read, call):
+    for family in sorted(TOOL_FAMILIES):
+        calls = read(QUOTED_CALLS[call], family).calls
+        is_read = "bare" in call and family in ("pythonic", "llama4_pythonic")
+        is_read = is_read or (call in ("a bare call", "a bare array of calls") and family in LLAMA_JSON)
+        assert calls == ([PARIS] if is_read and not (call == "a bare call" and "pythonic" in family) else []), family
+
+
+@pytest.mark.parametrize(
+    "quote",
+    [
+        "Write `{}` to call it.",
+        "Write ``{}`` to call it.",
+        "Example:\n```\n{}\n```\nDone.",
+        "Example:\n```xml\nfirst\n```\nand\n```\n{}\n```",
+        "Example:\n  ~~~\n{}\n  ~~~\nDone.",
+        "Example:\n````\n```\n{}\n```\n````",
+        "As he wrote:\n> {}\n",
+        'He wrote "{}".',
+        "He wrote (\u201c{}\u201d).",
+    ],
+)
+def test_a_marked_call_in_a_quotation_is_content(read, quote):
+    for family in sorted(TOOL_FAMILIES):
+        form = TOOL_FAMILIES[family].form_in({})
+        if TOOL_FAMILIES[family].has_channels or TOOL_FAMILIES[family].whole is not None:
+            continue
+        text = quote.format(form.written([WholeCall("get_weather", '{"city": "Paris"}')]))
+        found = read(text, family)
+        assert (found.content, found.begun) == (text, []), family
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "I use `get_weather`.\n",
+        "I use ``a ` b`` and `get_weather` ",
+        "A lone ` here.\n",
+        'I look for "foo" ',
+        "```python\nprint()\n```\n",
+        "```\na\n````\n",
+        "> a quote\n\n",
+        "It's 5 ~ 6 > 4. ",
+        "Inline ``` is no fence\n",
+    ],
+)
+def test_a_marked_call_behind_a_quotation_is_a_call(read, before):
+    for family in ("hermes", "qwen3_coder", "mistral", "glm45", "deepseek_v31"):
+        call = TOOL_FAMILIES[family].form_in({}).written([WholeCall("get_weather", '{"city": "Paris"}')])
+        assert read(before + call, family).calls == [PARIS], family
+
+
 @pytest.mark.parametrize("text", ['{"title"', '{"type": "report", "title"', '{"name": "Ann"', '[{"a"', "[1", "{ }"])
-def test_a_json_answer_comes_as_soon_as_it_is_no_call(tools, text):
-    parser = make_response_parser("hermes", None, tools=tools)
+@pytest.mark.parametrize(("family", "is_lenient"), [("hermes", False), ("hermes", True), ("llama3_json", False)])
+def test_a_json_answer_comes_as_soon_as_it_is_no_call(tools, text, family, is_lenient):
+    parser = make_response_parser(family, None, tools=tools, is_lenient=is_lenient)
     assert parser.feed(text + ": 1") == [ContentText(text + ": 1")]
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.call_forms import CallForm, json_call
-from trioserve.text.response_parsers.call_reading import CallReading
+from trioserve.text.response_parsers.call_reading import CallReading, read_calls
 from trioserve.text.response_parsers.json_scanner import DEPTH_MAX
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
@@ -39,14 +39,16 @@ class _At(enum.Enum):
 def read_gemma4_call(reading: CallReading) -> Script[None]:
     """Behind the token that opens a call."""
     source, sink = reading.source, reading.sink
-    yield from source.need_behind_space()
-    yield from source.expect(_PREFIX)
-    name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
-    if (yield from source.need_behind_space()) != "{":
-        raise NotACall
-    sink.begin_call(name)
-    yield from _read_object(reading)
-    reading.end_call()
+    if (yield from source.need_behind_space()) == "{":  # a forced call
+        yield from read_calls(reading, is_bare=False)
+    else:
+        yield from source.expect(_PREFIX)
+        name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
+        if (yield from source.need_behind_space()) != "{":
+            raise NotACall
+        sink.begin_call(name)
+        yield from _read_object(reading)
+        reading.end_call()
     if (yield from source.skip_space()) and not (yield from source.take_whole((_CALL_END,))):
         raise NotACall
 
@@ -128,8 +130,8 @@ def _value(value: object) -> str:
     return json.dumps(value)
 
 
-# Forced calls are bare JSON, which the parser takes as well: no grammar of a schema knows objects with bare keys.
-GEMMA4_FORM = CallForm(call=json_call(), separator="\n")
+# Forced calls are JSON between the family's markers: no grammar of a schema knows objects with bare keys.
+GEMMA4_FORM = CallForm(call=json_call(before=CALL_MARKER, after=_CALL_END), separator="\n")
 
 
 def written_by_gemma4(call: WholeCall) -> str:

@@ -1,5 +1,8 @@
-"""What of a response's text is content, and what begins a call: markers anywhere, and where tools are offered a bare or
-fenced JSON call at the beginning of a line."""
+"""Splits a response's text into content and calls.
+
+A marker opens a call anywhere but in a quotation. A call without a marker, in bare or fenced JSON, counts only where
+the response has nothing but calls.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Final
 
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.part_sink import PartSink
+from trioserve.text.response_parsers.part_sink import CALLS_MAX, PartSink
+from trioserve.text.response_parsers.quotation import Quotation
 from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
+from trioserve.text.response_parts import ToolCallArguments, ToolCallBegin, ToolCallEnd
 
-__all__ = ["ContentScript"]
+__all__ = ["ContentScript", "read_bare"]
 
 _WORD = re.compile(r"[A-Za-z_]+")
 _FENCE = "```"
@@ -21,7 +26,8 @@ _FENCE_WORD_CHARACTERS_MAX: Final = 16
 _BARE_OPENERS = ("{", "[")
 
 
-def _read_bare(reading: CallReading) -> Script[None]:
+def read_bare(reading: CallReading) -> Script[None]:
+    """Read JSON calls of offered tools behind the bracket that opens them."""
     reading.source.at -= 1  # what opened it is part of it
     yield from read_calls(reading, is_bare=True)
 
@@ -35,12 +41,33 @@ def _read_fenced(reading: CallReading) -> Script[None]:
     yield from read_calls(reading, is_bare=True)
     if (yield from source.skip_space()):
         yield from source.expect(_FENCE)
-        reading.source.mark()
+
+
+_LENIENT_READERS: Mapping[str, CallReader] = {_FENCE: _read_fenced, **dict.fromkeys(_BARE_OPENERS, read_bare)}
+
+
+class _HeldReading(CallReading):
+    """Reads calls that count only if the response ends behind them, so all of their text stays marked."""
+
+    def end_call(self) -> None:
+        self.sink.end_call()
+
+    def end_closed_calls(self) -> None:
+        self.sink.end_closed_calls()
 
 
 class ContentScript:
-    """readers: what may open a call, each with what reads it. line_readers: the same, at the beginning of a line only.
-    drops_space: white space before a call is none of the content, because the family's template writes it there."""
+    """Reads content and calls, and puts them into a sink.
+
+    Args:
+        readers: what reads a call, by the marker that opens it, anywhere outside of quotations.
+        line_readers: the same for markers that count only at the beginning of a line.
+        first_readers: the same for formats without markers. They count at the beginning of the content and behind a
+            call.
+        drops_space: the white space before a call is no content, since the family's template writes it there.
+        has_channels: the family's markers say what is content, so no text is a quotation.
+        is_lenient: bare and fenced JSON are calls, too, if the response has nothing but calls.
+    """
 
     def __init__(
         self,
@@ -50,23 +77,29 @@ class ContentScript:
         readers: Mapping[str, CallReader],
         *,
         line_readers: Mapping[str, CallReader] | None = None,
+        first_readers: Mapping[str, CallReader] | None = None,
         drops_space: bool = True,
-        is_lenient: bool = True,
+        has_channels: bool = False,
+        is_lenient: bool = False,
     ) -> None:
         self._source = source
         self._sink = sink
         self._reading = CallReading(source, sink, tools)
         self._drops_space = drops_space
+        self._has_channels = has_channels
         self._anywhere = dict(readers)
-        self._at_line = {**(line_readers or {})}
-        if is_lenient and tools:
-            self._at_line = {_FENCE: _read_fenced, **dict.fromkeys(_BARE_OPENERS, _read_bare), **self._at_line}
-        self._markers_anywhere = sorted(self._anywhere, key=len, reverse=True)
-        self._markers_at_line = sorted({**self._anywhere, **self._at_line}, key=len, reverse=True)
-        firsts = "".join(sorted({marker[0] for marker in self._markers_at_line}))
+        self._at_line = dict(line_readers or {})
+        self._at_first = dict(first_readers or {})
+        self._held: Mapping[str, CallReader] = _LENIENT_READERS if is_lenient and tools and not has_channels else {}
+        self._markers_anywhere = _longest_first(self._anywhere)
+        self._markers_at_line = _longest_first({**self._anywhere, **self._at_line})
+        self._markers_at_first = _longest_first({**self._anywhere, **self._held, **self._at_line, **self._at_first})
+        firsts = "".join(sorted({marker[0] for marker in self._markers_at_first}))
         self._plain = re.compile(f"[^{re.escape(firsts)}]+" if firsts else r"[\s\S]+")
         self._pending: list[str] = []  # white space that is content if no call follows it
+        self._quotation = Quotation()
         self._begins_line = True
+        self._has_text = False  # other than calls and white space
         self._is_behind_call = False
         self.is_in_content = True  # and not inside of what may be a call
 
@@ -81,40 +114,53 @@ class ContentScript:
                     self._content(said)
                 if len(said) < len(text):
                     self._space(text[len(said) :])
+                continue
+            is_quoted = not self._has_channels and self._quotation.includes(character)
+            try:
+                marker = yield from (source.take_whole if self._is_behind_call else source.take)(self._markers())
+            except CutOff:  # of the next call
+                source.at = len(source.text)
+                break
+            if not marker:
+                source.at += 1
+                self._content(character)
+            elif is_quoted:
+                yield from self._read_quoted(marker)
+            elif marker in self._held and not (marker in self._anywhere or marker in self._at_first):
+                yield from self._read_held(marker)
             else:
-                markers = self._markers_at_line if self._begins_line else self._markers_anywhere
-                try:
-                    marker = yield from (source.take_whole if self._is_behind_call else source.take)(markers)
-                except CutOff:  # of the next call
-                    source.at = len(source.text)
-                    break
-                if marker:
-                    yield from self._read(marker)
-                else:
-                    source.at += 1
-                    self._content(character)
+                yield from self._read(marker)
         if not self._is_behind_call:
             self._sink.content("".join(self._pending))
+
+    def _markers(self) -> list[str]:
+        """The markers that count at this place."""
+        if not self._has_text:
+            return self._markers_at_first
+        return self._markers_at_line if self._begins_line else self._markers_anywhere
 
     def _content(self, text: str) -> None:
         for space in self._pending:
             self._sink.content(space)
         self._pending.clear()
         self._sink.content(text)
+        self._quotation.take(text)
         self._begins_line = self._is_behind_call = False
+        self._has_text = True
 
     def _space(self, text: str) -> None:
         if self._drops_space or self._is_behind_call:
             self._pending.append(text)
         else:
             self._sink.content(text)
+        self._quotation.take(text)
         self._begins_line = self._begins_line or "\n" in text
 
     def _read(self, marker: str) -> Script[None]:
         source, sink = self._source, self._sink
         begun, ended = sink.calls_begun, sink.calls_ended
         is_marked = marker in self._anywhere
-        reader = self._anywhere[marker] if is_marked else self._at_line[marker]
+        reader = self._reader(marker)
         source.mark(back=len(marker))
         self.is_in_content = False
         refused = was_cut_off = False
@@ -130,10 +176,77 @@ class ContentScript:
         self.is_in_content = True
         text = source.unmark()
         sink.give_up_call()
-        has_calls = sink.calls_ended > ended
-        if has_calls or (was_cut_off and not refused):
-            self._pending.clear()
-            self._is_behind_call = self._begins_line = True
+        if sink.calls_ended > ended or (was_cut_off and not refused):
+            self._behind_call()
         if refused:
             self._content(text)
             self._begins_line = text.endswith("\n")
+
+    def _read_quoted(self, marker: str) -> Script[None]:
+        """Read a call in a quotation, and show all of it as content. Markup in its arguments is none of the content."""
+        source = self._source
+        source.mark(back=len(marker))
+        self.is_in_content = False
+        try:
+            yield from self._reader(marker)(_HeldReading(source, PartSink(), self._reading.tools))
+        except NotACall:
+            pass
+        except CutOff:
+            source.at = len(source.text)
+        self.is_in_content = True
+        for text in (*self._pending, source.unmark()):
+            self._sink.content(text)
+        self._pending.clear()
+        self._has_text = True
+        self._begins_line = False
+
+    def _reader(self, marker: str) -> CallReader:
+        return next(readers[marker] for readers in (self._anywhere, self._at_first, self._at_line) if marker in readers)
+
+    def _read_held(self, marker: str) -> Script[None]:
+        """Read calls without markers, and hold them until it is known that nothing but calls follows."""
+        source = self._source
+        held = PartSink()
+        reading = _HeldReading(source, held, self._reading.tools)
+        source.mark(back=len(marker))
+        self.is_in_content = False
+        refused = False
+        try:
+            while True:
+                yield from self._held[marker](reading)
+                if not (yield from source.skip_space()):
+                    break
+                if not (marker := (yield from source.take(_longest_first(self._held)))):
+                    raise NotACall
+        except NotACall:
+            refused = True
+        except CutOff:
+            source.at = len(source.text)
+            refused = not held.calls_begun
+        self.is_in_content = True
+        text = source.unmark()
+        if refused:
+            self._content(text)
+            self._begins_line = text.endswith("\n")
+            return
+        self._behind_call()
+        for part in held.drain():
+            if isinstance(part, ToolCallBegin):
+                self._sink.give_up_call()
+                if self._sink.calls_begun >= CALLS_MAX:
+                    break
+                self._sink.begin_call(part.name, part.id)
+            elif isinstance(part, ToolCallArguments):
+                self._sink.arguments(part.text)
+            elif isinstance(part, ToolCallEnd):
+                self._sink.end_call()
+        self._sink.give_up_call()
+
+    def _behind_call(self) -> None:
+        self._pending.clear()
+        self._quotation.take_call()
+        self._is_behind_call = self._begins_line = True
+
+
+def _longest_first(markers: Mapping[str, CallReader]) -> list[str]:
+    return sorted(markers, key=len, reverse=True)

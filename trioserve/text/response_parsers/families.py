@@ -26,6 +26,7 @@ from trioserve.text.call_formats.json_calls import (
 )
 from trioserve.text.response_parsers.call_forms import CallForm
 from trioserve.text.response_parsers.call_reading import CallReader
+from trioserve.text.response_parsers.content_script import read_bare
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.text_source import Script, TextSource
@@ -38,15 +39,22 @@ WholeScript = Callable[[TextSource, PartSink, Mapping[str, OfferedTool], bool | 
 
 
 class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """readers, line_readers, drops_space, is_lenient: as for ContentScript. special_tokens: markers that are special
-    tokens in the family's vocabulary: they have to stay in the text. whole: reads thoughts, too, instead of readers.
-    ends_thoughts: what a thought ends with that was not closed; any other call in a thought is none. form: how the
-    family writes calls today. older_forms: by the special token that older vocabularies lack."""
+    """How one family writes calls.
+
+    Args:
+        readers, line_readers, first_readers, drops_space, has_channels: as for ContentScript.
+        special_tokens: markers that are special tokens in the family's vocabulary. They have to stay in the text.
+        whole: reads all of a response, reasoning included, in the place of readers.
+        ends_thoughts: texts that end reasoning whose closing tag is missing. Any other call in reasoning is none.
+        form: how the family writes calls today.
+        older_forms: forms by the special token that older vocabularies lack.
+    """
 
     readers: dict[str, CallReader] = {}
     line_readers: dict[str, CallReader] = {}
+    first_readers: dict[str, CallReader] = {}
     drops_space: bool = True
-    is_lenient: bool = True
+    has_channels: bool = False
     special_tokens: tuple[str, ...] = ()
     whole: WholeScript | None = None
     ends_thoughts: tuple[str, ...] = ()
@@ -114,6 +122,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     "hermes": ToolFamily(readers=_HERMES, special_tokens=("<tool_call>", "</tool_call>")),
     "llama3_json": ToolFamily(
         readers={"<|python_tag|>": read_bare_calls},
+        first_readers={"{": read_bare, "[": read_bare},
         drops_space=False,
         special_tokens=("<|python_tag|>",),
         form=LLAMA3_FORM,
@@ -127,7 +136,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     ),
     "pythonic": ToolFamily(
         readers={pythonic.PYTHON_START: pythonic.tagged_list(pythonic.PYTHON_END)},
-        line_readers={"[": pythonic.read_python_list},
+        first_readers={"[": pythonic.read_python_list},
         drops_space=False,
         special_tokens=pythonic.PYTHON_TOKENS,
         form=pythonic.PYTHONIC_FORM,
@@ -161,7 +170,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     "kimi_k3": ToolFamily(
         readers=kimi_k3.K3_READERS,
         drops_space=False,
-        is_lenient=False,
+        has_channels=True,
         special_tokens=kimi_k3.K3_TOKENS,
         form=kimi_k3.K3_FORM,
     ),
@@ -178,6 +187,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
             **dict.fromkeys(_COHERE_MARKS, read_nothing),
         },
         drops_space=False,
+        has_channels=True,
         special_tokens=("<|START_ACTION|>", "<|END_ACTION|>", *_COHERE_MARKS),
         form=COHERE_FORM,
     ),

@@ -34,10 +34,17 @@ def make_response_parser(
     *,
     tools: Iterable[OfferedTool] = (),
     begins_inside: bool | None = None,
+    is_lenient: bool = False,
 ) -> ResponseParser:
-    """A parser for one choice. tool_family, reasoning_family: names in TOOL_FAMILIES and REASONING_FAMILIES; None: text
-    is not searched for calls, or for thoughts. tools: those the model may call; without any, nothing is a call.
-    begins_inside: whether the prompt has opened a thought (prompt_begins_thought); None: as is usual in the family.
+    """Make the parser for one choice.
+
+    Args:
+        tool_family: a name in TOOL_FAMILIES. None: the text is not searched for calls.
+        reasoning_family: a name in REASONING_FAMILIES. None: the text is not searched for reasoning.
+        tools: those that the model may call. Without any, nothing is a call.
+        begins_inside: whether the prompt has opened reasoning (prompt_begins_thought). None: as is usual in the family.
+        is_lenient: bare and fenced JSON are calls, too, if the response has nothing but calls. Formats with channels
+            ignore it.
     """
     offered = tools_by_name(tools)
     thoughts = REASONING_FAMILIES[reasoning_family] if reasoning_family is not None else None
@@ -52,7 +59,7 @@ def make_response_parser(
     scripts: list[RunningScript] = []
     push, may_begin = sink.content, _always
     if family is not None and (offered or (thoughts is not None and thoughts.channels is not None)):
-        content, running = _content_script(family, sink, offered)
+        content, running = _content_script(family, sink, offered, is_lenient=is_lenient)
         scripts.append(running)
         push = running.push
 
@@ -78,7 +85,7 @@ def make_response_parser(
 
 
 def _content_script(
-    family: ToolFamily, sink: PartSink, offered: dict[str, OfferedTool]
+    family: ToolFamily, sink: PartSink, offered: dict[str, OfferedTool], *, is_lenient: bool
 ) -> tuple[ContentScript, RunningScript]:
     source = TextSource()
     content = ContentScript(
@@ -87,8 +94,10 @@ def _content_script(
         offered,
         family.readers,
         line_readers=family.line_readers if offered else None,
+        first_readers=family.first_readers if offered else None,
         drops_space=family.drops_space,
-        is_lenient=family.is_lenient,
+        has_channels=family.has_channels,
+        is_lenient=is_lenient,
     )
     return content, RunningScript(source, content.run())
 

@@ -62,12 +62,19 @@ class TextSource:
         return text
 
     def unread(self, text: str) -> None:
-        """Put back what was read last, or as good as that. It is given back by no mark."""
+        """Put back the text that was read last. It counts as not read, for the mark as well."""
+        if self._marked is not None:
+            self._marked.append(self.text[self._mark_at : self.at])
+            self._mark_at = 0
+            excess = len(text)
+            while excess and self._marked:
+                last = self._marked.pop()
+                if len(last) > excess:
+                    self._marked.append(last[:-excess])
+                excess -= min(excess, len(last))
         self.text = text + self.text[self.at :]
         self.at = 0
         self.characters_copied += len(self.text)
-        if self._marked is not None:
-            self.mark()
 
     # ---- reading; these are scripts
 
