@@ -149,6 +149,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[float, _about(
         "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
+    ping_interval: Annotated[float, _about(
+        "seconds of silence after which an HTTP/2 client with running streams is asked whether it still reads (PING)",
+        "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_seconds
+    ping_timeout: Annotated[float, _about(
+        "seconds after which an HTTP/2 client that does not answer a PING loses its streams: some clients, httpx among "
+        "them, leave a stream without a word; 86400 to let such streams run", "SECONDS", gt=0, le=86400,
+        )] = FrontendLimits().ping_answer_seconds_max
     vanished_timeout: Annotated[float, _about(
         "seconds after which a client whose machine or network vanished without a word is noticed, by TCP's keepalive; "
         "its requests end then", "SECONDS", ge=6, le=86400)] = FrontendLimits().vanished_seconds_max

@@ -316,3 +316,53 @@ async def test_many_aborted_streams_leave_nothing_behind(autojump_clock, front, 
         await the_front.settle()
         assert handler.running == 0
         assert the_front.server.counters().exchanges_open == 0
+
+
+async def test_client_that_answers_no_ping_loses_its_streams(autojump_clock, front, watched):
+    """It forgot them, and neither reset them nor closed the connection."""
+    handler = watched()
+    the_front = front(handler, ping_seconds=5, ping_answer_seconds_max=10)
+    client = await the_front.h2()
+    began_at = trio.current_time()
+    for _ in range(3):
+        await client.request()
+    await handler.ended.wait()
+    assert trio.current_time() - began_at == pytest.approx(15, abs=0.1)
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (counters.exchanges_open, counters.exchanges_left_total, counters.connections_open) == (0, 3, 0)
+    assert counters.connections_refused_total["ping_unanswered"] == 1
+
+
+@pytest.mark.parametrize("sign", ["PING", "WINDOW_UPDATE"])
+async def test_silent_client_that_still_reads_keeps_its_streams(autojump_clock, front, watched, sign):
+    handler = watched()
+    the_front = front(handler, ping_seconds=5, ping_answer_seconds_max=10)
+    client = await the_front.h2()
+    await client.request()
+    for _ in range(10):
+        await client.until(lambda: any(isinstance(each, frames.PingFrame) for each in client.frames))
+        (ping,) = [each for each in client.frames if isinstance(each, frames.PingFrame)]
+        client.frames.clear()
+        await trio.sleep(9)
+        if sign == "PING":
+            await client.send(frames.PingFrame(0, opaque_data=ping.opaque_data, flags=["ACK"]))
+        else:
+            await client.credit(0, 1)
+    await the_front.settle()
+    assert handler.running == 1
+    await client.stream.aclose()
+
+
+async def test_client_without_streams_is_not_asked(autojump_clock, front):
+    async def respond_ok(exchange):
+        await exchange.respond(200, [], b"ok")
+
+    the_front = front(respond_ok, ping_seconds=5, ping_answer_seconds_max=10)
+    client = await the_front.h2()
+    await client.response(await client.request())
+    await trio.sleep(60)
+    await client.send(frames.PingFrame(0, opaque_data=b"of mine."))
+    await client.until(lambda: bool(client.frames) and isinstance(client.frames[-1], frames.PingFrame))
+    assert client.frames[-1].opaque_data == b"of mine."
+    await client.stream.aclose()

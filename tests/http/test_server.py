@@ -377,6 +377,41 @@ async def test_httpx_over_real_sockets(http2):
     assert (counters.connections_open, counters.exchanges_total, counters.exchanges_left_total) == (0, 4, 0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # httpcore drops a generator
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole response"])
+async def test_httpx_that_leaves_a_stream_over_http2_cancels_the_handler(watched, is_streamed):
+    """httpcore sends neither RST_STREAM nor a close, and reads its socket no more."""
+
+    async def begin_and_wait(exchange):
+        if is_streamed:
+            await exchange.start(200, [])
+            await exchange.send(b"begun")
+        await trio.sleep_forever()
+
+    handler = watched(begin_and_wait)
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(handler, limits=FrontendLimits(ping_seconds=0.1, ping_answer_seconds_max=0.2))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        async with httpx.AsyncClient(http1=False, http2=True, trust_env=False) as client:
+            async with trio.open_nursery() as asking:
+
+                async def ask() -> None:
+                    async with client.stream("GET", f"http://{addresses(listeners)[0]}/") as streamed:
+                        async for _ in streamed.aiter_bytes():
+                            break
+
+                asking.start_soon(ask)
+                await handler.begun.wait()
+                if not is_streamed:
+                    asking.cancel_scope.cancel()
+            with trio.fail_after(30):
+                await handler.ended.wait()
+        server.drain()
+    assert handler.cancelled
+    assert server.counters().connections_refused_total["ping_unanswered"] == 1
+
+
 async def test_tcp_reset_cancels_the_handler(watched):
     """S11."""
     handler = watched()

@@ -31,6 +31,8 @@ class ConnectionRefusal(enum.StrEnum):
     HEAD_TIMEOUT = "head_timeout"
     HEAD_TOO_LARGE = "head_too_large"
     MALFORMED = "malformed"
+    PING_UNANSWERED = "ping_unanswered"
+    """With a stream under way, it did not answer a PING: its program forgot the stream, or does not read."""
     RESETS = "resets"
     SENT_AHEAD = "sent_ahead"
     SILENT = "silent"

@@ -102,6 +102,14 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     keep it over half a Mbit/s. Without it, a byte taken now and then would hold an exchange for hours."""
 
     # --- one HTTP/2 connection ---
+    ping_seconds: float = 5.0
+    """While streams run, a client that has sent nothing for so long is asked whether it still reads (PING). Some
+    clients (httpcore, so httpx and openai with http2=True) forget a stream that its caller leaves early: they send
+    neither RST_STREAM nor a close, and read their socket no more. Seldom enough to cost nothing."""
+    ping_answer_seconds_max: float = 10.0
+    """From the moment in which TCP has delivered the PING; then the connection ends, and its exchanges are cancelled.
+    HTTP/2 stacks answer in milliseconds. A program that reads in the same thread in which it uses what it has read
+    answers only between two reads, so this is also the longest pause that it may take."""
     streams_max: int = 256
     """Open at a time on one connection (SETTINGS_MAX_CONCURRENT_STREAMS). Each is a task and at most one request."""
     resets_per_second_max: int = 100

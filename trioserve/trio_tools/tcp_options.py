@@ -6,15 +6,23 @@ word. Without these options, such a connection stays open for hours (sends) or f
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import socket
+import struct
+import sys
+import termios
 from typing import Any, Protocol
 
-__all__ = ["VANISHED_SECONDS", "end_when_vanished"]
+__all__ = ["VANISHED_SECONDS", "delivered_bytes", "end_when_vanished"]
 
 VANISHED_SECONDS = 20.0
 """Default. Longer than any pause of a network that recovers by itself (a few retransmissions), shorter than a client's
 patience."""
 PROBES = 3
+TCP_INFO_BYTES = 136
+ACKNOWLEDGED_AT = 120  # of tcpi_bytes_acked in struct tcp_info (linux/tcp.h), 64 bits
 
 
 class _Socket(Protocol):
@@ -43,3 +51,19 @@ def end_when_vanished(connection: _Socket, seconds: float = VANISHED_SECONDS, *,
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def delivered_bytes(connection: socket.socket) -> tuple[int, int] | None:
+    """Count the bytes of a TCP connection that the other end's kernel has acknowledged, and those still on their way.
+
+    Returns:
+        None where this cannot be known: another system than Linux, another family than TCP, a closed socket.
+    """
+    if sys.platform != "linux" or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    with contextlib.suppress(OSError, struct.error):
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        waiting = array.array("i", [0])
+        fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, waiting)
+        return struct.unpack_from("Q", told, ACKNOWLEDGED_AT)[0], waiting[0]
+    return None

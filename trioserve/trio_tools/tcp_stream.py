@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import trio
 
-from trioserve.trio_tools.tcp_options import VANISHED_SECONDS, end_when_vanished
+from trioserve.trio_tools.tcp_options import VANISHED_SECONDS, delivered_bytes, end_when_vanished
 
 __all__ = ["TcpStream", "connect_tcp"]
 
@@ -56,6 +56,10 @@ class TcpStream(trio.abc.HalfCloseableStream):
         """Send as much as the kernel takes, and say how many bytes."""
         self._check_not_sending()
         return self._try_send(data)
+
+    def delivered_bytes(self) -> tuple[int, int] | None:
+        """See tcp_options.delivered_bytes."""
+        return delivered_bytes(self._socket)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         with self._one_sender(), memoryview(data) as view:

@@ -25,7 +25,7 @@ from trioserve.http.connection_setup import ConnectionSetup
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
 from trioserve.http.handler_call import call_handler
 from trioserve.http.http2.errors import error_code_of, refusal_of
-from trioserve.http.http2.frames import PREFACE, Flood, FrameGate, goaway_frame
+from trioserve.http.http2.frames import PING, PREFACE, Flood, FrameGate, frame, goaway_frame
 from trioserve.http.http2.outbox import H2Outbox
 from trioserve.http.http2.protocol import initiated_protocol, request_head
 from trioserve.http.http2.stream import H2Stream
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 16384
 WRITE_BYTES = 65536  # DATA taken from the streams for one write; also what has to leave within one stall limit
 CREDIT_BYTES_MIN = 16384
+PING_PAYLOAD = b"alive?\0\0"
+PING_LOOK_SECONDS = 2.5  # between two looks whether a PING was delivered and answered
 # CPU time that reading is worth, which is not charged: of a request that is opened, and of a byte of its body.
 REQUEST_CPU_SECONDS = 0.001
 BODY_BYTE_CPU_SECONDS = 1e-7
@@ -85,6 +87,8 @@ class H2Connection:
         self._has_known = False  # a request on it has shown a key
         self._busy_since = now  # there are streams, if there are any
         self._ended_at = now  # of the last stream
+        self._heard_at = now  # the client's last bytes
+        self._has_streams = trio.Event()  # for the task that asks whether the client reads
         self._is_last = False  # the connection ends when it has no stream
         self._is_leaving = False  # no more streams are accepted
         self._last_stream_id: int | None = None  # of our GOAWAY
@@ -102,6 +106,7 @@ class H2Connection:
                 async with trio.open_nursery() as nursery:
                     self._nursery = nursery
                     nursery.start_soon(self._write)
+                    nursery.start_soon(self._ask_for_life)
                     await self._read()
         except BaseException:
             # The caller ends us, or we are broken. The streams' tasks have left and with that reset their streams.
@@ -215,6 +220,7 @@ class H2Connection:
                 while True:
                     await self._take(received)
                     received = await self._transport.receive_some(READ_BYTES)
+                    self._heard_at = trio.current_time()
                     if not received:
                         self._client_left()
                         return
@@ -305,6 +311,7 @@ class H2Connection:
         )
         if not self._streams:
             self._busy_since = now
+            self._has_streams.set()
         self._streams[stream.id] = stream
         self._cpu_earned += REQUEST_CPU_SECONDS
         self._setup.slots.take(is_known=is_known)
@@ -388,6 +395,7 @@ class H2Connection:
         if not self._streams:
             self._is_leaving = self._is_leaving or self._is_last
             self._ended_at = trio.current_time()
+            self._has_streams = trio.Event()
             self._set_patience()
             self._more_to_write()  # the writer ends a connection that takes no more streams
 
@@ -474,6 +482,48 @@ class H2Connection:
             self._client_left()
         patience.deadline = math.inf
         self._write_broken = False
+
+    # --- whether the client still reads ---
+
+    async def _ask_for_life(self) -> None:
+        """Send a PING to a silent client with running streams, and end a connection that does not answer.
+
+        Only the time after TCP has delivered the PING counts: a slow network is another bound's business
+        (stall_seconds_max, vanished_seconds_max).
+        """
+        limits = self._limits
+        while True:
+            await self._has_streams.wait()
+            await trio.sleep_until(self._heard_at + limits.ping_seconds)
+            asked_at = trio.current_time()
+            if not self._streams or self._heard_at + limits.ping_seconds > asked_at:
+                continue
+            self._outbox.collect(frame(PING, 0, 0, PING_PAYLOAD))
+            ends_at: float | None = None  # of the sent bytes, in the count of TCP
+            delivered_at = asked_at
+            while self._streams and self._heard_at < asked_at:
+                await trio.sleep_until(
+                    min(trio.current_time() + PING_LOOK_SECONDS, delivered_at + limits.ping_answer_seconds_max)
+                )
+                now = trio.current_time()
+                is_written = not (self._unwritten or self._is_writing or self._outbox.framed_bytes)
+                tcp_bytes = self._tcp_bytes()
+                if tcp_bytes is not None and is_written and ends_at is None:
+                    ends_at = sum(tcp_bytes)
+                if not is_written or (tcp_bytes is not None and ends_at is not None and tcp_bytes[0] < ends_at):
+                    delivered_at = now
+                elif now >= delivered_at + limits.ping_answer_seconds_max and self._heard_at < asked_at:
+                    self._tally.connections_refused_total[ConnectionRefusal.PING_UNANSWERED] += 1
+                    logger.info("client answers no PING, connection ended peer=%s", self._peer)
+                    self._lingers = False
+                    self._client_left()
+                    return
+
+    def _tcp_bytes(self) -> tuple[int, int] | None:
+        transport: object = self._transport
+        while isinstance(transport, trio.SSLStream):
+            transport = transport.transport_stream
+        return transport.delivered_bytes() if isinstance(transport, TcpStream) else None
 
     # --- ending ---
 
