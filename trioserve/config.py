@@ -149,6 +149,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[float, _about(
         "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
+    keep_alive_timeout: Annotated[float, _about(
+        "seconds after which a connection without a request under way is closed; longer than proxies in front keep "
+        "theirs", "SECONDS", gt=0, le=86400)] = FrontendLimits().idle_seconds_max
     ping_interval: Annotated[float, _about(
         "seconds of silence after which an HTTP/2 client with running streams is asked whether it still reads (PING)",
         "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_seconds

@@ -1,4 +1,4 @@
-"""The parts of every server program: certificates that change while it serves."""
+"""The parts of every server program: its limits, and certificates that change while it serves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trio
 import trustme
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from trioserve.commands.serving import NativeFrontEnd, server_tls
+from trioserve.commands.serving import NativeFrontEnd, frontend_limits, server_tls
 from trioserve.config import make_config
 from trioserve.http.listener import open_listeners
 from trioserve.http.server import FrontendServer
@@ -131,3 +131,8 @@ async def test_reload_without_tls_is_one_line_in_the_log(caplog, autojump_clock)
             await wait_all_tasks_blocked()
         assert "nothing to reload" in caplog.text
         nursery.cancel_scope.cancel()
+
+
+def test_options_of_connections_reach_the_front_end():
+    limits = frontend_limits(make_config(keep_alive_timeout=5.0, ping_interval=6.0, ping_timeout=7.0))
+    assert (limits.idle_seconds_max, limits.ping_seconds, limits.ping_answer_seconds_max) == (5.0, 6.0, 7.0)

@@ -270,6 +270,7 @@ def frontend_limits(config: ServerConfig) -> FrontendLimits:
         connections_per_address_max=of_address or max(1, connections_max - max(1, connections_max // 64)),
         body_bytes_max=config.max_body_bytes,
         stall_seconds_max=config.stall_timeout,
+        idle_seconds_max=config.keep_alive_timeout,
         ping_seconds=config.ping_interval,
         ping_answer_seconds_max=config.ping_timeout,
         vanished_seconds_max=config.vanished_timeout,
