@@ -20,6 +20,7 @@ from trioserve.connectors.stream.frames import Kind, Tell, frame
 from trioserve.connectors.stream.peer_connection import Identity, greet_holder
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.connectors.stream.signature import signed
+from trioserve.connectors.stream.transport import dual_listener
 from trioserve.connectors.stream.wire import MayNot, SocketWire
 from trioserve.connectors.tcp import TcpConnector, make_connector
 from trioserve.contracts.errors import StartupError
@@ -389,3 +390,15 @@ async def test_who_asks_without_end_lets_others_run():
         finally:
             connection.wire.close()
             nursery.cancel_scope.cancel()
+
+
+async def test_all_addresses_of_ipv6_are_those_of_ipv4_too():
+    try:
+        listener = dual_listener(0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    port = listener.socket.getsockname()[1]
+    async with listener:
+        for host in ("127.0.0.1", "::1"):
+            async with await trio.open_tcp_stream(host, port), await listener.accept():
+                pass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,7 +30,7 @@ from trioserve.trio_tools.places import remote_address
 from trioserve.trio_tools.tcp_options import end_when_vanished
 from trioserve.trio_tools.tcp_stream import connect_tcp
 
-__all__ = ["StreamTransport"]
+__all__ = ["StreamTransport", "dual_listener"]
 
 LOGGED_MAX = 200  # kinds of trouble; beyond that they are counted only
 TIDY_SECONDS = 10.0
@@ -85,6 +86,8 @@ class StreamTransport:
     async def _listen(self) -> trio.SocketListener:
         options = self._options
         try:
+            if options.host == "::":
+                return dual_listener(options.port)
             first, *others = await trio.open_tcp_listeners(options.port, host=options.host)
         except OSError as error:
             raise StartupError(
@@ -169,3 +172,17 @@ def _make_tls(options: StreamOptions) -> tuple[ssl.SSLContext | None, ssl.SSLCon
     except OSError as error:
         raise StartupError(f"TLS of the KV connector: certfile, keyfile or ca_certs cannot be used: {error}") from error
     return listen, dial
+
+
+def dual_listener(port: int) -> trio.SocketListener:
+    """Listen on all interfaces for IPv6 and IPv4 with one socket, so that both have the same port. Raises OSError."""
+    listening = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("::", port))
+        listening.listen()
+        return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+    except BaseException:
+        listening.close()
+        raise
