@@ -16,8 +16,10 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import open_listeners, open_unix_listener
 from trioserve.http.server import FrontendServer
+from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.places import Place
 
+HALF_A_BODY = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{"
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
 
 
@@ -240,6 +242,26 @@ async def test_address_with_requests_on_all_its_connections_is_refused_and_count
         other = await connect_from("127.0.0.2", address)
         await ask(other)
         for stream in (first, second, other):
+            await stream.aclose()
+
+
+async def test_address_may_not_hold_all_places_with_requests_where_there_are_no_keys():
+    limits = {"connections_max": 4, "connections_per_address_max": 2}
+    async with (
+        open_memory_server() as served,
+        listening(served.app, knows_caller=served.app.knows_caller, **limits) as (server, address),
+    ):
+        streams = []
+        for count in (1, 2):
+            streams.append(await connect_from("127.0.0.1", address))
+            await streams[-1].send_all(HALF_A_BODY)
+            await wait_until(lambda count=count: server.counters().exchanges_open == count)
+        third = await connect_from("127.0.0.1", address)
+        with suppress(trio.BrokenResourceError):
+            assert await third.receive_some() == b""
+        assert server.counters().connections_refused_total["address"] == 1
+        assert server.counters().connections_known_open == 0
+        for stream in (*streams, third):
             await stream.aclose()
 
 

@@ -197,8 +197,12 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         is_quiet = route is not None and route.is_polled and status is not None and status < 400
         return logging.INFO if self._logs_requests and not is_quiet else logging.DEBUG
 
-    def knows_caller(self, headers: Headers) -> bool:
-        """Whether the head of a request holds a key. Without any keys, everybody is known."""
+    @property
+    def knows_caller(self) -> Callable[[Headers], bool] | None:
+        """Tells whether the head of a request holds a key; None: there are no keys, and all callers are strangers."""
+        return self._has_key if self._keys.are_set else None
+
+    def _has_key(self, headers: Headers) -> bool:
         try:
             self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
         except Refusal:
