@@ -12,6 +12,8 @@ import trio
 from trioserve.api.caller import AccessRules
 from trioserve.api.request_end import end_line
 from trioserve.contracts.errors import Overloaded, RequestFailed
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.output import Delta
 from trioserve.http.cross_origin import CrossOrigin
 from trioserve.http.exchange import BodyTimeout
 
@@ -109,6 +111,16 @@ async def test_an_error_in_the_middle_of_a_stream_is_a_failure(api: Any, lines) 
     await api.complete(stream=True)
     told = fields(lines()[-1])
     assert (told["status"], told["outcome"], told["reason"]) == ("200", "failed", "request_failed")
+    assert told["completion_tokens"] == "3"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_that_passes_behind_some_tokens_is_its_own_outcome(api: Any, lines, stream: bool) -> None:
+    end = Delta(index=0, text="", token_ids=(), finish_reason=FinishReason.DEADLINE, stop_reason="timeout")
+    api.engine.script = lambda prompt, sampling: [next(iter(api.say("Hel", "lo")(prompt, sampling))), end]
+    await api.complete(stream=stream)
+    told = fields(lines()[-1])
+    assert (told["status"], told["outcome"], told["reason"]) == ("200" if stream else "504", "deadline", "timeout")
     assert told["completion_tokens"] == "3"
 
 

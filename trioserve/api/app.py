@@ -17,6 +17,8 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal,
 from trioserve.api.gate import PageGate
 from trioserve.api.http_counts import HttpCounts
 from trioserve.api.log_context import begin_request, end_request, tenant_shown
+from trioserve.api.ollama.surface import OLLAMA_PATH
+from trioserve.api.operations.other_paths import other_path
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
 from trioserve.api.surfaces import surface_of
@@ -132,7 +134,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     def not_found(self, path: str) -> Refusal:
         """What is said of a path where there is nothing."""
-        return _not_found(path, self.paths())
+        ollama = other_path(path) if path.startswith(OLLAMA_PATH) else None  # at routers and servers of images, too
+        return ollama or _not_found(path, self.paths())
 
     @abc.abstractmethod
     def new_context(self, exchange: Exchange) -> ContextType: ...

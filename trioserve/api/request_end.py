@@ -19,6 +19,8 @@ class Outcome(enum.StrEnum):
     """Cancelled: the client left or took nothing, or the server did not wait any longer."""
     REFUSED = "refused"
     """The response was an error, with a status of its own."""
+    DEADLINE = "deadline"
+    """A deadline of the request passed, whatever it had by then."""
     FAILED = "failed"
     """It broke off: an error came when the head of the response was out."""
 

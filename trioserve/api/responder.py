@@ -132,7 +132,10 @@ class Responder:
     async def fail(self, error: ErrorResponse) -> bool:
         """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
         self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
-        self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
+        if error.status == 504:
+            self.outcome = Outcome.DEADLINE
+        else:
+            self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
         if not self.exchange.started:
             body = self.surface.body(error, self.request_id)
             status = self.surface.status(error)

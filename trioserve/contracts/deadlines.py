@@ -10,7 +10,7 @@ import msgspec
 from trioserve.contracts.arguments import to_float
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines"]
+__all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines", "passed_message"]
 
 DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # a request that may take longer has no deadline
 
@@ -66,3 +66,24 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_DEADLINES = Deadlines()
 """What most requests have."""
+
+_LIMIT_OPTIONS = {
+    Deadline.QUEUE: "--max-queue-timeout",
+    Deadline.FIRST_TOKEN: "--max-ttft-timeout",
+    Deadline.TOTAL: "--max-request-timeout",
+}
+
+
+def passed_message(deadline: Deadline, seconds: float, limits: Deadlines) -> str:
+    """What a client is told of a deadline that has passed.
+
+    Args:
+        deadline: Which one.
+        seconds: How long the request had.
+        limits: The longest that any request may have, which shorten what a request asks for.
+    """
+    message = f"the request's {deadline.value} of {seconds:g} s has passed"
+    limit = limits.seconds(deadline)
+    if limit is None or seconds < limit:
+        return message
+    return f"{message}, and that is the longest that this server allows ({_LIMIT_OPTIONS[deadline]})"

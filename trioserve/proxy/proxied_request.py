@@ -85,7 +85,7 @@ async def _forward(context: RouterContext) -> None:
     check_model(context.access, body.model, served)
     model = context.fleet.real_model(body.model)
     grace = PARTIAL_SECONDS_MAX if body.return_partial else 0.0
-    clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace)
+    clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=context.rules.deadlines_max)
     with clock.running():
         if body.stream and wants_lines(path, context.exchange.headers):
             context.client_events = ClientLines()  # whoever reads lines cannot say where in a stream it is

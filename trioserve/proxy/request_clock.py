@@ -9,16 +9,19 @@ from contextlib import contextmanager
 import trio
 
 from trioserve.api.error_responses import deadline_refusal
-from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 
 __all__ = ["RequestClock"]
 
 
 class RequestClock:
     """The deadlines of one request, from its arrival at the router on. grace_seconds: for so long its endpoint, which
-    goes by the same deadlines, may say how it ended."""
+    goes by the same deadlines, may say how it ended. limits: which have shortened the deadlines."""
 
-    def __init__(self, deadlines: Deadlines, now: float, *, grace_seconds: float = 0.0) -> None:
+    def __init__(
+        self, deadlines: Deadlines, now: float, *, grace_seconds: float = 0.0, limits: Deadlines = NO_DEADLINES
+    ) -> None:
+        self._limits = limits
         self._grace_seconds = grace_seconds
         self._deadlines = deadlines
         self._moments: dict[Deadline, float] = {}
@@ -52,7 +55,7 @@ class RequestClock:
             if self._first_token_is_due and self.at(Deadline.FIRST_TOKEN) <= self.at(Deadline.TOTAL):
                 passed = Deadline.FIRST_TOKEN
             seconds = self._deadlines.seconds(passed)
-            raise deadline_refusal(passed, f"the request's {passed.value} of {seconds:g} s has passed")
+            raise deadline_refusal(passed, passed_message(passed, seconds or 0.0, self._limits))
 
     def stop_first_token(self) -> None:
         self._has_token = True

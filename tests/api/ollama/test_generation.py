@@ -382,3 +382,10 @@ async def test_keys_are_asked_for_in_the_apis_shape(make_api: Any) -> None:
 async def test_an_unknown_model_is_404(api: Any, model: str) -> None:
     for asked in (CHAT, GENERATE, ("/api/show", {}), ("/api/embed", {"input": "a"})):
         assert "not served here" in await check_refused(api, asked, status=404, model=model)
+
+
+@pytest.mark.parametrize("path", ["/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"])
+async def test_paths_that_change_models_say_what_to_do(api: Any, path: str) -> None:
+    exchange = await api.context("POST", path, {"model": "m"})
+    assert (exchange.status, exchange.response_headers["x-trioserve-reason"]) == (404, "other_path")
+    assert "models are chosen when the server starts" in exchange.json()["error"]

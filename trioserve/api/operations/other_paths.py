@@ -1,5 +1,7 @@
-"""Paths by which vLLM and SGLang replace weights or give memory back, and which are not here since they do it in
-another way: what to ask instead."""
+"""Paths of vLLM, SGLang and Ollama that are not here, and what to do instead.
+
+They replace weights, give memory back, or change which models there are.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ __all__ = ["OTHER_PATHS", "other_path"]
 UPDATES = "/update_weights_from_disk, /update_weights_from_shared_memory or /update_weights_from_distributed"
 ONE_CALL = f"one call of {UPDATES} replaces all weights, or none, and says their weight_version"
 
+START_WITH = (
+    "models are chosen when the server starts: start it with `trioserve serve --model NAME`, which downloads NAME"
+)
+ONLY_SERVED = "models are chosen when the server starts, and none is made, copied or deleted while it runs"
+
 OTHER_PATHS = {
+    "/api/pull": START_WITH,
+    "/api/push": ONLY_SERVED,
+    "/api/create": ONLY_SERVED,
+    "/api/copy": ONLY_SERVED,
+    "/api/delete": ONLY_SERVED,
     "/init_weight_transfer_engine": "a trainer joins by torch.distributed with the backend gloo: ask "
     "/init_weights_update_group",
     "/start_weight_update": ONE_CALL,
@@ -25,7 +37,7 @@ OTHER_PATHS = {
     "/release_memory_occupation": "ask /sleep",
     "/resume_memory_occupation": "ask /wake_up",
 }
-"""With docs/rollouts.md, which says more."""
+"""By path. docs/rollouts.md says more about weights, docs/ollama.md about models."""
 
 
 def other_path(path: str) -> Refusal | None:

@@ -16,7 +16,7 @@ import trio
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.ended_ids import EndedIds
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
-from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.tracing import NO_TRACER, Attributes, Span, Tracer
@@ -326,5 +326,5 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
     def _pass_deadline(self, request: ScopeT, deadline: Deadline, seconds: float) -> None:
         if not request.is_finished:
             self.metrics.deadlines_passed_total.labels(deadline.value).inc()
-            message = f"the request's {deadline.value} of {seconds:g} s has passed"
+            message = passed_message(deadline, seconds, self._settings.deadlines_max)
             self._delivery.end_with_final_delta(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
