@@ -47,6 +47,7 @@ FALCON: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "vocab_size": 320,
     "max_position_embeddings": 512,
     "mamba_d_ssm": 96,

@@ -27,6 +27,7 @@ BAMBA = Family(
     name="bamba",
     classes=("BambaForCausalLM",),
     model_type="bamba",
+    defaults={"num_key_value_heads": 8},
     describe=_describe,
     transformers=Naming(
         modules={

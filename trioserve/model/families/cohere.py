@@ -54,6 +54,7 @@ COHERE = Family(
     name="cohere",
     classes=("CohereForCausalLM",),
     model_type="cohere",
+    defaults={"rope_theta": 500_000.0},
     describe=_describe_cohere,
     transformers=Naming(pairs_adjacent=True),
     gguf=GgufNaming(architecture="command-r", pairs_adjacent=True),

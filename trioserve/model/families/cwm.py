@@ -20,5 +20,18 @@ CWM = Family(
     name="cwm",
     classes=("CwmForCausalLM",),
     model_type="cwm",
+    defaults={
+        "num_key_value_heads": 8,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     describe=_describe,
 )

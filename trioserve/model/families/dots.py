@@ -26,6 +26,7 @@ DOTS1 = Family(
     name="dots1",
     classes=("Dots1ForCausalLM",),
     model_type="dots1",
+    defaults={"num_key_value_heads": 32, "topk_group": 1},
     describe=_describe,
     transformers=Naming(modules=SHARED_EXPERTS),
     gguf=GgufNaming(architecture="dots1"),

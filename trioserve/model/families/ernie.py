@@ -23,6 +23,7 @@ ERNIE45 = Family(
     name="ernie4_5",
     classes=("Ernie4_5ForCausalLM",),
     model_type="ernie4_5",
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     describe=_describe,
     transformers=Naming(pairs_adjacent=True),
     gguf=GgufNaming(architecture="ernie4_5", pairs_adjacent=True),

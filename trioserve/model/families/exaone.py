@@ -68,6 +68,7 @@ EXAONE4 = Family(
     name="exaone4",
     classes=("Exaone4ForCausalLM",),
     model_type="exaone4",
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     describe=_describe_exaone4,
     gguf=GgufNaming(architecture="exaone4"),
 )

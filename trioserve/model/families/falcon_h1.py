@@ -79,6 +79,7 @@ FALCON_H1 = Family(
     name="falcon_h1",
     classes=("FalconH1ForCausalLM",),
     model_type="falcon_h1",
+    defaults={"num_key_value_heads": 8},
     describe=_describe,
     transformers=Naming(
         modules={

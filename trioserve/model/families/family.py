@@ -52,7 +52,8 @@ class Family:
     """classes: what config.json calls it in architectures; model_type: what it calls it where those are missing.
     gguf: None if llama.cpp does not write it. with_images: classes of models that see images, too, and whose part for
     texts, which text_config describes, is of this family. text_defaults: what such a text_config leaves out. spellings:
-    by the usual name of a field, the one that config.json may have in its place.
+    by the usual name of a field, the one that config.json may have in its place. defaults: values of fields that a
+    config.json lacks, as transformers' class of this family has them, where they differ from the usual.
 
     describe: reads the fields; it may raise ModelLoadError.
     """
@@ -66,6 +67,14 @@ class Family:
     with_images: tuple[str, ...] = ()
     text_defaults: Mapping[str, object] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+    def with_defaults(self, config: Mapping[str, object]) -> dict[str, object]:
+        """Add the family's defaults to a config.json. A field that is null stays null: some say "none" with it."""
+        present = {name for name, theirs in self.spellings.items() if theirs in config}
+        if "rope_scaling" in config:  # what transformers 4 calls it
+            present.add("rope_parameters")
+        return {name: value for name, value in self.defaults.items() if name not in present} | dict(config)
 
     def config_from(self, fields: ModelFields) -> ModelConfig:
         """Raises ModelLoadError, naming the field, for one that changes what is computed and is not read."""

@@ -109,6 +109,7 @@ GEMMA3N = Family(
     name="gemma3n",
     classes=("Gemma3nForCausalLM",),
     model_type="gemma3n_text",
+    defaults={"num_key_value_heads": 2},
     describe=_describe,
     transformers=Naming(modules=GEMMA3.transformers.modules),
     gguf=GgufNaming(architecture="gemma3n"),

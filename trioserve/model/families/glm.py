@@ -46,6 +46,7 @@ GLM = Family(
     name="glm",
     classes=("GlmForCausalLM",),
     model_type="glm",
+    defaults={"num_key_value_heads": 2},
     describe=_describe_glm,
     transformers=Naming(
         modules={"gate_proj": "mlp.gate_up_proj", "up_proj": "mlp.gate_up_proj"},
@@ -56,6 +57,7 @@ GLM4 = Family(
     name="glm4",
     classes=("Glm4ForCausalLM",),
     model_type="glm4",
+    defaults={"num_key_value_heads": 2},
     describe=_describe_glm4,
     transformers=Naming(
         modules={
@@ -72,6 +74,13 @@ GLM4_MOE = Family(
     name="glm4_moe",
     classes=("Glm4MoeForCausalLM",),
     model_type="glm4_moe",
+    defaults={
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     describe=_describe_glm4_moe,
     transformers=Naming(modules=SHARED_EXPERTS),
     gguf=GgufNaming(architecture="glm4moe", modules={"mlp_norm": "post_attention_norm"}),

@@ -41,6 +41,19 @@ GPT_OSS = Family(
     name="gpt_oss",
     classes=("GptOssForCausalLM",),
     model_type="gpt_oss",
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     describe=_describe,
     transformers=Naming(
         alternating=GATE_UP,

@@ -20,6 +20,7 @@ HELIUM = Family(
     name="helium",
     classes=("HeliumForCausalLM",),
     model_type="helium",
+    defaults={"num_key_value_heads": 20, "rope_theta": 100_000.0},
     describe=_describe,
     transformers=Naming(pairs_adjacent=True),
 )

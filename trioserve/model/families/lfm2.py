@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig, ShortConvConfig
@@ -42,7 +43,13 @@ def _described(fields: ModelFields, family: str, mlps: Sequence[MlpConfig | Expe
         kernel_size=fields.whole_or("conv_L_cache", 3),
         has_bias=fields.flag_or("conv_bias", False),
     )
-    attends = fields.attending_layers("conv", fields.wholes("full_attn_idxs"))
+    if not any(name in fields for name in ("layer_types", "layers_block_type", "full_attn_idxs")):
+        if family == "lfm2_moe":
+            raise ModelLoadError(f"{fields.source} lacks layer_types, which must name the kind of each layer")
+        indexes: Sequence[int] = range(fields.layer_count)  # transformers takes all to have attention
+    else:
+        indexes = fields.wholes("full_attn_idxs")
+    attends = fields.attending_layers("conv", indexes)
     return fields.described(
         family,
         [LayerConfig(attention=attention if at else conv, mlp=mlp) for at, mlp in zip(attends, mlps, strict=True)],
@@ -94,6 +101,7 @@ LFM2 = Family(
     name="lfm2",
     classes=("Lfm2ForCausalLM",),
     model_type="lfm2",
+    defaults={"num_key_value_heads": 8},
     describe=_describe,
     transformers=Naming(modules=_MODULES),
     gguf=GgufNaming(architecture="lfm2", modules=_GGUF_MODULES),
@@ -102,6 +110,7 @@ LFM2_MOE = Family(
     name="lfm2_moe",
     classes=("Lfm2MoeForCausalLM",),
     model_type="lfm2_moe",
+    defaults={"num_key_value_heads": 8},
     describe=_describe_mixture,
     transformers=Naming(modules=_MODULES),
     gguf=GgufNaming(architecture="lfm2moe", modules=_GGUF_MODULES),

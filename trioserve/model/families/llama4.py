@@ -93,6 +93,7 @@ LLAMA4 = Family(
     name="llama4",
     classes=("Llama4ForCausalLM",),
     model_type="llama4_text",
+    defaults={"num_key_value_heads": 8},
     describe=_describe,
     transformers=Naming(
         turned=EXPERT_MATRICES,

@@ -30,6 +30,7 @@ MINIMAX_M2 = Family(
     name="minimax_m2",
     classes=("MiniMaxM2ForCausalLM",),
     model_type="minimax_m2",
+    defaults={"num_key_value_heads": 8},
     describe=_describe,
     transformers=Naming(
         modules={

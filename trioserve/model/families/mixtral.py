@@ -20,6 +20,7 @@ MIXTRAL = Family(
     name="mixtral",
     classes=("MixtralForCausalLM",),
     model_type="mixtral",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     describe=_describe,
     transformers=Naming(
         modules={

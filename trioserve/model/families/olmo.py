@@ -55,14 +55,22 @@ OLMO2 = Family(
     name="olmo2",
     classes=("Olmo2ForCausalLM",),
     model_type="olmo2",
+    defaults={"rms_norm_eps": 1e-5},
     describe=_describe_olmo2,
     gguf=GgufNaming(architecture="olmo2"),
 )
-OLMO3 = Family(name="olmo3", classes=("Olmo3ForCausalLM",), model_type="olmo3", describe=_describe_olmo3)
+OLMO3 = Family(
+    name="olmo3",
+    classes=("Olmo3ForCausalLM",),
+    model_type="olmo3",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    describe=_describe_olmo3,
+)
 OLMOE = Family(
     name="olmoe",
     classes=("OlmoeForCausalLM",),
     model_type="olmoe",
+    defaults={"rms_norm_eps": 1e-5},
     describe=_describe_olmoe,
     gguf=GgufNaming(architecture="olmoe"),
 )

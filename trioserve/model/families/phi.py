@@ -21,6 +21,7 @@ PHI3 = Family(
     name="phi3",
     classes=("Phi3ForCausalLM",),
     model_type="phi3",
+    defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     describe=_describe,
     transformers=Naming(
         modules={

@@ -31,6 +31,7 @@ QWEN2 = Family(
     name="qwen2",
     classes=("Qwen2ForCausalLM",),
     model_type="qwen2",
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     describe=_describe_qwen2,
     gguf=GgufNaming(architecture="qwen2"),
 )
@@ -38,6 +39,7 @@ QWEN3 = Family(
     name="qwen3",
     classes=("Qwen3ForCausalLM",),
     model_type="qwen3",
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     describe=_describe_qwen3,
     gguf=GgufNaming(architecture="qwen3"),
 )

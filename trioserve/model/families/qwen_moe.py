@@ -47,6 +47,7 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     classes=("Qwen2MoeForCausalLM",),
     model_type="qwen2_moe",
+    defaults={"num_key_value_heads": 16, "sliding_window": 4096},
     describe=_describe_qwen2,
     gguf=GgufNaming(architecture="qwen2moe"),
 )
@@ -54,6 +55,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     classes=("Qwen3MoeForCausalLM",),
     model_type="qwen3_moe",
+    defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     describe=_describe_qwen3,
     gguf=GgufNaming(architecture="qwen3moe"),
 )

@@ -76,6 +76,7 @@ QWEN3_NEXT = Family(
     name="qwen3_next",
     classes=("Qwen3NextForCausalLM",),
     model_type="qwen3_next",
+    defaults={"num_key_value_heads": 2},
     describe=_describe_next,
     transformers=Naming(
         norm_offset=1.0,
@@ -108,6 +109,7 @@ QWEN35_MOE = Family(
     name="qwen3_5_moe",
     classes=("Qwen3_5MoeForCausalLM",),
     model_type="qwen3_5_moe_text",
+    defaults={"num_key_value_heads": 2},
     describe=_describe_mixture,
     transformers=Naming(norm_offset=1.0, modules=MODULES),
     gguf=GgufNaming(architecture="qwen35moe", modules=GGUF_MODULES),

@@ -23,6 +23,7 @@ SEED_OSS = Family(
     name="seed_oss",
     classes=("SeedOssForCausalLM",),
     model_type="seed_oss",
+    defaults={"num_key_value_heads": 8},
     describe=_describe,
     gguf=GgufNaming(architecture="seed_oss", modules={"mlp_norm": "post_attention_norm"}),
 )

@@ -46,6 +46,7 @@ SMOLLM3 = Family(
     name="smollm3",
     classes=("SmolLM3ForCausalLM",),
     model_type="smollm3",
+    defaults={"rope_theta": 2_000_000.0},
     describe=_describe,
     gguf=GgufNaming(architecture="smollm3", pairs_adjacent=True),
 )

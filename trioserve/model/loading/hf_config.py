@@ -78,6 +78,7 @@ def model_config_from(
     source = "config.json"
     if is_with_images:
         config, source = _text_config(outer, family), "text_config in config.json"
+    config = family.with_defaults(config)
     fields = ModelFields(
         config,
         source,
