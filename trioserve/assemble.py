@@ -793,9 +793,21 @@ class _Opening:
         # The libraries for tokens and forms hold the GIL for tenths of a second. Reading weights does not need it,
         # once it has begun.
         await weights_come.wait()
+        assert self._defaults is not None, "they are read with the checkpoint"
+        is_first = self._compiler is None
         if self._compiler is None:
-            assert self._defaults is not None, "they are read with the checkpoint"
             tokenizer = await self._text.run_cancellable(self._make_tokenizer, checkpoint)
+        else:
+            tokenizer = self._compiler.tokenizer
+        if not isinstance(checkpoint, EncoderDirectory):
+            found = await self._text.run_cancellable(tokenizer.end_token_ids)
+            self._defaults = self._defaults.with_ends(found, vocab_size=checkpoint.config.vocab_size)
+            if is_first and not self._defaults.eos_token_ids:
+                logger.warning(
+                    "no end token in the model's files: responses end at max_tokens or a stop string; name one as "
+                    "eos_token_id in generation_config.json"
+                )
+        if is_first:
             ends = self._defaults.eos_token_ids
             self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
             self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)

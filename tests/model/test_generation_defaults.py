@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.default_model import recommended_sampling
@@ -86,3 +88,22 @@ def test_a_directory_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path):
         defaults(directory(tmp_path, eos_token_id=10))
     with pytest.raises(ModelLoadError, match=r"cannot be used: .*; set another value with --override"):
         defaults(directory(tmp_path, temperature=-3))
+
+
+def test_ends_that_the_tokenizer_names_come_behind_those_of_the_configs():
+    found = defaults().with_ends((2, 7, 10), vocab_size=10)
+    assert found.eos_token_ids == (2, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [None, 2])
+async def test_the_end_of_a_turn_that_only_the_tokenizer_names_ends_a_response(
+    named: int | None, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    for file in tiny_checkpoint("llama").iterdir():
+        content = file.read_bytes()
+        if file.name in ("config.json", "generation_config.json"):
+            content = json.dumps(json.loads(content) | {"eos_token_id": named}).encode()
+        (tmp_path / file.name).write_bytes(content)
+    async with open_engine(str(tmp_path), dtype="float32", kv_cache_memory=0.01) as engine:
+        assert 4 in engine.model.eos_token_ids  # <|im_end|>

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -150,3 +152,19 @@ def test_a_tokenizer_has_the_name_of_its_vocabulary_and_template(byte_level: Tok
     )
     assert len(names) == 1
     assert len(names | {Tokenizer(parts).name(), byte_level.name()}) == 3
+
+
+@pytest.mark.parametrize(("template", "ends"), [
+    (None, [0]),
+    ("{% for m in messages %}<|user|>{{ m['content'] }}<|begin|>\n{% endfor %}", [0, 1]),
+    ("{% for m in messages %}<|user|>{{ m['content'] }} {{ eos_token }}{% endfor %}", [0]),
+    ("{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}", [0]),
+    ("{{ raise_exception('no') }}", [0]),
+])  # fmt: skip
+def test_a_response_ends_with_eos_or_with_what_the_template_writes_behind_a_turn(
+    template: str | None, ends: list[int], byte_level_metadata: dict[str, Any]
+) -> None:
+    metadata = byte_level_metadata | {"tokenizer.ggml.eos_token_id": 0}
+    if template is not None:
+        metadata["tokenizer.chat_template"] = template
+    assert list(Tokenizer.from_gguf(metadata).end_token_ids()) == ends

@@ -16,7 +16,7 @@ import msgspec
 import tokenizers
 
 from trioserve.contracts.errors import InvalidRequest, RequestFailed, is_library_panic
-from trioserve.contracts.prompt import Cut
+from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import IncrementalDecoder
 from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
@@ -29,6 +29,7 @@ __all__ = ["Cut", "EncodedInput", "Tokenizer"]
 
 
 NAME_BYTES = 16
+TURN_TEXT = "Zq7"  # an assistant's message, by which the end of its turn is found
 
 
 class EncodedInput(NamedTuple):
@@ -88,6 +89,31 @@ class Tokenizer:
     def use_chat_template(self, source: str) -> None:
         """Instead of the model's own, for tools, too. To be called before others use this tokenizer."""
         self.chat_template = ChatTemplate(source, bos_token=self.bos_token, eos_token=self.eos_token)
+
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response: EOS, and what the chat template writes behind an assistant's message.
+
+        A fine-tuned model may name the end of its turns only here, and the base model's end in its config.
+        """
+        ends = [] if self.eos_token_id is None else [self.eos_token_id]
+        if (turn_end := self._turn_end()) is not None:
+            ends.append(turn_end)
+        return tuple(dict.fromkeys(ends))
+
+    def _turn_end(self) -> int | None:
+        """The special token that follows the content of an assistant's message, if the template writes one."""
+        if self.chat_template is None:
+            return None
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": TURN_TEXT}]
+        try:
+            text = self.chat_template.render(ChatPrompt(messages=messages, add_generation_prompt=False))
+        except InvalidRequest:  # such a template wants other messages first
+            return None
+        _, found, behind = text.rpartition(TURN_TEXT)
+        behind = behind.lstrip()
+        written = [token for token in self._added_ids if found and token and behind.startswith(token)]
+        token_id = self._added_ids[max(written, key=len)] if written else None
+        return token_id if token_id in self._special_ids else None
 
     def name(self) -> str:
         """The same for tokenizers with the same vocabulary, rules and chat template. A tenth of a second or two."""

@@ -25,6 +25,11 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     named: Mapping[str, float | int]
     eos_token_ids: tuple[int, ...]
 
+    def with_ends(self, token_ids: tuple[int, ...], *, vocab_size: int) -> GenerationDefaults:
+        """Add end tokens that the tokenizer names, behind those of the configs, and drop ids that the model lacks."""
+        known = (token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+        return msgspec.structs.replace(self, eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *known))))
+
 
 def generation_defaults(
     checkpoint: Checkpoint | EncoderDirectory,
