@@ -64,6 +64,8 @@ def test_a_state_is_of_one_size_however_long_the_text() -> None:
         ({"linear_num_key_heads": 3}, "linear_num_value_heads is 16 and linear_num_key_heads 3"),
         ({"linear_num_key_heads": 32}, "linear_num_key_heads is 32, allowed is 1 to 16"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, allowed is 2 to 64"),
+        ({"linear_key_head_dim": 1}, "linear_key_head_dim is 1, allowed is 2"),
         ({"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim is 65"),
         ({"full_attention_interval": 0}, "full_attention_interval in config.json is 0, but it must be at least 1"),
         ({"layer_types": ["sliding_attention"] * 8}, "'sliding_attention'; supported are full_attention and linear"),

@@ -387,6 +387,10 @@ def test_a_cap_may_be_switched_off() -> None:
             "use_bidirectional_attention in text_config in config.json is True",
         ),
         ("Gemma3ForConditionalGeneration", {}, "text_config in config.json lacks num_hidden_layers"),
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window in config.json is 0, but it must be at least 1"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 1, "full_attn_idxs": [0]}, "kernel size is 1, allowed is 2 to 64"),
+        ("Lfm2MoeForCausalLM", {**MIXTURE, "num_experts": 4, "moe_intermediate_size": 32}, "lacks layer_types"),
+        ("Glm4MoeForCausalLM", {**ROUTED, "topk_group": 0}, "groups for each token is 0, allowed is 1 to 1"),
     ],
 )
 def test_a_variant_that_is_not_computed_is_refused_by_name(class_name: str, fields: dict[str, Any], said: str) -> None:

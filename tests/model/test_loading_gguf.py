@@ -426,6 +426,28 @@ def test_yarn_factors_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: 
     assert scaling.attention_factor == pytest.approx(0.5 * (0.1 * np.log(4.0) + 1.0))
 
 
+@pytest.mark.parametrize("kind, changes, said", [
+    ("qwen2-yarn", {"yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+    ("qwen2-yarn", {"yarn_ext_factor": 0.0}, "yarn_ext_factor"),
+    ("qwen2", {"yarn_attn_factor": 1.5}, "yarn_attn_factor"),
+])  # fmt: skip
+def test_yarn_of_other_kinds_is_refused(
+    kind: str, changes: dict[str, float], said: str, tiny_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    keys = {f"qwen2.rope.scaling.{name}": value for name, value in changes.items()}
+    path = rewrite(tiny_gguf(kind), tmp_path / "changed.gguf", {**keys, "general.architecture": "qwen2"})
+    with pytest.raises(ModelLoadError, match=said):
+        open_checkpoint(path)
+
+
+def test_both_attention_factors_of_yarn_count(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    changes = {"attn_factor": 0.5, "yarn_attn_factor": 3.0, "yarn_ext_factor": 1.0}
+    keys = {f"qwen2.rope.scaling.{name}": value for name, value in changes.items()}
+    path = rewrite(tiny_gguf("qwen2-yarn"), tmp_path / "changed.gguf", {**keys, "general.architecture": "qwen2"})
+    found = scaling_of(open_checkpoint(path).config).attention_factor
+    assert found == pytest.approx(1.5 * (0.1 * np.log(4.0) + 1.0))
+
+
 def test_sampling_defaults_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)

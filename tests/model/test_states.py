@@ -81,6 +81,7 @@ def test_a_granite_of_attention_alone_keeps_no_state() -> None:
         ({"layer_types": ["mamba"]}, "layer_types in config.json has 1 entries"),
         ({"mamba_d_head": 24}, "8 heads of 24 in its state spaces"),
         ({"mamba_n_groups": 3}, "8 heads in 3 groups"),
+        ({"mamba_d_conv": 1}, "kernel size is 1, allowed is 2 to 64"),
         ({"mamba_d_conv": 100}, "kernel size is 100"),
         ({"mamba_d_state": 2**40}, "state size is"),
         ({"time_step_limit": [0.5]}, "time_step_limit"),

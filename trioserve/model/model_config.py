@@ -54,7 +54,7 @@ StateNorm = Literal["gated", "ungated", "none"]
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
 EXPERTS_MAX = 1_024
-CONV_KERNEL_MAX = 64
+CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # one token alone leaves no state, and no kernel was made for that
 STATE_NUMBERS_MAX = 2**28  # of one layer's state
 EXPERT_GROUPS_MAX = 64
 STREAMS_MAX = 8
@@ -425,7 +425,7 @@ class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv
 
     def __post_init__(self) -> None:
         _count("the convolution's channels", self.channel_count, DIMENSION_MAX)
-        _count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX)
+        _count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
 
     @property
     def convolved_size(self) -> int:
@@ -476,7 +476,7 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
         _count("the state space's head_dim", self.head_dim, DIMENSION_MAX)
         _count("the state space's group count", self.group_count, self.head_count)
         _count("the state space's state size", self.vector_size, DIMENSION_MAX)
-        _count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX)
+        _count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
         _count("the state space's state", self.state_size, STATE_NUMBERS_MAX)
         if self.head_count % self.group_count:
             raise ModelLoadError(
@@ -536,8 +536,8 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         _count("linear_num_value_heads", self.head_count, HEADS_MAX)
         _count("linear_num_key_heads", self.group_count, self.head_count)
         _count("linear_value_head_dim", self.head_dim, DIMENSION_MAX)
-        _count("linear_key_head_dim", self.vector_size, DIMENSION_MAX)
-        _count("linear_conv_kernel_dim", self.kernel_size, CONV_KERNEL_MAX)
+        _count("linear_key_head_dim", self.vector_size, DIMENSION_MAX, 2)
+        _count("linear_conv_kernel_dim", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
         _count("the delta rule's state", self.state_size, STATE_NUMBERS_MAX)
         if self.head_count % self.group_count:
             raise ModelLoadError(
@@ -647,7 +647,7 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
     input_vocab_size: int
 
     def __post_init__(self) -> None:
-        _count("altup_num_inputs", self.count, STREAMS_MAX)
+        _count("altup_num_inputs", self.count, STREAMS_MAX, 2)
         if not 0 <= self.active < self.count:
             raise ModelLoadError(
                 f"altup_active_idx is {self.active}, but there are {self.count} streams: the checkpoint's config is "
@@ -874,9 +874,9 @@ def _check_kv_from(index: int, layer: LayerConfig, layers: tuple[LayerConfig, ..
         )
 
 
-def _count(name: str, value: int, largest: int) -> None:
-    if not 1 <= value <= largest:
-        raise ModelLoadError(f"{name} is {value}, allowed is 1 to {largest}: the checkpoint's config is damaged")
+def _count(name: str, value: int, largest: int, least: int = 1) -> None:
+    if not least <= value <= largest:
+        raise ModelLoadError(f"{name} is {value}, allowed is {least} to {largest}: the checkpoint's config is damaged")
 
 
 def _positive_number(name: str, value: float) -> None:

@@ -223,7 +223,7 @@ class ModelFields(Fields):
                 "scoring": scoring,
                 "scale": self.number_or("routed_scaling_factor", 1.0),
                 "group_count": group_count,
-                "groups_per_token": self.whole_or("topk_group", group_count) or group_count,
+                "groups_per_token": self.whole_or("topk_group", group_count),
                 "shared_size": middle * self.whole_or("n_shared_experts", 0),
                 **choices,
             },

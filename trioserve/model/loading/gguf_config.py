@@ -289,12 +289,17 @@ def _longrope(file: GgufFile, fields: Fields, key: str, context_tokens: int, ser
 
 
 def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tokens: int) -> RopeScaling | None:
+    key = f"{architecture}.rope.scaling"
+    kind = fields.text_or(f"{key}.type", "none")
+    own_factor = fields.number_or(f"{key}.yarn_attn_factor", 1.0)
+    if own_factor != 1.0 and kind != "yarn":
+        raise fields.wrong(f"{key}.yarn_attn_factor", f"1 where {key}.type is {kind!r}")
+    if (share := fields.number_or(f"{key}.yarn_ext_factor", 1.0)) != 1.0 and (kind == "yarn" or share > 0):
+        raise fields.wrong(f"{key}.yarn_ext_factor", "1: no other blend of scaled and unscaled positions is supported")
     factors = _frequency_factors(file, ROPE_FACTORS_NAME)
     if factors is not None:
         return RopeScaling(kind="llama3", factor=max(factors), frequency_factors=factors)
-    key = f"{architecture}.rope.scaling"
     factor = fields.number_or(f"{key}.factor", None)
-    kind = fields.text_or(f"{key}.type", "none")
     if kind == "none":
         # Before there was a type, there was only this.
         linear_factor = fields.number_or(f"{architecture}.rope.scale_linear", 1.0)
@@ -310,6 +315,8 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
     attention_factor = fields.number_or(f"{key}.attn_factor", None)
     if attention_factor is None and f"{key}.yarn_log_multiplier" in fields:
         attention_factor = 1.0 / (0.1 * math.log(factor) + 1.0) if factor > 1.0 else 1.0  # scores have it instead
+    if own_factor != 1.0:
+        attention_factor = own_factor * (1.0 if attention_factor is None else attention_factor)
     if attention_factor is not None and factor > 1.0:
         # ggml multiplies it with what YaRN prescribes; in ModelConfig it is the product.
         attention_factor *= 0.1 * math.log(factor) + 1.0

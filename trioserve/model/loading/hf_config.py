@@ -87,6 +87,9 @@ def model_config_from(
         dtype_name=dtype_name,
         spellings={name: theirs for name, theirs in family.spellings.items() if theirs in config},
     )
+    # transformers takes 0 for a window in which a token does not even see itself.
+    if fields.is_one_of("sliding_window", (0,)) and fields.flag_or("use_sliding_window", True):
+        raise fields.wrong("sliding_window", "at least 1, or null for none")
     return family.config_from(fields)
 
 
