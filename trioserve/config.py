@@ -300,7 +300,7 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "0: never", "SECONDS", ge=0, le=3600)] = SilenceSettings().beat_seconds
     silence_timeout: Annotated[float, _about(
         "seconds without a byte after which a response is taken from its endpoint, if that sends heartbeats; three "
-        "intervals at least", "SECONDS", ge=1, le=86400)] = SilenceSettings().silent_seconds_max
+        "intervals at least, or two and 1 s", "SECONDS", ge=1, le=86400)] = SilenceSettings().silent_seconds_max
     stalled_timeout: Annotated[float, _about(
         "the same, once a response has begun, of endpoints that send none, such as vLLM; 0: as long as it likes",
         "SECONDS", ge=0, le=86400)] = SilenceSettings().stalled_seconds_max

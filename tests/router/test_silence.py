@@ -212,6 +212,17 @@ def test_a_stream_without_beats_has_a_bound_of_its_own(seconds_max, reasons):
     assert endpoint.reasons == reasons
 
 
-def test_a_bound_of_less_than_three_beats_is_refused():
-    with pytest.raises(StartupError, match="three heartbeat intervals"):
-        SilenceSettings(beat_seconds=10, silent_seconds_max=20)
+def test_a_suspended_router_gives_up_nothing_with_the_smallest_bound():
+    endpoint = Endpoint(beat_seconds=0.25, silent_seconds_max=1.5)
+    endpoint.read(beats=True, has_body=True)
+    endpoint.look()  # a byte has come just before
+    endpoint.now += 10_000
+    endpoint.look()
+    assert endpoint.lost == []
+
+
+@pytest.mark.parametrize(("beat_seconds", "least"), [(10, 30), (0.25, 1.5), (0, 1)])
+def test_a_bound_that_an_honest_pause_may_reach_is_refused(beat_seconds, least):
+    SilenceSettings(beat_seconds=beat_seconds, silent_seconds_max=least)
+    with pytest.raises(StartupError, match=f"here {least} to 86400 s"):
+        SilenceSettings(beat_seconds=beat_seconds, silent_seconds_max=least - 0.01)

@@ -129,7 +129,8 @@ class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         beat_seconds: how often an endpoint is asked for a byte within a response. 0: never.
-        silent_seconds_max: how long nothing may come from an endpoint that sends beats. At least three beats.
+        silent_seconds_max: how long nothing may come from an endpoint that sends beats. At least three beats, or two
+            and 1 s.
         stalled_seconds_max: the same of an endpoint that sends none, once the response has begun. 0: as long as it
             likes.
     """
@@ -143,10 +144,12 @@ class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 <= value <= 86_400:
                 raise StartupError(f"{name} is {value}, it must be 0 to 86400 seconds")
-        # An endpoint may skip a beat just after another byte, so two intervals are an honest pause.
-        least = max(1.0, 3 * self.beat_seconds)
+        # An endpoint may skip a beat just after another byte, so two intervals are an honest pause. The first look of a
+        # router that was suspended adds up to a second before it has read the beats that came meanwhile.
+        least = 2 * self.beat_seconds + max(1.0, self.beat_seconds)
         if not least <= self.silent_seconds_max <= 86_400:
             raise StartupError(
                 f"the silence timeout is {self.silent_seconds_max:g} s, allowed are three heartbeat intervals or more, "
-                f"here {least:g} to 86400 s: raise --silence-timeout, or lower --heartbeat-interval"
+                f"or two and 1 s where that is more, here {least:g} to 86400 s: raise --silence-timeout, or lower "
+                f"--heartbeat-interval"
             )
