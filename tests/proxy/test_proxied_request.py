@@ -210,10 +210,13 @@ async def test_requests_wait_until_one_of_the_endpoints_is_back(open_setup, auto
         await setup.assert_all_free()
 
 
-async def test_the_time_at_an_endpoint_that_died_is_not_taken_from_the_time_in_the_queue(open_setup, autojump_clock):
-    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
-        async with setup.client().ask(CHAT, body(queue_timeout=3.0)) as response:
-            await trio.sleep(2.5)
+@pytest.mark.parametrize(("fields", "seconds"), [({"queue_timeout": 3.0}, 2.5), ({}, 100)])
+async def test_the_time_at_an_endpoint_that_died_is_not_taken_from_the_time_in_the_queue(
+    open_setup, autojump_clock, fields, seconds
+):
+    async with open_setup(engine={"paused": True, "response": "abc"}, queue_seconds_max=60) as setup:
+        async with setup.client().ask(CHAT, body(**fields)) as response:
+            await trio.sleep(seconds)
             [first] = [id for id, count in setup.leases().items() if count]
             other = "b" if first == "a" else "a"
             setup.servers[other].engine.resume()

@@ -16,7 +16,7 @@ from trioserve.contracts.errors import (
     StartupError,
 )
 from trioserve.router.core import Fault
-from trioserve.router.endpoint_state import EndpointHealth
+from trioserve.router.endpoint_state import LOST, EndpointHealth
 from trioserve.router.ticket import TicketState
 
 
@@ -573,6 +573,35 @@ def test_the_time_at_an_endpoint_that_died_is_no_wait(make_router):
     assert whole.state is TicketState.WAITING
     router.after(2)
     assert isinstance(whole.refusal, NoEndpoint)
+
+
+@pytest.mark.parametrize("fault", [*LOST, Fault.FAILED, Fault.INVALID, Fault.REFUSED, Fault.BUSY])
+def test_a_request_that_was_served_for_longer_than_it_may_wait_goes_to_another_endpoint(make_router, fault):
+    router = make_router(queue_seconds_max=60)
+    router.endpoint("a")
+    ticket = router.sent(queue_deadline=router.now + 3)
+    router.endpoint("b")
+    router.after(1000)
+    assert router.core.failed(ticket, fault, router.now)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+def test_a_request_that_got_its_lease_late_is_not_lost_with_its_endpoint(make_router, has_other):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    first, late = router.sent(), router.enter(queue_deadline=router.now + 3)
+    router.now += 4  # a busy router has not ticked meanwhile
+    router.leave(first)
+    router.core.sent(late)
+    if has_other:
+        router.endpoint("b")
+    assert router.core.failed(late, Fault.BROKE, router.now)
+    if has_other:
+        assert (late.state, late.endpoint) == (TicketState.LEASED, "b")
+    else:
+        router.core.tick(router.now)
+        assert isinstance(late.refusal, QueueWaitOver)
 
 
 def test_lost_requests_go_before_newcomers_of_their_priority_but_do_not_starve_them(make_router):

@@ -175,7 +175,7 @@ class RouterCore:
         endpoint = self._fleet.of(ticket)
         if not ticket.has_token:
             ticket.has_token = True
-            for id in ticket.refused_by:  # wrongly: another one serves it
+            for id in sorted(ticket.refused_by):  # wrongly: another one serves it
                 if (refusing := self.endpoints.get(id)) is not None:
                     refusing.failures_total["refused_wrongly"] += 1
                     refusing.note_failure(now)
@@ -339,10 +339,12 @@ class RouterCore:
         The retry budget bounds how often endpoints are asked again that answered with an error or were full. What all
         that are well refuse for want of room is told at once.
         """
-        if ticket.request.pinned is not None or now >= ticket.queue_deadline:
+        if ticket.request.pinned is not None:
             return False
-        if fault in LOST:
+        if fault in LOST:  # if the time for which it may wait is over, the queue tells its client so, and when to retry
             return self._fleet.is_any_left(ticket)
+        if now >= ticket.queue_deadline:
+            return False
         if fault is Fault.INVALID and not self.is_draining:
             return self._fleet.is_any_left(ticket)  # nothing of this was the request's fault
         if fault is Fault.REFUSED and not self.is_draining:

@@ -224,6 +224,8 @@ class RouterBooks:
             entry.wait_ends_at = max(entry.wait_ends_at, self.now + self.world.continuation_seconds_max)
         elif fault != "busy":
             entry.failed_by.add(entry.endpoint)
+            if fault == "refused":
+                entry.refused_by.add(entry.endpoint)
         self.continued.judge(entry, self.endpoints)
         if entry.is_condemned or not self._is_tried_again(entry, fault):
             if entry.stage_fault is not None:
@@ -395,13 +397,17 @@ class RouterBooks:
         return any(entry.has_token or book.id not in entry.failed_by for book in self.serving(entry))
 
     def _is_tried_again(self, entry: ExpectedRequest, fault: str) -> bool:
-        if entry.request.pinned is not None or self.now >= entry.deadline:
+        if entry.request.pinned is not None:
             return False
         left = [book for book in self.serving(entry) if book.id not in entry.failed_by]
-        if fault == "invalid" and not self.is_draining:
-            return bool(left)
         if fault in LOST:  # an accepted request is never lost while an endpoint is there, or may come back
             return bool(left)
+        if self.now >= entry.deadline:
+            return False
+        if fault == "invalid" and not self.is_draining:
+            return bool(left)
+        if fault == "refused" and not self.is_draining:
+            return any(book.health != "ejected" for book in left)
         if self.is_draining or len(entry.failed_by) >= self.world.attempts_max:
             return False
         if fault == "busy":

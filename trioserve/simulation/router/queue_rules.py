@@ -32,9 +32,10 @@ class ExpectedRequest:
     continuations, fingerprint, can_go_on, is_moving: as those of a Ticket. is_condemned: its trial is over, and it has
     to be told. moving_index: in the order of becoming one that is to move. next: where it has its next lease. left:
     where it was before it waited again. tried: where it failed, and how often that endpoint had been found well
-    before; failed_by: which endpoints answered it with an error, without a token. is_lost: an endpoint was lost that
-    had it, without a token. tokens: its client has; tokens_at_break: had when it
-    broke off last. is_behind: somebody was in its queue when it came."""
+    before; failed_by: which endpoints answered it with an error, without a token; refused_by:
+    those of them that refused it in a way that another one has to confirm. is_lost: an endpoint was lost that had it,
+    without a token. tokens: its client has; tokens_at_break: had when it broke off last.
+    is_behind: somebody was in its queue when it came."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -51,6 +52,7 @@ class ExpectedRequest:
         self.left: str | None = None
         self.tried: dict[str, int] = {}
         self.failed_by: set[str] = set()
+        self.refused_by: set[str] = set()
         self.is_lost = False
         self.is_sent = False
         self.has_token = False
