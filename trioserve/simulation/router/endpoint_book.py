@@ -7,11 +7,13 @@ what the router must not go beyond, `must_take` what it must not leave lying.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET
 
 from trioserve.contracts.endpoint import EndpointLoad, Stage
+from trioserve.simulation.router.connections import EndpointConnections
 from trioserve.simulation.router.history import Add, RouterWorld
 
 __all__ = ["EndpointBook"]
@@ -22,11 +24,12 @@ GIVEN = ("healthy", "probing")
 
 
 class Question(msgspec.Struct):
-    """there: the requests that were at the endpoint when it was asked. sent_total: the router's at that time. answer:
-    None until it has looked at itself."""
+    """there: the requests that were at the endpoint when it was asked, at asked_at. sent_total: the router's at that
+    time. response: None until it has looked at itself."""
 
     there: frozenset[str]
     sent_total: int
+    asked_at: float
     response: EndpointLoad | None = None
     is_lie: bool = False
 
@@ -50,8 +53,11 @@ class EndpointBook:
     told last that its process is called; clock_checks: the checks by then. moved_from, moved_to: streams that left it
     and went on elsewhere; that came from elsewhere."""
 
-    def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool, checks: int) -> None:
+    def __init__(
+        self, event: Add, world: RouterWorld, *, starts_slowly: bool, checks: int, count: Callable[[str], None]
+    ) -> None:
         self.id = event.id
+        self.connections = EndpointConnections(event.id, world.silence, sends_beats=event.tells_clock, count=count)
         self.models = frozenset(event.models)
         self.leases_max = event.leases_max or world.leases_max
         self.leased: dict[str, int] = {}
@@ -74,7 +80,6 @@ class EndpointBook:
         self._strangers = event.strangers
         self._tells_seats = event.tells_seats
         self._tells_clock = event.tells_clock
-        self._processes = 0  # that have ended
         self._has_lied = False
         self._report: Report | None = None
         self._busy_until = 0.0
@@ -203,6 +208,7 @@ class EndpointBook:
         self.leased.pop(name, None)
         self.running.pop(name, None)
         self.there.pop(name, None)
+        self.connections.close(name)
         self.suspects.discard(name)
         if self.question is not None:
             self.question.there -= {name}  # should it come back before the response, that is another sending
@@ -219,19 +225,23 @@ class EndpointBook:
 
     # --- what it tells ---
 
-    def ask(self, sent_total: int) -> None:
-        self.question = Question(frozenset(self.there), sent_total)
+    def ask(self, sent_total: int, now: float) -> None:
+        self.question = Question(frozenset(self.there), sent_total, self.connections.moment(now))
 
     def response(self, lie: tuple[int, int] | None) -> None:
         if self.question is None:
             return
-        count = self._strangers + sum(self.there.values())
+        former = self.connections.former()  # a new process knows nothing of them, so it tells less than is in flight
+        count = self._strangers + sum(count for name, count in self.there.items() if name not in former)
+        if former and lie is None:
+            lie = (min(count, self._seats), max(0, count - self._seats))
         running, waiting = lie or (min(count, self._seats), max(0, count - self._seats))
         self.question.response = EndpointLoad(
             running=running,
             waiting=waiting,
             max_num_seqs=self._seats if self._tells_seats else None,
-            clock=f"{self.id} {self._processes}" if self._tells_clock else UNSET,
+            clock=self.connections.instance() if self._tells_clock else UNSET,
+            instance=self.connections.instance() if self._tells_clock else UNSET,
         )
         self.question.is_lie = lie is not None
 
@@ -242,6 +252,7 @@ class EndpointBook:
         assert question.response is not None
         self.question = None
         self._has_lied |= question.is_lie
+        self.connections.note_load(question.response, question.asked_at, now)
         clock = question.response.clock
         self.clock, self.clock_checks = None if clock is UNSET else clock, self.checks
         known = sum(count for name, count in self.there.items() if name in question.there)
@@ -249,7 +260,7 @@ class EndpointBook:
 
     def begin_process(self) -> None:
         """The one before has ended."""
-        self._processes += 1
+        self.connections.process += 1
 
     def note_check(self, is_well: bool, now: float) -> None:
         if not is_well:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
+import msgspec
+
 from trioserve.contracts.endpoint import Stage
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.policies import POLICIES
@@ -31,11 +33,13 @@ from trioserve.simulation.router.history import (
     Note,
     Probe,
     Remove,
+    Replace,
     Response,
     Role,
     RouterEvent,
     RouterWorld,
     Send,
+    Silence,
     Stay,
     Stopping,
     Store,
@@ -107,6 +111,8 @@ class RouterGenerator:
             (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
         )
         self._operator = _Operator(Random(f"adapters {line_of(self.world)}"))
+        self._network = _Network(Random(f"network {line_of(self.world)}"))
+        self.world = self._network.of(self.world)
 
     def next_event(self, simulation: RouterSimulation) -> RouterEvent:
         if self._opening:
@@ -114,6 +120,9 @@ class RouterGenerator:
         order = self._operator.next_order(list(simulation.books.endpoints))
         if order is not None:
             return order
+        fault = self._network.next_fault(simulation)
+        if fault is not None:
+            return fault
         chance = self._chance()
         for rate, drawn in self._kinds:
             if chance < rate:
@@ -325,6 +334,48 @@ class _Operator:
         """What a request is for instead of a model."""
         rng = self._rng
         return rng.choice(self._adapters) if self._adapters and rng.random() < self._asked_share else model
+
+
+class _Network:
+    """Lets connections go silent, addresses be taken and endpoints refuse requests, in some histories. Draws from a
+    source of its own, as _Operator does."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._is_there = rng.random() < 0.2
+        self._fault_share = rng.choice((0.02, 0.05, 0.15))
+        self._kind_shares = rng.choice(((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 1, 2)))
+
+    def of(self, world: RouterWorld) -> RouterWorld:
+        """The world with its bounds of silence."""
+        if not self._is_there:
+            return world
+        beat_seconds = self._rng.choice((0.25, 0.5, 1.0))
+        return msgspec.structs.replace(
+            world,
+            beat_seconds=beat_seconds,
+            silent_seconds_max=(2 * beat_seconds + max(1.0, beat_seconds)) * self._rng.choice((1, 2)),
+            stalled_seconds_max=self._rng.choice((2.0, 6.0)),
+        )
+
+    def next_fault(self, simulation: RouterSimulation) -> Silence | Replace | Fail | Wait | None:
+        rng = self._rng
+        if not self._is_there or rng.random() >= self._fault_share:
+            return None
+        if rng.random() < 0.4:
+            return Wait(seconds=round(rng.uniform(0.2, 3.0), 3), is_late=rng.random() < 0.2)
+        sent = [entry for entry in simulation.books.live.values() if entry.state != "waiting" and entry.is_sent]
+        kind = rng.choices((Silence, Replace, Fail), self._kind_shares)[0]
+        if kind is Replace:
+            ids = list(simulation.books.endpoints)
+            return Replace(id=rng.choice(ids)) if ids else None
+        if kind is Fail:
+            sent = [entry for entry in sent if not entry.is_answered and entry.stage is not Stage.DECODE]
+            sent = [entry for entry in sent if not entry.has_token]
+        if not sent:
+            return None
+        name = rng.choice(sent).name
+        return Silence(name=name) if kind is Silence else Fail(name=name, fault="refused")
 
 
 def _broken(simulation: RouterSimulation) -> set[str]:

@@ -11,7 +11,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.router.settings import RouterSettings
+from trioserve.router.settings import RouterSettings, SilenceSettings
 from trioserve.simulation.script import line_of, parts_of
 
 __all__ = [
@@ -34,11 +34,13 @@ __all__ = [
     "Note",
     "Probe",
     "Remove",
+    "Replace",
     "Role",
     "RouterEvent",
     "RouterHistory",
     "RouterWorld",
     "Send",
+    "Silence",
     "Stay",
     "Stopping",
     "Store",
@@ -50,18 +52,37 @@ __all__ = [
 ]
 
 
+RouterFault = Literal["unreachable", "busy", "broke", "failed", "invalid", "refused", "transfer", "hung", "leaving"]
+"""By the names of Fault."""
+
+
 class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True, tag="router"):
-    """The router's settings, its policy, and where that takes chance from."""
+    """The router's settings, its policy, and where that takes chance from. beat_seconds, silent_seconds_max,
+    stalled_seconds_max: as of SilenceSettings; 0 beat_seconds: nobody looks at connections, and none goes silent."""
 
     policy: str = "least_loaded"
     seed: int = 0
+    beat_seconds: float = 0.0
+    silent_seconds_max: float = 20.0
+    stalled_seconds_max: float = 600.0
+
+    @property
+    def silence(self) -> SilenceSettings | None:
+        """None: nobody looks at connections."""
+        if not self.beat_seconds:
+            return None
+        return SilenceSettings(
+            beat_seconds=self.beat_seconds,
+            silent_seconds_max=self.silent_seconds_max,
+            stalled_seconds_max=self.stalled_seconds_max,
+        )
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
     it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
     which stages of a disaggregated request it is meant for. fingerprint: of what computes there. tells_clock: its
-    reports name its process."""
+    reports name its process, and it sends beats."""
 
     id: str
     models: tuple[str, ...] = ("m",)
@@ -242,7 +263,7 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="f
     """Its endpoint fails it, before the first token or in the middle of its stream. is_certain: and says so itself."""
 
     name: str
-    fault: Literal["unreachable", "busy", "broke", "failed", "invalid", "transfer", "hung", "leaving"] = "broke"
+    fault: RouterFault = "broke"
     busy_seconds: float = 1.0
     is_certain: bool = False
 
@@ -253,6 +274,18 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     id: str
     fault: Literal["unreachable", "broke", "hung", "leaving"] = "broke"
     is_over: bool = False
+
+
+class Silence(msgspec.Struct, frozen=True, kw_only=True, tag="silence"):
+    """The connection of its response goes silent while its endpoint is well. Nothing is closed."""
+
+    name: str
+
+
+class Replace(msgspec.Struct, frozen=True, kw_only=True, tag="replace"):
+    """Another process takes the endpoint's address. The connections to the former one go silent and stay open."""
+
+    id: str
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wait"):
@@ -290,6 +323,8 @@ RouterEvent = (
     | Leave
     | Fail
     | Crash
+    | Silence
+    | Replace
     | Moved
     | Stay
     | Wait

@@ -16,6 +16,7 @@ from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestPoison
 from trioserve.router.core import Fault, RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.queue_deadlines import SPARE_DEADLINES_MAX
+from trioserve.router.silence import LOOK_SECONDS
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.simulation.router.books import RouterBooks
 from trioserve.simulation.router.endpoint_book import CLOSE_SECONDS, EndpointBook
@@ -38,11 +39,13 @@ from trioserve.simulation.router.history import (
     Note,
     Probe,
     Remove,
+    Replace,
     Response,
     Role,
     RouterEvent,
     RouterWorld,
     Send,
+    Silence,
     Stay,
     Stopping,
     Store,
@@ -87,6 +90,7 @@ class RouterSimulation:
         )
         self._trace = trace
         self._entering: ExpectedRequest | None = None
+        self._looked_at = BEGAN_AT
         self._is_tick_late = False  # next_tick has passed without a tick
         self._gone_told: list[str] = []
         self._told_to_leave: set[str] = set()
@@ -103,7 +107,7 @@ class RouterSimulation:
         books = self.books
         for _ in range(ROUNDS_TO_END_MAX):
             for entry in list(books.live.values()):
-                if entry.state == "waiting":
+                if entry.state == "waiting" or self._is_silent(entry):
                     continue
                 if entry.next is not None:
                     self.apply(Moved(name=entry.name))
@@ -117,8 +121,8 @@ class RouterSimulation:
                     self.apply(Leave(name=entry.name) if is_over else Token(name=entry.name, count=TOKENS_TO_END))
             if not books.live:
                 break
-            if len(books.waiting) == len(books.live):
-                moment = self.core.next_tick(books.now)
+            if all(entry.state == "waiting" or self._is_silent(entry) for entry in books.live.values()):
+                moment = min(self.core.next_tick(books.now), self._next_look())
                 assert moment < math.inf, f"{', '.join(books.live)} wait, and nothing will come"
                 self.apply(Wait(seconds=max(0.0, moment - books.now)))
         assert not books.live, f"no end is in sight for {', '.join(books.live)}"
@@ -211,19 +215,24 @@ class RouterSimulation:
                 entry.stream = SimulatedStream(entry.index, entry.request.sequences, count=self._count)
             entry.stream.begin()
         self._endpoint_of(entry).there[entry.name] = entry.request.sequences
+        self._endpoint_of(entry).connections.open(entry.name, self.books.now)
 
     def _token(self, event: Token) -> None:
         entry = self.entries.get(event.name)
         if entry is None or (entry.state == "leased" and (not entry.is_sent or entry.stage is Stage.PREFILL)):
             return
         assert entry.ticket is not None
+        if self._is_silent(entry):
+            return
         if entry.state in ("leased", "running_free"):
+            self._endpoint_of(entry).connections.hear(entry.name, self.books.now)
             assert entry.stream is not None
             entry.stream.come(event.count, event.part)
             entry.tokens = entry.stream.token_count
         if entry.state == "leased" and not entry.is_answered:
             if not entry.has_token:
                 entry.fingerprint = self._endpoint_of(entry).fingerprint
+                self._note_refused_wrongly(entry)
             entry.has_token = entry.is_answered = True
             entry.can_go_on = event.can_go_on
             self.books.note_pair(entry, PairOutcome.PAIRED)
@@ -239,6 +248,8 @@ class RouterSimulation:
         if entry is None:
             return
         assert entry.ticket is not None
+        if self._is_silent(entry):
+            return  # its endpoint does not hear that it is to give the request away, or nobody hears the answer
         if entry.next is not None:
             self._count("moves")
             assert entry.stream is not None
@@ -267,6 +278,8 @@ class RouterSimulation:
         if entry is None or (entry.stage is Stage.PREFILL and entry.state == "leased" and not entry.is_sent):
             return
         assert entry.ticket is not None
+        if self._is_silent(entry):
+            return
         outcome = None if event.outcome is None else PairOutcome(event.outcome)
         if entry.stage is Stage.PREFILL and entry.state == "leased":
             self._count(f"prompts computed: {event.outcome or 'held'}")
@@ -369,6 +382,44 @@ class RouterSimulation:
         if book is not None and event.is_over:
             book.begin_process()
 
+    def _note_refused_wrongly(self, entry: ExpectedRequest) -> None:
+        """An endpoint serves what others have refused."""
+        for id in entry.refused_by & self.books.endpoints.keys():
+            self.books.endpoints[id].note_broke(self.books.now)
+            self._count("refusals that were wrong")
+
+    # --- connections ---
+
+    def _silence(self, event: Silence) -> None:
+        entry = self.books.live.get(event.name)
+        if entry is not None and entry.endpoint is not None:
+            self._endpoint_of(entry).connections.silence(event.name)
+
+    def _replace(self, event: Replace) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None:
+            book.connections.replace()
+
+    def _is_silent(self, entry: ExpectedRequest) -> bool:
+        is_there = entry.is_sent and entry.endpoint in self.books.endpoints
+        return is_there and self._endpoint_of(entry).connections.is_silent(entry.name)
+
+    def _next_look(self) -> float:
+        """When the router looks at its connections; math.inf while none is read."""
+        is_any_read = any(book.connections.is_any_read for book in self.books.endpoints.values())
+        return self._looked_at + LOOK_SECONDS if is_any_read else math.inf
+
+    def _look(self) -> None:
+        """What is lost waits again, or ends."""
+        self._looked_at = self.books.now
+        lost = [
+            (id, name) for id, book in self.books.endpoints.items() for name in book.connections.look(self.books.now)
+        ]
+        for id, name in lost:
+            if self.entries[name].endpoint == id and self.entries[name].is_sent:
+                self._fail(Fail(name=name, fault="hung"))
+                self._check()
+
     # --- endpoints ---
 
     def _add(self, event: Add) -> None:
@@ -379,7 +430,9 @@ class RouterSimulation:
         if book is None:
             has_others = any(other.health == "healthy" for other in endpoints.values())
             checks = self.books.checks_of_gone
-            endpoints[event.id] = EndpointBook(event, self.world, starts_slowly=has_others, checks=checks)
+            endpoints[event.id] = EndpointBook(
+                event, self.world, starts_slowly=has_others, checks=checks, count=self._count
+            )
         else:
             book.come_back(event)
             self._stop_moving(event.id)
@@ -470,7 +523,7 @@ class RouterSimulation:
     def _ask(self, event: Ask) -> None:
         book = self.books.endpoints.get(event.id)
         if book is not None:
-            book.ask(self.core.sent_total)
+            book.ask(self.core.sent_total, self.books.now)
 
     def _response(self, event: Response) -> None:
         book = self.books.endpoints.get(event.id)
@@ -520,7 +573,8 @@ class RouterSimulation:
         if self._is_tick_late:
             self._tick()
         for _ in range(TICKS_IN_A_WAIT_MAX):
-            moment = self.core.next_tick(books.now)
+            tick_moment = self.core.next_tick(books.now)
+            moment = min(tick_moment, self._next_look())
             just_before = min(moment, end) - 2 * CLOSE_SECONDS
             if just_before > books.now:
                 books.check_nobody_waits_in_vain(just_before)  # until then nothing may come of time alone
@@ -528,7 +582,10 @@ class RouterSimulation:
                 books.now = end
                 return
             books.now = max(books.now, moment)
-            self._tick()
+            if self._next_look() <= books.now:
+                self._look()
+            if tick_moment <= books.now:
+                self._tick()
             self._check()
         raise AssertionError(f"{TICKS_IN_A_WAIT_MAX} ticks, and it is only {books.now}")
 
@@ -750,6 +807,8 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Leave: RouterSimulation._leave,
     Fail: RouterSimulation._fail,
     Crash: RouterSimulation._crash,
+    Silence: RouterSimulation._silence,
+    Replace: RouterSimulation._replace,
     Moved: RouterSimulation._moved,
     Stay: RouterSimulation._stay,
     Wait: RouterSimulation._wait,
