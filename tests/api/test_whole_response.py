@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from trioserve.api.caller import AccessRules
+from trioserve.api.request_context import RequestContext
 from trioserve.api.whole_response import PIECE_BYTES, PLAIN, LargeJson, ResponseBound, ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -211,6 +212,24 @@ async def test_a_large_response_is_what_a_small_one_would_be(autojump_clock, nam
             values.append(json.loads(await response.read())["choices"])
             assert server.engine.metrics.large_response_bytes._value.get() == 0
     assert values[0] == values[1]
+
+
+async def test_logprobs_of_a_large_response_object_are_encoded_in_pieces(autojump_clock, monkeypatch):
+    sent = []
+    for small_items_max in (10**9, 10):
+        monkeypatch.setattr("trioserve.api.whole_response.SMALL_ITEMS_MAX", small_items_max)
+        async with open_memory_server(context_tokens_max=1024, block_count=1024) as server:
+            body = {"model": "fake", "input": "a", "max_output_tokens": 300, "top_logprobs": 5, "store": False}
+            body["include"] = ["message.output_text.logprobs"]
+            noted: list[int] = []
+            monkeypatch.setattr(RequestContext, "note_large_bytes", lambda _, change, noted=noted: noted.append(change))
+            response = await server.client().post("/v1/responses", body)
+            assert response.status == 200
+            [part] = json.loads(await response.read())["output"][0]["content"]
+            assert bool(noted) == (small_items_max == 10)
+            sent.append([len(part["logprobs"]), [sorted(entry) for entry in part["logprobs"]]])
+    assert sent[0] == sent[1]
+    assert sent[0][0] == 300
 
 
 async def test_a_client_that_leaves_ends_the_encoding(autojump_clock):

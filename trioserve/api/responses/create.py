@@ -17,6 +17,7 @@ from trioserve.api.responses.response_run import ResponseRun
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.resumption import Resumption
 from trioserve.api.surface import OpenAISurface
+from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import DiskFull, InvalidRequest, StoreFault
 from trioserve.contracts.output import Delta
 from trioserve.store.stored_objects import Change, DeleteObject, PutObject
@@ -87,7 +88,13 @@ async def create_response(context: RequestContext) -> None:
         end = b"".join(map(event_bytes, last))
         await context.finish(end if ids is None else ids.last(end))
     else:
-        await context.respond_json(response)
+        large = LargeJson()
+        for item in response["output"]:
+            for part in item.get("content") or ():
+                if part.get("logprobs"):
+                    weight = 1 + (body.top_logprobs or 0)
+                    part["logprobs"] = await large.add(part["logprobs"], list, item_weight=weight)
+        await context.respond_large(large, response)
 
 
 def _key(context: RequestContext, body: ResponsesBody) -> str:
