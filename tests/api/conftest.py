@@ -236,6 +236,7 @@ class ScriptedEngine:
         self.reopens_at: float | None = None
         self.holds_up = self.is_sleeping = self.has_half_weights = False
         self.weight_version = "default"
+        self.instance = "letters-1"
         self.script: Script = say("Hello", "!")
         self.enter_errors: list[Exception | None] = []
         self.queue: trio.Event | None = None
