@@ -27,7 +27,7 @@ from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
-from trioserve.contracts.images import ImageEncoder, ImageProcessing
+from trioserve.contracts.images import ImageEncoder, ImageLimits, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.engine import EngineCore
@@ -188,6 +188,7 @@ async def open_engine(
     generation_config: str = "auto",
     override_generation_config: str | dict[str, Any] | None = None,
     limit_mm_per_prompt: str | dict[str, int] | None = None,
+    image_decode_timeout: float = ImageLimits().decode_seconds_max,
     allowed_media_domains: tuple[str, ...] = (),
     tokenizer: str | None = None,
     revision: str | None = None,
@@ -276,6 +277,7 @@ async def open_engine(
         chat_template: a file with the chat template, or the template itself, instead of the model's.
         seed: from which the seeds of requests come that name none. Default: random.
         limit_mm_per_prompt: images that one prompt may have, as a dict or as JSON, such as {"image": 4}. Default: 8.
+        image_decode_timeout: seconds that decoding one image may take. A longer one fails its request.
         allowed_media_domains: hosts from which images are fetched, with all below them. Default: nothing is fetched.
         enable_lora: take LoRA adapters: engine.load_adapter, and `adapter` of a request.
         lora_modules: adapters to load at the start, each "name=path"; a path is a directory that peft has saved.

@@ -18,7 +18,7 @@ import trio
 import trio.testing
 
 from trioserve import assemble
-from trioserve.config import Config, drafts_of, engine_settings, make_config
+from trioserve.config import Config, drafts_of, engine_settings, image_limits, make_config
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
@@ -639,13 +639,13 @@ def options_read(source: str) -> set[str]:
 
 
 # An engine's scope ends at once, and whoever opens it may read whichever directories it can.
-OF_THE_SERVER = {"drain_timeout", "allowed_lora_path"}
+OF_THE_SERVER = {"drain_timeout", "drain_delay", "allowed_lora_path"}
 
 
 def test_the_parameters_are_the_options_that_an_engine_reads():
     """In name, type and default: an option that an engine reads, and that is not a parameter here, can be reached only
     by a server."""
-    readers = (assemble, engine_settings, drafts_of)
+    readers = (assemble, engine_settings, drafts_of, image_limits)
     read = set().union(*(options_read(inspect.getsource(reader)) for reader in readers))
     fields = {field.name: field.default for field in msgspec.structs.fields(Config)}
     types_of_fields = typing.get_type_hints(Config)  # without the bounds

@@ -220,7 +220,8 @@ def tls_context(
     for path in (certificate, key, ca_certificates):
         if path is not None and not path.is_file():
             raise StartupError(f"the TLS file {path} does not exist: give a file in PEM format")
-    if key is None and b"PRIVATE KEY-----" not in certificate.read_bytes():
+    content = certificate.read_bytes() if key is None else b""
+    if b"BEGIN CERTIFICATE" in content and b"PRIVATE KEY-----" not in content:
         raise StartupError(f"the TLS file {certificate} has a certificate and no key: name the key with --ssl-keyfile")
     try:
         # Without a password, OpenSSL would ask for one on the terminal.
