@@ -35,7 +35,7 @@ class TrioThread:
     def __init__(self) -> None:
         self._nursery: trio.Nursery
         self._token: trio.lowlevel.TrioToken | None = None
-        self._is_stopped = False
+        self.is_stopped = False  # stop was called
         self.own_process = OwnProcess()
         self._is_running = threading.Event()
         self._is_over = ThreadEvent()
@@ -64,7 +64,7 @@ class TrioThread:
     def stop(self) -> None:
         """Cancel everything in it, also if it has not begun. Never waits. May be called from any thread, by the garbage
         collector too. Does nothing in a forked child."""
-        self._is_stopped = True
+        self.is_stopped = True
         if self._token is not None and self.own_process.is_here:
             self.soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
 
@@ -158,7 +158,7 @@ class TrioThread:
         async with trio.open_nursery() as self._nursery:
             self._token = trio.lowlevel.current_trio_token()
             self._is_running.set()
-            if self._is_stopped:
+            if self.is_stopped:
                 self._nursery.cancel_scope.cancel("the scope of the engine was left")
             await trio.sleep_forever()
 
@@ -174,7 +174,8 @@ class ThreadOwner:
         self._thread = thread
 
     def __del__(self) -> None:
-        self._thread.stop()
+        if not self._thread.is_stopped:
+            self._thread.stop()
 
 
 class TrioTask(Generic[T]):
