@@ -439,7 +439,7 @@ async def test_connection_that_takes_nothing_is_counted_as_stalled(autojump_cloc
 
 @pytest.mark.parametrize(("vanished", "stall", "unacknowledged"), [(12, 7, 12), (30, 60, 60)])
 async def test_tcp_notices_a_machine_that_vanished(monkeypatch, vanished, stall, unacknowledged):
-    """Keepalive ends a silent connection. Unacknowledged bytes expire, but not before a slow reader may."""
+    """S11: keepalive ends a silent connection. Unacknowledged bytes expire, but not before a slow reader may."""
     options: dict[str, int] = {}
     serve_connection = FrontendServer.serve_connection
 
