@@ -12,6 +12,7 @@ now, all seeds are looked through, which takes up to a minute for a bug, and a w
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -59,13 +60,23 @@ def changes_in(text: str) -> list[Change]:
 
 
 def plant(changes: list[Change], folder: Path) -> Path:
-    """The package with these changes, in the folder; returns the folder."""
+    """Put a package with these changes into the folder, and return the folder."""
     copy = copy_package(folder, {change.file for change in changes})
-    for change in changes:
-        source = (copy / change.file).read_text(encoding="utf-8")
-        assert source.count(change.old) == 1, f"{change.file} holds this {source.count(change.old)} times: {change.old}"
-        (copy / change.file).write_text(source.replace(change.old, change.new), encoding="utf-8")
+    for file, source in planted_sources(changes).items():
+        (copy / file).write_text(source, encoding="utf-8")
     return copy
+
+
+def planted_sources(changes: list[Change]) -> dict[str, str]:
+    """Return each changed file's new text, by its path. A change that does not fit the code of today is an error."""
+    sources: dict[str, str] = {}
+    for change in changes:
+        source = sources.get(change.file) or (ROOT / change.file).read_text(encoding="utf-8")
+        assert source.count(change.old) == 1, f"{change.file} holds this {source.count(change.old)} times: {change.old}"
+        sources[change.file] = source.replace(change.old, change.new)
+    for file, source in sources.items():
+        ast.parse(source, filename=file)
+    return sources
 
 
 def simulate(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -160,6 +171,11 @@ def copy(tmp_path):
 
 def test_there_are_enough_of_them():
     assert len(FILES) >= 20
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_planted_bug_fits_the_code_of_today(file):
+    assert planted_sources(changes_in(file.read_text(encoding="utf-8")))
 
 
 @pytest.mark.slow

@@ -196,5 +196,6 @@ class Lending:
 
 
 def _bytes_of(loans: Iterable[_Loan]) -> int:
-    """Of all their images, each once."""
-    return bytes_of({picture for loan in loans for picture in loan.client.images})
+    """Return the bytes of all their images. One that is used with two salts is encoded twice."""
+    used = {(loan.client.salt, picture) for loan in loans for picture in loan.client.images}
+    return bytes_of([picture for _, picture in used])

@@ -48,8 +48,8 @@ def encoded_prompt(client: Client) -> tuple[tuple[int, ...], tuple[GivenRows, ..
 
 
 def bytes_of(pictures: Collection[int]) -> int:
-    """What the model makes of them, each once."""
-    return sum(TILES[picture] for picture in {*pictures}) * FAKE_IMAGES.tile_bytes
+    """Return the size of what the model makes of these pictures."""
+    return sum(TILES[picture] for picture in pictures) * FAKE_IMAGES.tile_bytes
 
 
 @functools.cache
