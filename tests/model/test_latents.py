@@ -189,6 +189,8 @@ def write_as_latents(directory: Path, target: Path, *, has_positions: bool) -> N
             found[name] = tensor
     described = {
         "architectures": ["MiniCPM3ForCausalLM"],
+        "num_key_value_heads": heads,
+        "q_lora_rank": None,
         "kv_lora_rank": rank,
         "qk_nope_head_dim": plain,
         "qk_rope_head_dim": turned,
@@ -197,7 +199,7 @@ def write_as_latents(directory: Path, target: Path, *, has_positions: bool) -> N
         "scale_depth": config["num_hidden_layers"] ** 0.5,
         "dim_model_base": hidden,
     }
-    left_out = ("no_rope_layers", "num_key_value_heads", "head_dim")
+    left_out = ("no_rope_layers", "head_dim")
     target.mkdir()
     (target / "config.json").write_text(
         json.dumps({**{name: value for name, value in config.items() if name not in left_out}, **described})
