@@ -25,6 +25,11 @@ def endpoints_of(router) -> dict[str, dict]:
     return {each["id"]: each for each in get(f"{router.url}/endpoints")["data"]}
 
 
+def json_request(url: str, fields: dict[str, str]) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}  # what operates a server takes nothing that web forms can send
+    return urllib.request.Request(url, json.dumps(fields).encode(), headers, method="POST")
+
+
 def moves_of(router) -> float:
     with urllib.request.urlopen(f"{router.url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
@@ -62,8 +67,9 @@ def test_no_client_notices_that_one_server_after_the_other_is_stopped(fleet):
 
     askers = streams_of(router.url)
     assert {asker.endpoint for asker in askers} == {"a", "b"}
-    request = urllib.request.Request(f"{router.url}/endpoints/a/drain?move=true&seconds=60", b"{}", method="POST")
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(
+        json_request(f"{router.url}/endpoints/a/drain?move=true&seconds=60", {}), timeout=30
+    ) as response:
         assert json.load(response)["moving"] is True
     wait_until(lambda: list(endpoints_of(router)) == ["b"])
     assert any(asker.is_alive() for asker in askers), "the endpoint was emptied, and not waited for"
@@ -71,10 +77,8 @@ def test_no_client_notices_that_one_server_after_the_other_is_stopped(fleet):
     moved = moves_of(router)
     assert moved >= 1
 
-    spec = json.dumps({"id": "a", "url": servers["a"].url}).encode()
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{router.url}/endpoints", spec, method="POST"), timeout=30
-    ) as response:
+    spec = {"id": "a", "url": servers["a"].url}
+    with urllib.request.urlopen(json_request(f"{router.url}/endpoints", spec), timeout=30) as response:
         assert response.status == 201
     wait_until(lambda: endpoints_of(router)["a"]["health"] == "healthy")
     askers = streams_of(router.url)
