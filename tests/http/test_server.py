@@ -6,6 +6,7 @@ import functools
 import ssl
 from pathlib import Path
 
+import httpcore
 import httpx
 import hyperframe.frame as frames
 import pytest
@@ -313,6 +314,84 @@ async def test_announced_drain_waits_only_for_requests_that_began_before_it(auto
     gate.open.set()
     await the_front.server.wait_until_answered()
     assert the_front.server.counters().exchanges_open == 2
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["client answers the PING", "client answers nothing"])
+async def test_goaway_waits_until_the_client_has_read_its_last_response(autojump_clock, front, answers):
+    gate = Gate()
+    the_front = front(gate, close_seconds_max=1)
+    client = await the_front.h2()
+    running = await client.request()
+    await the_front.settle()
+    the_front.server.drain()
+    gate.open.set()
+    assert (await client.response(running)).body == b"begun and finished"
+    ended_at = trio.current_time()
+    await client.until(lambda: any(isinstance(each, frames.PingFrame) for each in client.frames))
+    await the_front.settle()
+    assert client.goaways == []
+    if answers:
+        (ping,) = [each for each in client.frames if isinstance(each, frames.PingFrame)]
+        await client.send(frames.PingFrame(0, opaque_data=ping.opaque_data, flags=["ACK"]))
+    await client.until_eof()
+    assert [(goaway.last_stream_id, goaway.error_code) for goaway in client.goaways] == [(running, 0)]
+    assert trio.current_time() - ended_at == pytest.approx(0 if answers else 1, abs=0.1)
+    await client.stream.aclose()
+
+
+class BusyClient(httpcore.AsyncNetworkBackend, httpcore.AsyncNetworkStream):
+    """httpcore's connection over a stream in memory, for a program that has other work before it reads."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+        self.pause_seconds = 0.0
+
+    async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):  # noqa: ASYNC109
+        return self
+
+    async def read(self, max_bytes, timeout=None):  # noqa: ASYNC109
+        received = await self.stream.receive_some(max_bytes)
+        if received and self.pause_seconds:
+            await trio.sleep(self.pause_seconds)
+            with trio.move_on_after(0.01):
+                received += await self.stream.receive_some(max_bytes)
+        return received
+
+    async def write(self, buffer, timeout=None):  # noqa: ASYNC109
+        await self.stream.send_all(buffer)
+
+    async def aclose(self):
+        await self.stream.aclose()
+
+    def get_extra_info(self, info):
+        return None
+
+
+async def test_httpcore_that_reads_late_loses_none_of_the_streams_that_end_together(autojump_clock, front):
+    """A GOAWAY in the same read as their ends would make it drop all streams but one."""
+    gate = Gate()
+    the_front = front(gate, close_seconds_max=1)
+    backend = BusyClient(the_front.connect())
+    bodies = [b""] * 4
+
+    async def ask(index: int) -> None:
+        async with pool.stream("GET", "http://test/") as response:
+            async for piece in response.aiter_stream():
+                bodies[index] += piece
+
+    async with (
+        httpcore.AsyncConnectionPool(http1=False, http2=True, network_backend=backend) as pool,
+        trio.open_nursery() as asking,
+    ):
+        for index in range(len(bodies)):
+            asking.start_soon(ask, index)
+        await the_front.settle()
+        assert bodies == [b"begun"] * len(bodies)
+        backend.pause_seconds = 0.5
+        the_front.server.announce_drain()
+        await wait_all_tasks_blocked()
+        gate.open.set()
+    assert bodies == [b"begun and finished"] * len(bodies)
 
 
 # --- real sockets ---

@@ -42,6 +42,7 @@ READ_BYTES = 16384
 WRITE_BYTES = 65536  # DATA taken from the streams for one write; also what has to leave within one stall limit
 CREDIT_BYTES_MIN = 16384
 PING_PAYLOAD = b"alive?\0\0"
+LAST_PING_PAYLOAD = b"the end?"
 PING_LOOK_SECONDS = 2.5  # between two looks whether a PING was delivered and answered
 # CPU time that reading is worth, which is not charged: of a request that is opened, and of a byte of its body.
 REQUEST_CPU_SECONDS = 0.001
@@ -92,6 +93,7 @@ class H2Connection:
         self._is_last = False  # the connection ends when it has no stream
         self._is_leaving = False  # no more streams are accepted
         self._last_stream_id: int | None = None  # of our GOAWAY
+        self._has_read_all = False  # the client answered the PING behind its last response
         self._client_gone = False
         self._lingers = True  # until the client has read our GOAWAY
         self._write_broken = False  # a part of a frame may be out: nothing can follow it
@@ -150,7 +152,8 @@ class H2Connection:
     def drain(self) -> None:
         """Accept no more streams, and end with a GOAWAY when those that run have ended. Never waits.
 
-        The GOAWAY waits because some clients (httpcore) drop running streams as soon as they read one. A stream whose
+        Some clients (httpcore) drop every stream that they have not taken to its end when they read a GOAWAY. So it is
+        sent when the client has answered a PING behind the last response, or close_seconds_max later. A stream whose
         request has not come whole is refused.
         """
         self._is_last = True
@@ -274,6 +277,10 @@ class H2Connection:
                 self._tally.exchanges_left_total += 1
                 stream.leave()
             self._count_reset(now)
+        elif isinstance(event, h2.events.PingAckReceived):
+            if event.ping_data == LAST_PING_PAYLOAD and self._is_leaving and not self._streams:
+                self._has_read_all = True
+                self._more_to_write()  # the writer ends the connection
         elif isinstance(event, h2.events.RemoteSettingsChanged):
             if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
                 self._window_opened(0)
@@ -393,7 +400,9 @@ class H2Connection:
         del self._streams[stream.id]
         self._setup.slots.give_back(is_known=stream.is_known, is_late=stream.is_late)
         if not self._streams:
-            self._is_leaving = self._is_leaving or self._is_last
+            if self._is_last and self._last_stream_id is None:
+                self._is_leaving = True
+                self._outbox.collect(frame(PING, 0, 0, LAST_PING_PAYLOAD))
             self._ended_at = trio.current_time()
             self._has_streams = trio.Event()
             self._set_patience()
@@ -442,12 +451,17 @@ class H2Connection:
         if self._unwritten:
             self._write_broken = True
             self._wake.set()
-        elif self._is_over:
-            self._whole.cancel()
+        else:
+            self._end_if_over()
 
-    @property
-    def _is_over(self) -> bool:
-        return not self._streams and (self._is_leaving or self._gate.goaway_received)
+    def _end_if_over(self) -> None:
+        """To be called when everything is written: end a connection without streams that takes no more of them."""
+        if not self._streams:
+            if self._has_read_all or self._last_stream_id is not None or self._gate.goaway_received:
+                self._whole.cancel()
+            elif self._is_leaving:
+                deadline = trio.current_time() + self._limits.close_seconds_max
+                self._whole.deadline = min(self._whole.deadline, deadline)
 
     async def _write(self) -> None:
         with trio.CancelScope() as patience:  # one for all writes: a scope for each would cost as much as its event
@@ -464,8 +478,8 @@ class H2Connection:
                 if data:
                     await self._send(data, patience)
                 self._is_writing = False
-                if self._is_over and not self._wake.is_set():
-                    self._whole.cancel()
+                if not self._wake.is_set():
+                    self._end_if_over()
         if patience.cancelled_caught:
             self._tally.exchanges_stalled_total += len(self._streams)
             self._tally.connections_refused_total[ConnectionRefusal.STALLED] += 1
