@@ -1,29 +1,41 @@
-"""The simulator can fail: bugs of every kind are planted in a copy of the package, and each must be found.
+"""The simulator can fail: bugs of every kind are planted in the code, and each must be found.
 
-planted has a folder for each simulation, and in it a file a bug: what rule it breaks, and then, for each change, the
-file, the old text and the new one. A text that is no longer there is an error: then the bug has to be planted anew.
-Beside a bug that hardly any seed finds lies a history that does, with the same name and .history at its end.
+The folder planted has a folder for each simulation with one file per bug: what rule the bug breaks, then, for each
+change, the file, the old text and the new text. An old text that is no longer in its file is an error: plant the bug
+again. A bug that hardly any seed finds has a history beside it, with the same name and .history at its end.
 
-found_by.txt has a seed that found each bug, which is tried before all others. Where the simulator draws other histories
-now, all seeds are looked through, which takes up to a minute for a bug, and a warning says so:
+A process that has imported everything forks for each bug, and the child swaps the code of the changed functions: this
+takes a fraction of the time of a new interpreter. A bug that changes more than function bodies gets a copy of the
+package and an interpreter of its own.
 
-    python tests/sim/test_planted_bugs.py        looks for all bugs, and writes the seeds down anew
+found_by.txt has a seed that found each bug, which is tried first. If the simulator draws other histories now, all seeds
+are searched, which takes up to a minute for a bug, and a warning says so:
+
+    python tests/sim/test_planted_bugs.py        search for all bugs, and write the seeds down again
 """
 
 from __future__ import annotations
 
 import ast
+import gc
+import inspect
+import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 
@@ -37,6 +49,8 @@ HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
 ENVIRONMENT = dict(os.environ)
 OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "images", "ranks")
 MODES = {"core": [], **{mode: [f"--{mode}"] for mode in OTHERS}}
+CPU_SECONDS_MAX = 600  # a planted bug may loop for ever
+NOT_SWAPPED = 99  # the exit code of a child whose changes are more than function bodies
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,189 @@ def copy_package(folder: Path, files: Collection[str] = ()) -> Path:
     return folder
 
 
+class CannotSwap(Exception):
+    """A change reaches code that has run already: of a module, a class or a default."""
+
+
+def shape_of(code: CodeType) -> tuple[Any, ...]:
+    """Return all that makes a function behave as it does: not its line numbers."""
+    constants = tuple(
+        shape_of(value) if isinstance(value, CodeType) else (type(value), value) for value in code.co_consts
+    )
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars)
+    return (code.co_code, code.co_exceptiontable, counts, names, tuple(constants))
+
+
+def changed_functions(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Yield old and new code of each changed function of a module.
+
+    Raises:
+        CannotSwap: the code of the module or of a class changed, too.
+    """
+    if old.co_flags & inspect.CO_OPTIMIZED:  # a function
+        if shape_of(old) == shape_of(new):
+            return
+        if old.co_freevars != new.co_freevars:
+            raise CannotSwap
+        yield old, new
+    elif shape_of(old)[:4] != shape_of(new)[:4] or len(old.co_consts) != len(new.co_consts):
+        raise CannotSwap
+    for one, other in zip(old.co_consts, new.co_consts, strict=False):
+        if isinstance(one, CodeType) and isinstance(other, CodeType):
+            # In a function that is replaced as a whole, the functions inside may have nothing to do with each other.
+            if one.co_qualname == other.co_qualname:
+                yield from changed_functions(one, other)
+        elif not old.co_flags & inspect.CO_OPTIMIZED and (type(one), one) != (type(other), other):
+            raise CannotSwap
+
+
+def loaded_functions() -> dict[tuple[str, str, int], list[FunctionType]]:
+    """Return the package's functions by file, qualified name and first line."""
+    found: dict[tuple[str, str, int], list[FunctionType]] = {}
+    for value in gc.get_objects():
+        if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(f"{ROOT}/trioserve/"):
+            found.setdefault(place_of(value.__code__), []).append(value)
+    return found
+
+
+def place_of(code: CodeType) -> tuple[str, str, int]:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+def swap(changes: list[Change], functions: dict[tuple[str, str, int], list[FunctionType]]) -> None:
+    """Give the changed functions of this process their new code.
+
+    A function loses its protection from Ctrl-C, which no simulation plays.
+    """
+    for file, source in planted_sources(changes).items():
+        path = str(ROOT / file)
+        old, new = (
+            compile(text, path, "exec", dont_inherit=True) for text in (Path(path).read_text(encoding="utf-8"), source)
+        )
+        swapped = False
+        for one, other in changed_functions(old, new):
+            for function in functions.get(place_of(one), ()):
+                if shape_of(function.__code__) == shape_of(one):
+                    function.__code__ = other
+                    swapped = True
+        if not swapped:  # the file is imported later, or not at all
+            raise CannotSwap
+
+
+def serve_forks() -> None:
+    """Read one bug a line from stdin, simulate in a child where it is planted, and write a line of what came of it."""
+    from trioserve.cli import main
+    from trioserve.simulation.runs import runs_of
+
+    for mode in MODES:
+        runs_of(mode)
+    functions = loaded_functions()
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with tempfile.TemporaryFile() as output:
+            child = os.fork()
+            if child == 0:
+                returncode = 1
+                try:
+                    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS_MAX, CPU_SECONDS_MAX))
+                    for stream in (1, 2):
+                        os.dup2(output.fileno(), stream)
+                    swap([Change(**change) for change in asked["changes"]], functions)
+                    returncode = main(["simulate", "--no-shrink", *asked["arguments"]])
+                except CannotSwap:
+                    returncode = NOT_SWAPPED
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    with suppress(Exception):
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                    os._exit(returncode)
+            _, status = os.waitpid(child, 0)
+            output.seek(0)
+            shown = output.read().decode("utf-8", "replace")
+        print(json.dumps({"returncode": os.waitstatus_to_exitcode(status), "shown": shown}), flush=True)
+
+
+class Forks:
+    """One process that forks for each planted bug, for one thread."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--serve-forks"]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def simulate(self, changes: list[Change], *arguments: str) -> subprocess.CompletedProcess[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        asked = {"changes": [asdict(change) for change in changes], "arguments": arguments}
+        self._process.stdin.write(f"{json.dumps(asked)}\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return subprocess.CompletedProcess([], answer["returncode"], answer["shown"], "")
+
+    def close(self) -> None:
+        self._process.communicate("")
+
+
+class Planter:
+    """Runs the simulator where a bug is planted, in several threads."""
+
+    def __init__(self) -> None:
+        self._seeds = noted_seeds()
+        self._of_thread = threading.local()
+        self._forks: list[Forks] = []
+
+    def run(self, file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Simulate with one bug.
+
+        Args:
+            file: the bug, in the folder planted.
+            folder: where a copy of the package may be put, if the bug needs one. It is deleted.
+        """
+        history, mode = file.with_suffix(".history"), MODES[file.parent.name]
+        if history.exists():
+            return self._simulate(file, folder, "--replay", str(history), *mode)
+        seed = self._seeds.get(name_of(file))
+        if seed is not None:
+            ran = self._simulate(file, folder, "--seeds", f"{seed}:{seed + 1}", *mode)
+            if ran.returncode == 1:
+                return ran
+        return self._simulate(file, folder, "--seeds", SEEDS, *mode)
+
+    def _simulate(self, file: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        changes = changes_in(file.read_text(encoding="utf-8"))
+        if not hasattr(self._of_thread, "forks"):
+            self._of_thread.forks = Forks()
+            self._forks.append(self._of_thread.forks)
+        ran = self._of_thread.forks.simulate(changes, *arguments)
+        if ran.returncode != NOT_SWAPPED:
+            return ran
+        try:
+            return simulate(plant(changes, folder), *arguments)
+        finally:
+            shutil.rmtree(folder)
+
+    def close(self) -> None:
+        for forks in self._forks:
+            forks.close()
+
+
+@contextmanager
+def planted_runs_of(folders: dict[Path, Path]) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
+    """Start to run these planted bugs, as many at a time as there are cores."""
+    planter, pool = Planter(), ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield {file: pool.submit(planter.run, file, folder) for file, folder in folders.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
+        planter.close()
+
+
 def name_of(file: Path) -> str:
     return f"{file.parent.name}/{file.stem}"
 
@@ -124,44 +321,29 @@ def noted_seeds() -> dict[str, int]:
     return {name: int(seed) for name, seed in lines}
 
 
-def run_planted(file: Path, folder: Path, seed: int | None) -> subprocess.CompletedProcess[str]:
-    """seed: the one to try first."""
-    history, mode = file.with_suffix(".history"), MODES[file.parent.name]
-    try:
-        plant(changes_in(file.read_text(encoding="utf-8")), folder)
-        if history.exists():
-            return simulate(folder, "--replay", str(history), *mode)
-        if seed is not None:
-            ran = simulate(folder, "--seeds", f"{seed}:{seed + 1}", *mode)
-            if ran.returncode == 1:
-                return ran
-        return simulate(folder, "--seeds", SEEDS, *mode)
-    finally:
-        shutil.rmtree(folder)
-
-
 def note_seeds() -> None:
-    """Look for all of them, and write down which seed found each."""
-
-    def found(file: Path) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            ran = run_planted(file, Path(folder, "copy"), noted_seeds().get(name_of(file)))
-        seed = re.search(r"^seed (\d+) failed: ", ran.stdout, flags=re.MULTILINE)
-        return "" if seed is None else f"{name_of(file)} {seed[1]}\n"
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        FOUND_BY.write_text("".join(pool.map(found, FILES)), encoding="utf-8")
+    """Search for all bugs, and write down which seed found each."""
+    lines = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        planted_runs_of({file: Path(folder, str(number)) for number, file in enumerate(FILES)}) as runs,
+    ):
+        for file, run in runs.items():
+            ran = run.result()
+            seed = re.search(r"^seed (\d+) failed: ", ran.stdout, flags=re.MULTILINE)
+            if seed is not None:
+                lines.append(f"{name_of(file)} {seed[1]}\n")
+            elif not file.with_suffix(".history").exists():
+                print(f"{name_of(file)} was not found: {ran.returncode} {(ran.stdout + ran.stderr)[-2000:]}")
+    FOUND_BY.write_text("".join(lines), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def planted_runs(request, tmp_path_factory):
-    """What becomes of each planted bug that is asked for. They are processes, as many at a time as there are cores."""
+    """Runs of the bugs that the chosen tests ask for, by file."""
     chosen = [item.callspec.params["file"] for item in request.session.items if "planted_runs" in item.fixturenames]
-    folders = {file: tmp_path_factory.mktemp(file.stem) for file in chosen}
-    seeds = noted_seeds()
-    pool = ThreadPoolExecutor(os.cpu_count())
-    yield {file: pool.submit(run_planted, file, folder, seeds.get(name_of(file))) for file, folder in folders.items()}
-    pool.shutdown(cancel_futures=True)
+    with planted_runs_of({file: tmp_path_factory.mktemp(file.stem) for file in chosen}) as runs:
+        yield runs
 
 
 @pytest.fixture
@@ -220,4 +402,4 @@ def test_what_is_planted_is_in_the_copy_alone(tmp_path):
 
 
 if __name__ == "__main__":
-    note_seeds()
+    serve_forks() if "--serve-forks" in sys.argv else note_seeds()
