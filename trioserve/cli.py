@@ -13,7 +13,14 @@ from pathlib import Path
 
 from trioserve import __version__
 from trioserve.commands.option_groups import GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS
-from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, end_program, limit_message, prepare_program
+from trioserve.commands.program_end import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    end_program,
+    hang_up_as_before,
+    limit_message,
+    prepare_program,
+)
 from trioserve.commands.unknown_options import Parser
 from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
@@ -23,6 +30,8 @@ from trioserve.model.loading.read_ahead import start_reading_ahead
 
 __all__ = ["main", "run_program"]
 
+
+SERVING_COMMANDS = ("serve", "scripted", "route", "disagg")
 
 WELCOME = """\
 Three things people do with trioserve:
@@ -43,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version"):
         arguments.insert(0, "serve")
+    if arguments[0] not in SERVING_COMMANDS:
+        hang_up_as_before()
     if arguments[0] == "bench":  # has commands of its own, with a parser that no other command should wait for
         run = functools.partial(_bench, arguments[1:])
     else:

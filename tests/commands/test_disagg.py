@@ -25,6 +25,16 @@ def ready() -> StartAndStop:
     return decides
 
 
+def test_only_servers_that_serve_are_asked_to_reload():
+    decides = begun()
+    decides.note(Serving("prefill"))
+    assert decides.serving == ["prefill"]
+    decides = ready()
+    assert decides.serving == ["decode", "prefill", "router"]
+    decides.note(Ended("router", 1))
+    assert decides.serving == ["decode", "prefill"]
+
+
 def test_a_signal_stops_the_router_first_and_then_both_servers():
     decides = ready()
     assert decides.note(Signalled()) == [Order("stop", "router")]

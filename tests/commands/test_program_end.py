@@ -55,6 +55,23 @@ end_program(7)
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
+@pytest.mark.parametrize(("serves", "code"), [(True, 7), (False, -signal.SIGHUP)], ids=["serve", "another command"])
+def test_sighup_while_a_server_starts_does_not_end_it(serves, code):
+    program = f"""
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a parent that ignores it, such as nohup, hands that on
+from trioserve.commands.program_end import end_program, hang_up_as_before, prepare_program
+prepare_program()
+prepare_program()
+if not {serves}:
+    hang_up_as_before()
+os.kill(os.getpid(), signal.SIGHUP)
+end_program(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert ended.returncode == code
+
+
 def test_output_that_nobody_takes_does_not_change_the_exit_code():
     program = """
 from trioserve.commands.program_end import end_program, prepare_program

@@ -46,6 +46,16 @@ def test_a_process_that_ends_unasked_is_named_and_the_others_are_stopped(code, h
     assert (lives.is_over, lives.exit_code) == (True, 1)
 
 
+def test_only_processes_that_serve_are_asked_to_reload():
+    lives = Lives(3)
+    assert lives.serving == []
+    lives.note(Serving(1))
+    lives.note(Serving(3))
+    assert lives.serving == [1, 3]
+    lives.note(Ended(1, 0))
+    assert lives.serving == [3]
+
+
 def test_a_process_that_fails_while_it_drains_is_a_failure():
     lives = serving()
     lives.note(Signalled())

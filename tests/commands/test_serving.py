@@ -6,6 +6,7 @@ import logging
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -24,15 +25,16 @@ async def respond(exchange):
 
 
 class NotingServer(FrontendServer):
-    """Counts the certificates that it was given."""
+    """Notes when it is given a certificate. The first one is that of its start, read again."""
 
     def __init__(self, config) -> None:
         super().__init__(respond, ssl_context=server_tls(config))
+        self.begun = trio.Event()
         self.changed = trio.Event()
 
     def use_tls(self, ssl_context: ssl.SSLContext) -> None:
         super().use_tls(ssl_context)
-        self.changed.set()
+        (self.changed if self.begun.is_set() else self.begun).set()
 
 
 @pytest.fixture
@@ -66,13 +68,23 @@ def noted_errors() -> Iterator[trio.Event]:
         logging.getLogger("trioserve").removeHandler(handler)
 
 
-async def shown_certificate(server: FrontendServer, authority: trustme.CA, nursery: trio.Nursery) -> bytes:
+async def connected(server: FrontendServer, authority: trustme.CA, nursery: trio.Nursery) -> trio.SSLStream:
     context = ssl.create_default_context()
     authority.configure_trust(context)
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
     client = trio.SSLStream(ours, context, server_hostname="test", https_compatible=True)
     await client.do_handshake()
+    return client
+
+
+async def answers(client: trio.SSLStream) -> bool:
+    await client.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+    return (await client.receive_some(1000)).startswith(b"HTTP/1.1 200 ")
+
+
+async def shown_certificate(server: FrontendServer, authority: trustme.CA, nursery: trio.Nursery) -> bytes:
+    client = await connected(server, authority, nursery)
     shown = client.getpeercert(binary_form=True)
     await client.aclose()
     assert shown is not None
@@ -87,13 +99,70 @@ async def test_new_connections_get_the_new_certificate(autojump_clock, authority
     front_end = NativeFrontEnd(server, await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config)
     async with trio.open_nursery() as nursery:
         await nursery.start(front_end.serve)
+        await server.begun.wait()
         before = await shown_certificate(server, authority, nursery)
         assert await shown_certificate(server, authority, nursery) == before
+        early = await connected(server, authority, nursery)
+        assert await answers(early)
         issue()
         if is_asked:
             front_end.reload()
         await server.changed.wait()
         assert await shown_certificate(server, authority, nursery) != before
+        assert await answers(early)
+        nursery.cancel_scope.cancel()
+
+
+async def test_certificate_that_changes_while_the_server_starts_is_used(autojump_clock, authority, issue, tmp_path):
+    issue()
+    config = make_config(ssl_certfile=str(tmp_path / "certificate.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
+    server = NotingServer(config)
+    front_end = NativeFrontEnd(server, await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config)
+    async with trio.open_nursery() as nursery:
+        before = await shown_certificate(server, authority, nursery)
+        issue()
+        await nursery.start(front_end.serve)
+        await server.begun.wait()
+        assert await shown_certificate(server, authority, nursery) != before
+        nursery.cancel_scope.cancel()
+
+
+def empty_the_file(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def put_a_folder_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_bytes_there(path: Path) -> None:
+    path.write_bytes(bytes(range(256)))
+
+
+@pytest.mark.parametrize("damage", [empty_the_file, put_a_folder_there, put_bytes_there, Path.unlink])
+@pytest.mark.parametrize("option", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+async def test_file_that_cannot_be_used_keeps_the_earlier_certificate_and_is_one_line_in_the_log(
+    autojump_clock, authority, issue, tmp_path, caplog, option, damage
+):
+    issue()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    paths = {"ssl_certfile": "certificate.pem", "ssl_keyfile": "key.pem", "ssl_ca_certs": "ca.pem"}
+    config = make_config(**{name: str(tmp_path / path) for name, path in paths.items()}, ssl_client_certs="optional")
+    server = NotingServer(config)
+    front_end = NativeFrontEnd(server, await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(front_end.serve)
+        await server.begun.wait()
+        before = await shown_certificate(server, authority, nursery)
+        damage(tmp_path / paths[option])
+        with noted_errors() as is_told:
+            front_end.reload()
+            await is_told.wait()
+        await trio.sleep(60)
+        assert [record.levelname for record in caplog.records if "TLS" in record.message] == ["ERROR"]
+        assert paths[option] in caplog.text
+        assert await shown_certificate(server, authority, nursery) == before
         nursery.cancel_scope.cancel()
 
 
@@ -106,6 +175,7 @@ async def test_certificate_without_its_key_changes_nothing_until_the_key_comes(
     front_end = NativeFrontEnd(server, await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config)
     async with trio.open_nursery() as nursery:
         await nursery.start(front_end.serve)
+        await server.begun.wait()
         before = await shown_certificate(server, authority, nursery)
         issue(with_key=False)
         with noted_errors() as is_told:

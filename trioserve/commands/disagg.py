@@ -156,6 +156,11 @@ class StartAndStop:
     def is_ready(self) -> bool:
         return len(self._serving) == 3 and not self._is_stopping
 
+    @property
+    def serving(self) -> list[Name]:
+        """The servers that serve, in order."""
+        return sorted(self._serving & self._running)
+
     def begin(self) -> list[Order]:
         return self._start("prefill", "decode")
 
@@ -212,7 +217,7 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
     processes: dict[Name, trio.Process] = {}
     stop_signal: int = signal.SIGTERM
     async with trio.open_nursery() as nursery, sender, happenings:
-        await nursery.start(_relay_signals, signals, processes, sender)
+        await nursery.start(_relay_signals, signals, processes, decides, sender)
         orders = decides.begin()
         while True:
             for order in orders:
@@ -240,13 +245,14 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
 async def _relay_signals(
     signals: StopSignals,
     processes: dict[Name, trio.Process],
+    decides: StartAndStop,
     sender: trio.MemorySendChannel[Happening],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     async for number in signals.receive(task_status=task_status):
         if number == signal.SIGHUP:
-            for process in processes.values():
-                process.send_signal(number)
+            for name in decides.serving:  # the signal would end a process whose Python is just starting
+                processes[name].send_signal(number)
             continue
         with contextlib.suppress(trio.WouldBlock):
             sender.send_nowait(Signalled(number))

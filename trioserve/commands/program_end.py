@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import trio
@@ -22,6 +22,7 @@ __all__ = [
     "SteadyStderr",
     "StopSignals",
     "end_program",
+    "hang_up_as_before",
     "limit_message",
     "prepare_program",
 ]
@@ -33,6 +34,7 @@ _SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PIECE_CHARACTERS = 1024  # at most PIPE_BUF bytes (4,096), which a pipe takes whole or not at all
 _PATIENCE_MS = 500
 _owns_process = False
+_hangup_before: Any = None  # the handler of SIGHUP that this process was started with
 
 
 class StopSignals:
@@ -111,13 +113,19 @@ class SteadyStderr(io.TextIOWrapper):
 
 
 def prepare_program() -> None:
-    """Make the standard streams safe, first of all: this process belongs to one command.
+    """Make the standard streams and SIGHUP safe, first of all: this process belongs to one command.
+
+    SIGHUP is ignored from now on, since it must not end a server that is still starting. Commands that serve nothing
+    call `hang_up_as_before`. A second call changes nothing.
 
     A closed file descriptor 0, 1 or 2 becomes /dev/null. Otherwise the next socket would get its number, and whatever
     prints would write into that socket.
     """
-    global _owns_process
+    global _owns_process, _hangup_before
+    if _owns_process:
+        return
     _owns_process = True
+    _hangup_before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
         try:
             os.fstat(descriptor)
@@ -128,6 +136,12 @@ def prepare_program() -> None:
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
     sys.stderr = SteadyStderr()
+
+
+def hang_up_as_before() -> None:
+    """Let SIGHUP end this process again, unless it was started to ignore it (nohup): a terminal that closes."""
+    if _hangup_before is not None:
+        signal.signal(signal.SIGHUP, _hangup_before)
 
 
 def end_program(exit_code: int) -> None:

@@ -137,6 +137,11 @@ class Lives:
         return len(self._serving) == self._count and not self.is_stopping
 
     @property
+    def serving(self) -> list[int]:
+        """The processes that serve, in order."""
+        return sorted(self._serving & self._living)
+
+    @property
     def is_over(self) -> bool:
         return not self._living
 
@@ -214,7 +219,7 @@ async def _run(config: RouteConfig, signals: StopSignals) -> int:
 
     async with trio.open_nursery() as nursery, sender, happenings:
         processes: dict[int, trio.Process] = {}
-        await nursery.start(_relay_signals, signals, processes, sender)
+        await nursery.start(_relay_signals, signals, processes, lives, sender)
         shared = await open_shared_listeners(config.host, config.port, count, limits=limits)
         urls = server_urls(config, shared[0])
         doors = [(await open_listeners("127.0.0.1", 0))[0] for _ in range(count)]
@@ -267,13 +272,14 @@ def _starts(
 async def _relay_signals(
     signals: StopSignals,
     processes: dict[int, trio.Process],
+    lives: Lives,
     sender: trio.MemorySendChannel[Happening],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     async for number in signals.receive(task_status=task_status):
         if number == signal.SIGHUP:
-            for process in processes.values():
-                process.send_signal(number)
+            for name in lives.serving:  # the signal would end a process whose Python is just starting
+                processes[name].send_signal(number)
             continue
         with contextlib.suppress(trio.WouldBlock):
             sender.send_nowait(Signalled(number))

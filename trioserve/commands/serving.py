@@ -89,7 +89,7 @@ async def _serve_until_signal(
         nonlocal exit_code
         async for number in signals.receive(task_status=task_status):
             if number == signal.SIGHUP and not is_serving.is_set():
-                continue  # certificates are still to be read
+                continue  # certificates are read again when serving begins
             if not is_serving.is_set():
                 exit_code = 128 + number  # as shells show it: what was asked for was not done
                 everything.cancel()
@@ -173,24 +173,30 @@ class NativeFrontEnd:
         self._reload_asked.set()
 
     async def _keep_tls_current(self) -> None:
-        """Use certificates and keys again when they change. What cannot be used is one line in the log."""
+        """Use certificates and keys again when they change. What cannot be used is one line in the log.
+
+        The first look is at once: loading a model takes time, in which the files may have changed.
+        """
         files = tls_files(self._config)
-        seen = await trio.to_thread.run_sync(_file_stamps, files)
+        seen: list[tuple[int, int, int] | None] | None = None
         while True:
-            with trio.move_on_after(TLS_LOOK_SECONDS):
-                await self._reload_asked.wait()
             is_asked, self._reload_asked = self._reload_asked.is_set(), trio.Event()
             found = await trio.to_thread.run_sync(_file_stamps, files)
-            if found == seen and not is_asked:
-                continue
-            seen = found
-            try:
-                context = await trio.to_thread.run_sync(server_tls, self._config)
-            except StartupError as error:
-                logger.error("TLS certificates not reloaded, the earlier ones stay in use error=%s", error)
-            else:
-                assert context is not None
-                self._server.use_tls(context)
+            if is_asked or found != seen:
+                await self._read_tls(files, is_first=seen is None)
+                seen = found
+            with trio.move_on_after(TLS_LOOK_SECONDS):
+                await self._reload_asked.wait()
+
+    async def _read_tls(self, files: list[Path], *, is_first: bool) -> None:
+        try:
+            context = await trio.to_thread.run_sync(server_tls, self._config)
+        except StartupError as error:
+            logger.error("TLS certificates not reloaded, the earlier ones stay in use error=%s", error)
+        else:
+            assert context is not None
+            self._server.use_tls(context)
+            if not is_first:
                 logger.info("TLS certificates reloaded files=%s", ",".join(map(str, files)))
 
 

@@ -217,11 +217,11 @@ def tls_context(
             "to check the certificates of clients, both are needed: a file of CA certificates, and whether client "
             "certificates are optional or required"
         )
-    for path in (certificate, key, ca_certificates):
-        if path is not None and not path.is_file():
-            raise StartupError(f"the TLS file {path} does not exist: give a file in PEM format")
-    content = certificate.read_bytes() if key is None else b""
-    if b"BEGIN CERTIFICATE" in content and b"PRIVATE KEY-----" not in content:
+    content = b""
+    for path in (ca_certificates, key, certificate):
+        if path is not None:
+            content = _pem_content(path)
+    if key is None and b"BEGIN CERTIFICATE" in content and b"PRIVATE KEY-----" not in content:
         raise StartupError(f"the TLS file {certificate} has a certificate and no key: name the key with --ssl-keyfile")
     try:
         # Without a password, OpenSSL would ask for one on the terminal.
@@ -237,3 +237,15 @@ def tls_context(
             raise StartupError(f"the CA certificates {ca_certificates} cannot be used: {error}") from None
         context.verify_mode = ssl.CERT_REQUIRED if client_certificates == "required" else ssl.CERT_OPTIONAL
     return context
+
+
+def _pem_content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise StartupError(f"the TLS file {path} does not exist: give a file in PEM format") from None
+    except OSError as error:
+        raise StartupError(
+            f"the TLS file {path} cannot be read ({error.strerror or error}): give a file in PEM format that this user "
+            "may read"
+        ) from None
