@@ -620,10 +620,20 @@ GGUF_QUANT_TYPES += ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
 
 
 def write_checkpoint(
-    directory: Path, kind: str, *, dtype: str = "float32", sharded: bool = False, layers: int | None = None
+    directory: Path,
+    kind: str,
+    *,
+    dtype: str = "float32",
+    sharded: bool = False,
+    layers: int | None = None,
+    fields: dict[str, Any] | None = None,
 ) -> None:
-    """Save a checkpoint of one of the kinds, its tokenizer and generation settings with transformers. layers: so many,
-    instead of the kind's own."""
+    """Save a checkpoint of one of the kinds, its tokenizer and generation settings with transformers.
+
+    Args:
+        layers: how many layers it has, instead of the kind's own number.
+        fields: fields of the config that differ from the kind's. config.json has them as they are here, null, too.
+    """
     import torch
     import transformers
 
@@ -631,10 +641,10 @@ def write_checkpoint(
     if layers is not None:
         changes = {**changes, "num_hidden_layers": layers}
     if "text_config" in changes:
-        fields = {**changes, "text_config": {**_SMALL, **changes["text_config"]}}
+        all_fields = {**changes, "text_config": {**_SMALL, **changes["text_config"]}}
     else:
-        fields = {**_SMALL, **changes}
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+        all_fields = {**_SMALL, **changes, **(fields or {})}
+    config = transformers.AutoConfig.for_model(model_type, **all_fields)
     auto = transformers.AutoModelForImageTextToText if "text_config" in changes else transformers.AutoModelForCausalLM
     model = auto.from_config(config)
     generator = torch.Generator().manual_seed(20_260_101)
@@ -659,10 +669,13 @@ def write_checkpoint(
         top_p=0.8,
     )
     model.save_pretrained(directory, max_shard_size="100KB" if sharded else "1GB")
+    written = dict(fields or {})
     if model_type in _PUBLISHED_CLASSES:
+        written["architectures"] = [_PUBLISHED_CLASSES[model_type]]
+    if written:
         path = directory / "config.json"
         saved = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**saved, "architectures": [_PUBLISHED_CLASSES[model_type]]}), encoding="utf-8")
+        path.write_text(json.dumps({**saved, **written}), encoding="utf-8")
     _write_tokenizer(directory)
 
 

@@ -23,6 +23,11 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
     head_count = fields.whole("num_attention_heads")
     if fields.whole_or("num_key_value_heads", head_count) not in (1, head_count):
         raise fields.wrong("num_key_value_heads", f"{head_count} where attention is latent")
+    value = fields.whole_or("v_head_dim", fields.whole("hidden_size") // max(head_count, 1))
+    # transformers computes the angles of positions by it; other programs write what else a head has.
+    said = fields.whole_or("head_dim", turned)
+    if said not in (turned, plain + turned, plain, value, fields.whole("hidden_size") // max(head_count, 1)):
+        raise fields.wrong("head_dim", f"{turned} as qk_rope_head_dim, or left out")
     factor = fields.latent_score_factor()
     return LatentAttentionConfig(
         head_count=head_count,
@@ -30,7 +35,7 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
         latent_dim=fields.whole("kv_lora_rank"),
         plain_dim=plain,
         turned_dim=turned,
-        value_dim=fields.whole_or("v_head_dim", fields.whole("hidden_size") // max(head_count, 1)),
+        value_dim=value,
         rotary=fields.rotary(turned),
         scale=factor / math.sqrt(plain + turned),
     )
@@ -74,8 +79,9 @@ def _described(
 def _describe_minicpm3(fields: ModelFields) -> ModelConfig:
     """What goes into each sum is scaled by the depth, and what comes out at the end by the width."""
     count, hidden = fields.layer_count, fields.whole("hidden_size")
-    depth = fields.number_or("scale_depth", 1.4)
-    base = fields.number_or("dim_model_base", 256.0)
+    depth, base = fields.number_if_said("scale_depth", 1.4), fields.number_if_said("dim_model_base", 256.0)
+    depth = math.sqrt(count) if depth is None else depth  # null: nothing is scaled
+    base = float(hidden) if base is None else base
     if not (base > 0 and depth > 0):
         raise fields.wrong("scale_depth" if base > 0 else "dim_model_base", "above 0")
     layer = LayerConfig(
@@ -87,7 +93,7 @@ def _describe_minicpm3(fields: ModelFields) -> ModelConfig:
         "minicpm3",
         (layer,) * count,
         embedding_scale=fields.number_or("scale_emb", 12.0),
-        logit_scale=base / hidden,
+        logit_scale=base / max(hidden, 1),
         norm_eps=fields.number_or("rms_norm_eps", 1e-5),
         tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
     )

@@ -12,7 +12,8 @@ __all__ = ["DOTS1"]
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
-    attention = fields.attention(has_bias=fields.flag_or("attention_bias", False), qk_norm="head")
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, qk_norm="head")
     first = fields.whole_or("max_window_layers", 62)
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: layer >= first)
     layers = [

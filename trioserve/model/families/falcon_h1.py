@@ -19,7 +19,9 @@ __all__ = ["FALCON_H1"]
 
 def _describe(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    state_space = fields.state_space(fields.whole_or("mamba_d_ssm", 1024), _norm(fields))
+    # null: as many as mamba_expand makes.
+    inner_size = None if fields.is_null("mamba_d_ssm") else fields.whole_or("mamba_d_ssm", 1024)
+    state_space = fields.state_space(inner_size, _norm(fields))
     if fields.flag_or("projectors_bias", False) != state_space.has_bias:
         raise fields.wrong("projectors_bias", "the same as mamba_proj_bias")
     attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias)

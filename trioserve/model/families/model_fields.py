@@ -75,6 +75,10 @@ class ModelFields(Fields):
         value = self._value(name)
         return value in values or (isinstance(value, list) and all(item == "full_attention" for item in value))
 
+    def flag_or(self, name: str, default: bool) -> bool:
+        """As of all fields, but null is false, as it is to transformers' models."""
+        return False if self.is_null(name) else super().flag_or(name, default)
+
     def number_if_said(self, name: str, default: float) -> float | None:
         """None where the field is there and null."""
         return None if self.is_null(name) else self.number_or(name, default)
@@ -185,6 +189,8 @@ class ModelFields(Fields):
         """count_field: the one that says how many experts there are. choices: by ExpertsConfig's names."""
         if (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
+        if not choices.get("shared_size"):
+            choices.pop("has_shared_gate", None)  # of a shared expert without any channels
         return ExpertsConfig(
             expert_count=self.whole(count_field),
             experts_per_token=self.whole("num_experts_per_tok"),
@@ -214,7 +220,9 @@ class ModelFields(Fields):
         if (every := self.whole_or("moe_layer_freq", 1)) != 1:
             raise self.wrong("moe_layer_freq", f"1, and not every {every}th layer")
         middle = self.whole("moe_intermediate_size")
-        group_count = self.whole_or("n_group", 1) or 1
+        group_count = self.whole_or("n_group", 1)
+        if group_count > 1 and "topk_group" not in self:
+            raise self.wrong("topk_group", f"1 to {group_count}, of so many groups (n_group)")
         experts = self.experts(
             "n_routed_experts",
             middle,

@@ -126,7 +126,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         head_dim, rotated = _head_dim(raw, str(name), hidden_size // max(head_count, 1))
     values |= {
         "vocab_size": _vocab_size(file, raw),
-        "head_dim": head_dim,
+        "head_dim": None if is_latent else head_dim,
         "partial_rotary_factor": rotated / head_dim if head_dim else 1.0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
@@ -140,6 +140,9 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     }
     if gating is not None:
         values["scoring_func"] = _SCORINGS.get(gating, f"llama.cpp's number {gating}")
+    for key in ("expert_group_count", "expert_group_used_count"):
+        if raw.whole_or(f"{name}.{key}", None) == 0:  # llama.cpp's "none"
+            values[f"{name}.{key}"] = None
     if family.name == "deepseek_v2" and raw.whole_or(f"{name}.expert_group_count", 1) > 1:
         values["topk_method"] = "group_limited_greedy"
     if further := further_layers(file):

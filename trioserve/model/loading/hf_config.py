@@ -87,10 +87,22 @@ def model_config_from(
         dtype_name=dtype_name,
         spellings={name: theirs for name, theirs in family.spellings.items() if theirs in config},
     )
-    # transformers takes 0 for a window in which a token does not even see itself.
-    if fields.is_one_of("sliding_window", (0,)) and fields.flag_or("use_sliding_window", True):
-        raise fields.wrong("sliding_window", "at least 1, or null for none")
+    _check_windows(Fields(config, source))
     return family.config_from(fields)
+
+
+def _check_windows(fields: Fields) -> None:
+    """Raises ModelLoadError for windows that transformers does not compute, and of which families would read none."""
+    sizes = {"chunked_attention": "attention_chunk_size"}
+    if not fields.is_null("use_sliding_window") and fields.flag_or("use_sliding_window", True):
+        sizes["sliding_attention"] = "sliding_window"
+        # transformers takes 0 for a window in which a token does not even see itself.
+        if fields.is_one_of("sliding_window", (0,)):
+            raise fields.wrong("sliding_window", "at least 1, or null for none")
+    layer_types = fields.strings_or("layer_types", [])
+    for kind, size in sizes.items():
+        if fields.is_null(size) and kind in layer_types:
+            raise fields.wrong(size, f"a whole number, since layer_types holds {kind!r}")
 
 
 def named_class(config: dict[str, object]) -> str | None:

@@ -31,7 +31,7 @@ from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import QuantizedMatrix, quantized_matrices
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import ExpertsConfig, ModelConfig
 
 __all__ = [
     "EMBEDDING_NAME",
@@ -116,6 +116,8 @@ class SafetensorsCheckpoint:
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        mlps = (layer.mlp for layer in self.config.layers)
+        self._has_shared_experts = any(isinstance(mlp, ExpertsConfig) and mlp.shared_size for mlp in mlps)
         further = Fields(config, "config.json").whole_or("num_nextn_predict_layers", 0)
         self._further = FurtherLayers(self.config, TRANSFORMERS, further)
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
@@ -148,7 +150,9 @@ class SafetensorsCheckpoint:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
             return True
-        if self._further.has(name):
+        if self._further.has(name) or 0 in self._stored[name].shape:  # as shared experts without any channels have
+            return True
+        if name.endswith(".shared_expert_gate.weight") and not self._has_shared_experts:
             return True
         # Some writers give each quantized module a bias, of zeros where the model has none.
         module, _, kind = name.rpartition(".")

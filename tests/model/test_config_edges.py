@@ -1,0 +1,105 @@
+"""Fields of a config at the edge of what they may be: computed as transformers computes them, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.checkpoint import open_checkpoint
+
+ALL_LOGPROBS = SamplingParams(temperature=0.0, prompt_logprobs=0)
+PROMPT = [(7 * index + 3) % 300 + 6 for index in range(41)]
+
+COMPUTED: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek-v2", {"n_shared_experts": 0}),
+    ("deepseek-v3", {"n_shared_experts": 0}),
+    ("glm4-moe", {"n_shared_experts": 0}),
+    ("glm4-moe-lite", {"n_shared_experts": 0}),
+    ("dots1", {"n_shared_experts": 0}),
+    ("qwen2-moe", {"shared_expert_intermediate_size": 0}),
+    ("qwen3-next", {"shared_expert_intermediate_size": 0}),
+    ("granite-hybrid-moe", {"shared_intermediate_size": 0}),
+    ("dots1", {"attention_bias": True}),
+    ("deepseek-v2-lite", {"n_group": 0, "topk_group": 0}),
+    ("minicpm3", {"scale_depth": None}),
+    ("minicpm3", {"dim_model_base": None}),
+    ("falcon-h1", {"mamba_d_ssm": None}),
+    ("falcon-h1", {"mamba_norm_before_gate": None}),
+    ("granite-hybrid", {"mamba_conv_bias": None}),
+    ("gemma3", {"sliding_window": 1}),
+    ("gemma2", {"query_pre_attn_scalar": 1}),
+    ("lfm2", {"conv_L_cache": 2}),
+    ("gemma3n", {"altup_num_inputs": 2}),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek-v3", {"rope_interleave": None}, "rope_interleave in config.json is None"),
+    ("moonlight", {"head_dim": 2}, "head_dim in config.json is 2, but it must be 16"),
+    ("moonlight", {"n_group": 0}, "the number of groups of experts is 0"),
+    ("deepseek-v3", {"topk_group": None}, "topk_group in config.json is None, but it must be 1 to 4"),
+    ("dots1", {"topk_group": 0}, "the number of groups for each token is 0"),
+    ("gemma2", {"sliding_window": None}, "sliding_window in config.json is None, but it must be a whole number"),
+    ("gpt-oss", {"sliding_window": 0}, "sliding_window in config.json is 0, but it must be at least 1"),
+    ("llama4", {"attention_chunk_size": None}, "attention_chunk_size in config.json is None"),
+    ("lfm2-moe", {"conv_L_cache": 1}, "kernel size is 1, allowed is 2 to 64"),
+    ("mamba2", {"conv_kernel": 1}, "kernel size is 1, allowed is 2 to 64"),
+    ("bamba", {"mamba_d_conv": 1}, "kernel size is 1, allowed is 2 to 64"),
+    ("qwen3-next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, allowed is 2 to 64"),
+    ("qwen3-next", {"linear_key_head_dim": 1}, "linear_key_head_dim is 1, allowed is 2 to"),
+    ("gemma3n", {"altup_num_inputs": 1}, "altup_num_inputs is 1, allowed is 2 to 8"),
+    ("minicpm3", {"hidden_size": 0}, "hidden_size is 0, allowed is 1 to"),
+]
+
+
+def _id(case: Any) -> str | None:
+    return " ".join(f"{name}={value}" for name, value in case.items()) if isinstance(case, dict) else None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("kind, fields", COMPUTED, ids=_id)
+def test_it_is_computed_as_by_transformers(
+    kind: str,
+    fields: dict[str, Any],
+    cpu_kernels: str,
+    tiny_checkpoints: ModuleType,
+    step_driver: ModuleType,
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny_checkpoints.write_checkpoint(tmp_path, kind, fields=fields)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
+    runner = step_driver.load_runner(tmp_path, cpu_kernels=cpu_kernels)
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", PROMPT, ALL_LOGPROBS)
+    entries = [entry for count in (20, 1, 20) for entry in driver.step({"a": count}).prompt_logprobs["a"]]
+    runner.close()
+    found = [float(wanted[row, entry.token_id]) for row, entry in enumerate(entries)]
+    assert [entry.logprob for entry in entries] == pytest.approx(found, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind, fields, said", REFUSED, ids=_id)
+def test_it_is_refused_by_name(
+    kind: str,
+    fields: dict[str, Any],
+    said: str,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    path = shutil.copytree(tiny_checkpoint(kind), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ModelLoadError) as caught:
+        open_checkpoint(path)
+    assert said in str(caught.value)
