@@ -213,7 +213,7 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
         history_count=seed - chunk.first + 1,
         counts=dict(totals),
         digests=digests,
-        cpu_seconds=time.process_time() - started_at,
+        cpu_seconds=max(time.process_time() - started_at, 1e-6),  # coarse clocks may show none
         failure=failure,
         failed_seed=seed,
     )
