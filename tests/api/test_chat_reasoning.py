@@ -11,8 +11,16 @@ import pytest
 import trio
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.text.joined_response import JoinedResponse
 
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 USER = {"role": "user", "content": "Oslo?"}
 THOUGHT = "I should look."
 SAID = f"<think>\n{THOUGHT}\n</think>\n\nIt rains."
@@ -171,6 +179,100 @@ async def test_a_thought_cut_off_is_a_thought(make_api: Any) -> None:
         assert choice["finish_reason"] == "length"
         assert choice["message"]["reasoning_content"] == THOUGHT[: len(choice["message"]["reasoning_content"])]
         assert choice["message"]["content"] == ""
+
+
+LITERAL = "Models write\n<think>\nfirst, and then answer.\n</think>\nThe end."
+
+
+def content_in(path: str, body: dict[str, Any]) -> tuple[str, str]:
+    """Reasoning and content of a whole response of any API."""
+    if path == "/v1/chat/completions":
+        message = body["choices"][0]["message"]
+        return message.get("reasoning_content", ""), message["content"]
+    if path == "/api/chat":
+        return body["message"].get("thinking", ""), body["message"]["content"]
+    if path == "/v1/messages":
+        blocks = body["content"]
+        return (
+            "".join(block.get("thinking", "") for block in blocks),
+            "".join(block.get("text", "") for block in blocks),
+        )
+    reasoning = [item for item in body["output"] if item["type"] == "reasoning"]
+    messages = [item for item in body["output"] if item["type"] == "message"]
+    return (
+        "".join(part["text"] for item in reasoning for part in item["content"]),
+        "".join(part["text"] for item in messages for part in item["content"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "thought", "content"),
+    [
+        (LITERAL, "", LITERAL),
+        (f"<think>\nHm.\n</think>\n\n{LITERAL}", "Hm.", LITERAL),
+        ("<think>\nHm.\n</think>\n<think>a</think>", "Hm.", "<think>a</think>"),
+    ],
+)
+async def test_every_api_shows_tags_in_an_answer_as_content(
+    make_api: Any, said: str, thought: str, content: str
+) -> None:
+    async with opened(make_api, said) as (api, engine):
+        for path, fields in (
+            ("/v1/chat/completions", {"messages": [USER]}),
+            ("/v1/responses", {"input": "Oslo?", "store": False}),
+            ("/v1/messages", {"messages": [USER], "max_tokens": 200}),
+            ("/api/chat", {"messages": [USER], "stream": False}),
+        ):
+            exchange = await api.context("POST", path, {"model": "fake", **fields})
+            assert exchange.status == 200, exchange.data
+            assert content_in(path, exchange.json()) == (thought, content), path
+        assert streamed(await api.chat(messages=[USER], stream=True))[:2] == (thought, content)
+        found = JoinedResponse()
+        async with engine.generate(ChatPrompt(messages=[USER]), SamplingParams(max_tokens=200)) as stream:
+            async for choice in engine.read_parts(stream):
+                found.take(choice.parts)
+        assert (found.reasoning, found.content) == (thought, content)
+
+
+async def test_a_form_is_kept_to_where_its_text_has_an_opening_tag(make_api: Any) -> None:
+    async with opened(make_api, LITERAL) as (api, _):
+        for stream in (False, True):
+            exchange = await api.chat(messages=[USER], guided_choice=[LITERAL], stream=stream)
+            if stream:
+                assert streamed(exchange)[:2] == ("", LITERAL)
+            else:
+                assert exchange.json()["choices"][0]["message"]["content"] == LITERAL
+
+
+@pytest.mark.parametrize(
+    ("last", "said", "thought", "content"),
+    [
+        ("<think>\nI was thinking", " about it.\n</think>\n\nParis", "about it.", "Paris"),
+        ("<think>\n", "Hm.\n</think>\n\nParis", "Hm.", "Paris"),
+        ("<think>\nhm\n</think>\n\nIt is", " Paris.", "", " Paris."),
+    ],
+)
+@pytest.mark.parametrize(
+    "signs", [("<|im_start|>", "<|im_end|>", "<think>", "</think>"), ("<|im_start|>", "<|im_end|>")]
+)
+async def test_a_continued_message_says_whether_reasoning_is_open(
+    make_api: Any, signs: tuple[str, ...], last: str, said: str, thought: str, content: str
+) -> None:
+    tokenizer = byte_tokenizer(CHATML, signs=signs)
+    async with opened(make_api, said, tokenizer=tokenizer) as (api, _):
+        fields = {
+            "messages": [USER, {"role": "assistant", "content": last}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+        message = (await api.chat(**fields)).json()["choices"][0]["message"]
+        assert (message.get("reasoning_content", ""), message["content"]) == (thought, content)
+        if "<think>" in signs:
+            return  # the fake engine compiles forms for a vocabulary without these tokens
+        form = {"guided_choice": [content], "max_tokens": 60}
+        message = (await api.chat(**fields, **form)).json()["choices"][0]["message"]
+        assert message["content"] == content
+        assert streamed(await api.chat(**fields, **form, stream=True))[1] == content
 
 
 async def test_an_abort_in_a_thought_is_an_error(make_api: Any) -> None:

@@ -11,9 +11,9 @@ from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
 END = (101, 102)
 
 
-def run(limits: Thinking, *pieces: str, prompt: str = "", hurried_at: int | None = None) -> Thought:
+def run(limits: Thinking, *pieces: str, begins_inside: bool | None = None, hurried_at: int | None = None) -> Thought:
     """Each piece is a token without an id; the forced end's tokens are written as they come."""
-    thought = Thought.behind_prompt(limits, END, prompt)
+    thought = Thought.behind_prompt(limits, END, begins_inside=begins_inside)
     for index, piece in enumerate(pieces):
         token = thought.forced[0] if thought.forced and piece == "!" else 0
         is_hurried = hurried_at is not None and index >= hurried_at
@@ -22,24 +22,24 @@ def run(limits: Thinking, *pieces: str, prompt: str = "", hurried_at: int | None
 
 
 @pytest.mark.parametrize(
-    ("pieces", "prompt", "phase", "count"),
+    ("pieces", "begins_inside", "phase", "count"),
     [
-        ((), "", ThoughtPhase.BEFORE, 0),
-        ((), "x <t>", ThoughtPhase.INSIDE, 0),
-        ((), "x <t>\n", ThoughtPhase.INSIDE, 0),
-        ((), "<t></t>\n", ThoughtPhase.OVER, 0),
-        (("\n", "<", "t"), "", ThoughtPhase.BEFORE, 0),
-        (("\n", "<", "t", ">"), "", ThoughtPhase.INSIDE, 0),
-        (("<t>a",), "", ThoughtPhase.INSIDE, 0),
-        (("<t", "x"), "", ThoughtPhase.OVER, 0),
-        (("hello",), "", ThoughtPhase.OVER, 0),
-        (("<t>", "a", "b"), "", ThoughtPhase.INSIDE, 2),
-        (("<t>", "a", "b</", "t", ">c"), "", ThoughtPhase.OVER, 0),
-        (("<t>", "a", "</t", ">"), "", ThoughtPhase.OVER, 0),
+        ((), None, ThoughtPhase.BEFORE, 0),
+        ((), True, ThoughtPhase.INSIDE, 0),
+        ((), False, ThoughtPhase.OVER, 0),
+        (("<t>", "a"), False, ThoughtPhase.OVER, 0),
+        (("\n", "<", "t"), None, ThoughtPhase.BEFORE, 0),
+        (("\n", "<", "t", ">"), None, ThoughtPhase.INSIDE, 0),
+        (("<t>a",), None, ThoughtPhase.INSIDE, 0),
+        (("<t", "x"), None, ThoughtPhase.OVER, 0),
+        (("hello",), None, ThoughtPhase.OVER, 0),
+        (("<t>", "a", "b"), None, ThoughtPhase.INSIDE, 2),
+        (("<t>", "a", "b</", "t", ">c"), None, ThoughtPhase.OVER, 0),
+        (("<t>", "a", "</t", ">"), None, ThoughtPhase.OVER, 0),
     ],
 )
-def test_phases(pieces, prompt, phase, count):
-    thought = run(Thinking(begin="<t>", end="</t>"), *pieces, prompt=prompt)
+def test_phases(pieces, begins_inside, phase, count):
+    thought = run(Thinking(begin="<t>", end="</t>"), *pieces, begins_inside=begins_inside)
     assert thought.phase is phase
     if phase is ThoughtPhase.INSIDE:
         assert thought.token_count == count

@@ -56,7 +56,7 @@ class Engine(ThreadedEngine[TrioEngine]):
         Raises:
             InvalidRequest: a tool has another shape than OpenAI's.
         """
-        return PartStream(stream, self.on_trio.families, self.on_trio.tokenizer, tools)
+        return PartStream(stream, self.on_trio.families, tools)
 
     @property
     def model(self) -> ModelDescription:

@@ -25,8 +25,9 @@ class ThoughtOutcome(enum.Enum):
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Thoughts that can be ended from outside: by a budget, or by hand while the request runs.
 
-    end: the text that ends a thought ("</think>"). begin: the text that begins one, in the response or at the end of
-    the prompt; empty: the response begins inside of a thought. A prompt that ends with `end` has had the thought.
+    end: the text that ends a thought ("</think>"). begin: the text that begins one, in the last turn of the prompt
+    or at the beginning of the response; empty: the response begins inside of a thought. If `end` is the last marker in
+    the prompt's last turn, the thought is over.
     tokens_max: the most tokens of thought; then the end is forced. None: as many as the model likes.
 
     Together with a form that is free until the thought's end: a response that begins without a thought has the form

@@ -640,7 +640,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         Raises:
             InvalidRequest: a tool has another shape than OpenAI's.
         """
-        return PartStream(stream, self.families, self.tokenizer, tools)
+        return PartStream(stream, self.families, tools)
 
     def cut_off(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None

@@ -10,9 +10,8 @@ import msgspec
 from trioserve.contracts.arguments import refuse
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
-from trioserve.text.response_families import PROMPT_END_TOKENS, ResponseFamilies, offered_tools
+from trioserve.text.response_families import ResponseFamilies, offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
-from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["ChoiceParts", "PartStream", "ReadStream"]
@@ -52,7 +51,6 @@ class PartStream:
         self,
         stream: ReadStream,
         families: ResponseFamilies,
-        tokenizer: Tokenizer,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         """Raises InvalidRequest for tools that are none."""
@@ -62,7 +60,6 @@ class PartStream:
                 refuse("tools", tool, 'a list of {"type": "function", "function": {"name": ...}}', verb="holds")
         self._stream = stream
         self._families = families
-        self._tokenizer = tokenizer
         self._tools = offered_tools(tools)
         self._parsers: dict[int, ResponseParser] = {}
 
@@ -73,9 +70,8 @@ class PartStream:
         delta = await self._stream.__anext__()
         parser = self._parsers.get(delta.index)
         if parser is None:
-            prompt_end = self._stream.prompt_token_ids[-PROMPT_END_TOKENS:]
             parser = self._parsers[delta.index] = self._families.new_parser(
-                self._tools, prompt_end=self._tokenizer.decode(prompt_end, skip_special_tokens=False)
+                self._tools, prompt_token_ids=self._stream.prompt_token_ids
             )
             for known in self._stream.known:  # its parts were given before
                 if known.index == delta.index and known.text:

@@ -9,10 +9,9 @@ from trioserve.contracts.token_masks import mask_words
 from trioserve.text.bad_words import BadWords
 from trioserve.text.form_compiler import CompiledForm, FormCompiler
 from trioserve.text.mask_bits import allowed_row
+from trioserve.text.prompt_reasoning import PromptReasoning
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.thought import Thought
-
-PROMPT_END = 32  # tokens of a prompt that show whether it has begun or ended a thought
 
 __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 
@@ -50,13 +49,16 @@ class PreparedGuides:
             thinking = sampling.thinking
             self._thought_end = tuple(tokenizer.encode(thinking.end, add_special_tokens=False))
             self._thought_begin = tuple(tokenizer.encode(thinking.begin, add_special_tokens=False))
+            self._prompt_reasoning = PromptReasoning(
+                tokenizer, opening=(thinking.begin,) if thinking.begin.strip() else (), closing=(thinking.end,)
+            )
 
     def new_guide(self, stop_token_ids: Collection[int], prompt_token_ids: Sequence[int]) -> SequenceGuide:
         """Costs microseconds. stop_token_ids: those that end the sequence."""
         thought = None
         if self._thinking is not None:
-            prompt_end = self._compiler.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
-            thought = Thought.behind_prompt(self._thinking, self._thought_end, prompt_end)
+            begins_inside = self._prompt_reasoning.begins_inside(prompt_token_ids)
+            thought = Thought.behind_prompt(self._thinking, self._thought_end, begins_inside=begins_inside)
         return SequenceGuide(
             self._compiler.tokenizer,
             self._compiler.executor,

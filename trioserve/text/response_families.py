@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from trioserve.text.prompt_reasoning import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.registry import AUTO, make_response_parser, named_families, prompt_begins_thought
+from trioserve.text.response_parsers.registry import AUTO, make_response_parser, named_families
 from trioserve.text.response_parsers.thought_script import ThoughtTags
 from trioserve.text.response_parts import ResponseParser
 
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "Leniency", "ResponseFamilies", "offered_tools"]
+__all__ = ["COMMON_TOOL_FAMILY", "Leniency", "ResponseFamilies", "offered_tools"]
 
 Leniency = Literal["strict", "lenient"]
 """Which texts are calls: those that the family's format marks, or bare and fenced JSON as well."""
@@ -25,7 +26,6 @@ COMMON_TOOL_FAMILY = "hermes"
 MISTRAL_ID_CHARACTERS = 9
 HARMONY_CONTENT = "<|channel|>final<|message|>"
 _HARMONY = REASONING_FAMILIES["openai"]
-PROMPT_END_TOKENS = 32  # of a prompt, that show whether it has opened a thought
 
 
 class ResponseFamilies:
@@ -53,6 +53,11 @@ class ResponseFamilies:
             map(tokenizer.writes_special, REASONING_FAMILIES[self.reasoning_family].special_tokens)
         )
 
+        tags = self.thought_tags
+        self._prompt_reasoning = (
+            None if tags is None else PromptReasoning(tokenizer, opening=tags.opening, closing=tags.closing)
+        )
+
     @property
     def thought_tags(self) -> ThoughtTags | None:
         """How the model writes its thoughts; None for one that does not."""
@@ -77,13 +82,18 @@ class ResponseFamilies:
         """Whether the markers to look for would be hidden with the other special tokens."""
         return self._thought_tokens_are_special or (has_tools and self._tool_tokens_are_special)
 
-    def new_parser(self, tools: Iterable[OfferedTool], *, prompt_end: str) -> ResponseParser:
-        """For one choice. prompt_end: the text of the prompt's last PROMPT_END_TOKENS."""
+    def new_parser(self, tools: Iterable[OfferedTool], *, prompt_token_ids: Sequence[int]) -> ResponseParser:
+        """Make the parser for one choice.
+
+        Args:
+            prompt_token_ids: the whole prompt, which tells whether the response begins inside of reasoning.
+        """
+        reasoning = self._prompt_reasoning
         return make_response_parser(
             self.tool_family,
             self.reasoning_family,
             tools=tools,
-            begins_inside=prompt_begins_thought(prompt_end, self.reasoning_family),
+            begins_inside=None if reasoning is None else reasoning.begins_inside(prompt_token_ids),
             is_lenient=self._is_lenient,
         )
 

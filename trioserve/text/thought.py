@@ -72,13 +72,15 @@ class Thought:
         self.phase = phase
 
     @classmethod
-    def behind_prompt(cls, limits: Thinking, end_token_ids: tuple[int, ...], prompt_end: str) -> Thought:
-        """At the beginning of a response. prompt_end: the last characters before it."""
-        prompt_end = prompt_end.rstrip()
-        begin = limits.begin.strip()
-        if prompt_end.endswith(limits.end.strip() or limits.end):
+    def behind_prompt(cls, limits: Thinking, end_token_ids: tuple[int, ...], *, begins_inside: bool | None) -> Thought:
+        """Make the state at the beginning of a response.
+
+        Args:
+            begins_inside: what the prompt says (PromptReasoning.begins_inside).
+        """
+        if begins_inside is False:
             phase = ThoughtPhase.OVER
-        elif begin and not prompt_end.endswith(begin):
+        elif limits.begin.strip() and not begins_inside:
             phase = ThoughtPhase.BEFORE
         else:
             phase = ThoughtPhase.ENDING if limits.tokens_max == 0 else ThoughtPhase.INSIDE

@@ -57,6 +57,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
+        self._added_token_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(self._backend)
         self._span = TokenSpan(self._backend)
@@ -235,8 +236,16 @@ class Tokenizer:
         """The id of a token that is one whole in every text, as special ones are; None if there is none such."""
         return self._added_ids.get(text)
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special_ids
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether it is a token that the tokenizer matches whole in every text: special tokens, and some others."""
+        return token_id in self._added_token_ids
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones too; part of a character is U+FFFD, an id without a text is empty."""

@@ -6,9 +6,12 @@ import random
 
 import pytest
 
+from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.text.joined_response import JoinedResponse
+from trioserve.text.prompt_reasoning import PromptReasoning
+from trioserve.text.response_parsers.families import REASONING_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.registry import make_response_parser, prompt_begins_thought
+from trioserve.text.response_parsers.registry import make_response_parser
 
 checks = pytest.importorskip("canitoolcall.checks", reason="canitoolcall is not installed: pip install trioserve[test]")
 from canitoolcall.fixtures import Fixture  # noqa: E402
@@ -52,7 +55,7 @@ def read(fixture: Fixture, pieces: list[str]) -> ParseResult:
         tool_family,
         reasoning_family,
         tools=[OfferedTool(name=entry["name"], parameters=entry.get("parameters")) for entry in functions],
-        begins_inside=prompt_begins_thought(prompt, reasoning_family),
+        begins_inside=None if reasoning_family is None else _begins_inside(prompt, reasoning_family),
     )
     joined = JoinedResponse()
     for piece in pieces:
@@ -60,6 +63,12 @@ def read(fixture: Fixture, pieces: list[str]) -> ParseResult:
     joined.take(parser.end())
     calls = tuple(ParsedToolCall(call.name, call.arguments) for call in joined.calls)
     return ParseResult(content=joined.content or None, reasoning_content=joined.reasoning or None, tool_calls=calls)
+
+
+def _begins_inside(prompt: str, reasoning_family: str) -> bool | None:
+    tokenizer, tags = byte_tokenizer(), REASONING_FAMILIES[reasoning_family].tags
+    reasoning = PromptReasoning(tokenizer, opening=tags.opening, closing=tags.closing)
+    return reasoning.begins_inside(tokenizer.encode(prompt))
 
 
 def cut(text: str, seed: int) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
-from trioserve.text.response_parsers.registry import named_families, prompt_begins_thought
+from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.response_parsers.template_signs import families_of_template
 
 
@@ -63,19 +63,6 @@ def test_named_families(tool, reasoning, expect):
 def test_an_unknown_name_is_refused_with_those_that_are_known(tool, reasoning):
     with pytest.raises(InvalidRequest, match=r"known are auto, none, .*mistral"):
         named_families(tool, reasoning, None)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "family", "expect"),
-    [
-        ("<|im_start|>assistant\n<think>\n", "qwen3", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "qwen3", False),
-        ("<|im_start|>assistant\n", "qwen3", None),
-        ("<|im_start|>assistant\n<think>\n", None, None),
-    ],
-)
-def test_whether_a_prompt_opens_a_thought(prompt, family, expect):
-    assert prompt_begins_thought(prompt, family) is expect
 
 
 def test_the_page_about_formats_names_every_family():

@@ -24,8 +24,16 @@ CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
         ("qwen3", None, "<think>a</think>\n\n    indented", "a", "    indented"),
         ("qwen3", None, "<think>I write <think> here</think>ok", "I write <think> here", "ok"),
         ("qwen3", None, "<think>a</think></think>\n</think>b", "a", "b"),
-        ("qwen3", None, "<think>a</think><think>b</think>c", "ab", "c"),
-        ("qwen3", None, "<think>a</think>b\n<think>c</think>d", "ac", "b\nd"),
+        ("qwen3", None, "<think>a</think><think>b</think>c", "a", "<think>b</think>c"),
+        ("qwen3", None, "<think>a</think>b\n<think>c</think>d", "a", "b\n<think>c</think>d"),
+        ("qwen3", None, "Models write\n<think>\nfirst.", "", "Models write\n<think>\nfirst."),
+        ("qwen3", True, "a</think>\nb:\n```\n<think>\nc\n</think>\n```", "a", "b:\n```\n<think>\nc\n</think>\n```"),
+        ("qwen3", False, "<think>a</think>b", "", "<think>a</think>b"),
+        ("deepseek_r1", None, "a</think>b\n<think>c", "a", "b\n<think>c"),
+        ("deepseek_r1", False, "b\n<think>c", "", "b\n<think>c"),
+        ("mistral", None, "[THINK]a[/THINK]b\n[THINK]c", "a", "b\n[THINK]c"),
+        ("gemma4", None, "<|channel>thought\na<channel|>b\n<|channel>thought\nc<channel|>d", "ac", "b\nd"),
+        ("gemma4", False, "<|channel>thought\na<channel|>b", "a", "b"),
         ("qwen3", None, "The tag <think> opens", "", "The tag <think> opens"),
         ("qwen3", None, "<thin", "", "<thin"),
         ("qwen3", None, "", "", ""),
@@ -50,7 +58,7 @@ def test_thoughts_and_content(read, family, inside, text, reasoning, content):
         (f"<think>Hm.</think>\nI look.\n{CALL}", "Hm.", "I look.", 1),
         (f"<think>Shall I write {CALL}?</think>No.", f"Shall I write {CALL}?", "No.", 0),
         (f"<think>Shall I write\n{CALL}", f"Shall I write\n{CALL}", "", 0),
-        (f"{CALL}\n<think>And now?</think>\n{CALL}", "And now?", "", 2),
+        (f"{CALL}\n<think>And now?</think>\n{CALL}", "", "\n<think>And now?</think>", 2),
     ],
 )
 def test_calls_behind_thoughts_are_calls_and_those_inside_are_none(read, text, reasoning, content, count):
@@ -66,6 +74,6 @@ def test_a_tag_inside_of_arguments_opens_no_thought(read):
 
 
 def test_very_many_thoughts_do_not_recurse(read_in_pieces):
-    text = "<think>a</think>" * 20_000 + "b"
-    found = read_in_pieces([text], None, "qwen3")
+    text = "<|channel>thought\na<channel|>" * 20_000 + "b"
+    found = read_in_pieces([text], None, "gemma4")
     assert (found.reasoning, found.content) == ("a" * 20_000, "b")

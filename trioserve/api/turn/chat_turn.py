@@ -35,8 +35,8 @@ from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.api.whole_response import ResponseBound
 from trioserve.contracts.output import Delta
-from trioserve.text.response_families import PROMPT_END_TOKENS, offered_tools
-from trioserve.text.response_parts import ResponsePart
+from trioserve.text.response_families import offered_tools
+from trioserve.text.response_parts import ResponseParser, ResponsePart
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
@@ -129,14 +129,10 @@ class ChatTurn:
         except BaseException:
             await self.stream.__aexit__(None, None, None)
             raise
-        prompt_end = ""
-        if not self.is_plain:
-            last = self.stream.prompt_token_ids[-PROMPT_END_TOKENS:]
-            prompt_end = self._engine.tokenizer.decode(last, skip_special_tokens=False)
         self.choices = [
             TurnChoice(
                 index,
-                None if self.is_plain else self._engine.families.new_parser(self._tools, prompt_end=prompt_end),
+                None if self.is_plain else self._new_parser(),
                 calls_max=None if self._request.parallel_tool_calls else 1,
                 new_call_id=functools.partial(self._new_call_id, index),
                 may_go_on=self._may_go_on,
@@ -189,6 +185,9 @@ class ChatTurn:
 
         await self.read(take)
         return collected
+
+    def _new_parser(self) -> ResponseParser:
+        return self._engine.families.new_parser(self._tools, prompt_token_ids=self.stream.prompt_token_ids)
 
     def _new_call_id(self, choice_index: int) -> str:
         return self._engine.families.call_id(self._new_id(choice_index))

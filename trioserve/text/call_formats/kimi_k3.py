@@ -32,7 +32,9 @@ _ATTRIBUTE = re.compile(r'\b(\w+)="([^"]*)"')
 _CLOSINGS = (Closing(tag=_ARGUMENT_END, followed_by=(_ARGUMENT, _CALL_END)),)
 
 # What begins the part behind a thought ends it, too, and so a prompt that has begun that part has no open thought.
-K3_THOUGHTS = ThoughtTags(opening=("<|open|>think<|sep|>",), closing=("<|close|>think<|sep|>", _RESPONSE))
+K3_THOUGHTS = ThoughtTags(
+    opening=("<|open|>think<|sep|>",), closing=("<|close|>think<|sep|>", _RESPONSE), interleaves=True
+)
 
 
 def _read_calls(reading: CallReading) -> Script[None]:

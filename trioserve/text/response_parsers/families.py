@@ -34,7 +34,7 @@ from trioserve.text.response_parsers.thought_script import ThoughtTags
 
 __all__ = ["REASONING_FAMILIES", "TOOL_FAMILIES", "ReasoningFamily", "ToolFamily", "WholeScript"]
 
-# Families with channels: one script reads all of a response. The last argument is as for ThoughtTags.begins_inside.
+# Families with channels: one script reads all of a response. The last argument is as for make_response_parser.
 WholeScript = Callable[[TextSource, PartSink, Mapping[str, OfferedTool], bool | None], Script[None]]
 
 
@@ -239,11 +239,13 @@ REASONING_FAMILIES: dict[str, ReasoningFamily] = {
         special_tokens=("<seed:think>", "</seed:think>"),
     ),
     "gemma4": ReasoningFamily(
-        tags=ThoughtTags(opening=("<|channel>thought\n", "<|channel>thought"), closing=("<channel|>",)),
+        tags=ThoughtTags(
+            opening=("<|channel>thought\n", "<|channel>thought"), closing=("<channel|>",), interleaves=True
+        ),
         special_tokens=("<|channel>", "<channel|>"),
     ),
     "cohere_command3": ReasoningFamily(
-        tags=ThoughtTags(opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",)),
+        tags=ThoughtTags(opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",), interleaves=True),
         special_tokens=("<|START_THINKING|>", "<|END_THINKING|>", *_COHERE_MARKS),
         channels="cohere_command3",
     ),

@@ -29,7 +29,7 @@ def forced_calls(
     else but its thoughts. The family's parser reads the calls from it.
 
     tools: those that may be called; for a named one it alone. special_token_ids: the vocabulary's special tokens.
-    begins_inside: whether the prompt has opened a thought (prompt_begins_thought); None: the response may open one.
+    begins_inside: whether the prompt has opened a thought (PromptReasoning); None: the response may open one.
     """
     form = TOOL_FAMILIES[tool_family].form_in(special_token_ids)
     lark = LarkGrammar(special_token_ids)

@@ -21,7 +21,6 @@ __all__ = [
     "NONE",
     "make_response_parser",
     "named_families",
-    "prompt_begins_thought",
 ]
 
 AUTO: Final = "auto"
@@ -42,7 +41,7 @@ def make_response_parser(
         tool_family: a name in TOOL_FAMILIES. None: the text is not searched for calls.
         reasoning_family: a name in REASONING_FAMILIES. None: the text is not searched for reasoning.
         tools: those that the model may call. Without any, nothing is a call.
-        begins_inside: whether the prompt has opened reasoning (prompt_begins_thought). None: as is usual in the family.
+        begins_inside: whether the prompt has opened reasoning (PromptReasoning). None: as is usual in the family.
         is_lenient: bare and fenced JSON are calls, too, if the response has nothing but calls. Formats with channels
             ignore it.
     """
@@ -69,7 +68,7 @@ def make_response_parser(
 
     if thoughts is not None:
         source = TextSource()
-        begins = thoughts.tags.begins_inside if begins_inside is None else begins_inside
+        begins = True if begins_inside is None and thoughts.tags.begins_inside else begins_inside
         script = ThoughtScript(
             source,
             sink,
@@ -104,20 +103,6 @@ def _content_script(
 
 def _always() -> bool:
     return True
-
-
-def prompt_begins_thought(prompt_end: str, reasoning_family: str | None) -> bool | None:
-    """Whether a rendered prompt leaves a thought open; None if it says neither that nor the contrary.
-
-    prompt_end: the last characters of the prompt, 100 are enough.
-    """
-    if reasoning_family is None:
-        return None
-    tags = REASONING_FAMILIES[reasoning_family].tags
-    end = prompt_end.rstrip()
-    if end.endswith(tags.opening):
-        return True
-    return False if end.endswith(tags.closing) else None
 
 
 def named_families(tool_family: str, reasoning_family: str, template: str | None) -> tuple[str | None, str | None]:

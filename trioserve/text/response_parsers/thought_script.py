@@ -1,4 +1,4 @@
-"""What of a response's text is a thought, for the families that put tags around it. The rest is passed on."""
+"""Separates reasoning from the rest of a response, for the families that put tags around reasoning."""
 
 from __future__ import annotations
 
@@ -16,20 +16,33 @@ _SPACE = re.compile(r"\s+")
 
 
 class ThoughtTags(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes thoughts. opening, closing: the first of each is what the family writes today; others are
-    understood, too. begins_inside: whether the response begins with a thought, where the prompt does not say."""
+    """How a family writes reasoning.
+
+    Args:
+        opening, closing: the first of each is what the family writes today. The others are read, too.
+        begins_inside: whether the response begins inside of reasoning, where the prompt does not say.
+        interleaves: the family reasons more than once in a response, so an opening tag counts at the beginning of any
+            line. In other families reasoning begins only at the beginning of the response.
+    """
 
     opening: tuple[str, ...] = ("<think>",)
     closing: tuple[str, ...] = ("</think>",)
     begins_inside: bool = False
+    interleaves: bool = False
 
 
 class ThoughtScript:
-    """ended_by: what ends a thought although it is none of it, the beginning of a call. push: takes what is no thought.
-    may_begin: whether a thought may begin where the other script is now.
+    """Separates reasoning from the rest of a response.
 
-    The line breaks that templates write behind an opening tag and around a closing one are dropped. A thought that the
-    end of the text cuts off is a thought. An opening tag counts at the beginning of a line, outside of calls.
+    The line breaks that templates write behind an opening tag and around a closing tag are dropped. Reasoning that the
+    end of the text cuts off is reasoning.
+
+    Args:
+        begins_inside: whether the response begins inside of reasoning. False: the prompt has ended it, so there is
+            none, unless the family interleaves. None: the response may open it.
+        ended_by: texts that end reasoning and do not belong to it: the beginning of a call.
+        push: takes the text that is no reasoning.
+        may_begin: whether reasoning may begin where the reader of that text is now. For families that interleave.
     """
 
     def __init__(
@@ -38,7 +51,7 @@ class ThoughtScript:
         sink: PartSink,
         tags: ThoughtTags,
         *,
-        begins_inside: bool,
+        begins_inside: bool | None,
         ended_by: Sequence[str],
         push: Callable[[str], None],
         may_begin: Callable[[], bool],
@@ -49,13 +62,16 @@ class ThoughtScript:
         self._closing = tags.closing
         self._ending = (*tags.closing, *ended_by)
         self._begins_inside = begins_inside
+        self._interleaves = tags.interleaves
         self._push = push
         self._may_begin = may_begin
         firsts = {tag[0] for tag in (*self._opening, *self._ending)}
         self._plain = re.compile("[^" + re.escape("".join(sorted(firsts))) + "]+")
 
     def run(self) -> Script[None]:
-        is_inside = self._begins_inside or (yield from self._thought_at_once())
+        is_inside = bool(self._begins_inside)
+        if self._begins_inside is None or (self._interleaves and not is_inside):
+            is_inside = yield from self._thought_at_once()
         while (yield from self._source.peek()):
             is_inside = (yield from self._thought()) if is_inside else (yield from self._outside())
 
@@ -75,7 +91,11 @@ class ThoughtScript:
         return "".join(pieces)
 
     def _thought(self) -> Script[bool]:
-        """From behind an opening tag to behind its closing one. Returns whether another opening tag was read there."""
+        """Read from behind an opening tag to behind its closing tag.
+
+        Returns:
+            Whether another opening tag was read there.
+        """
         source = self._source
         yield from self._space()
         while (yield from source.take(self._opening)):  # written once more
@@ -112,15 +132,22 @@ class ThoughtScript:
             space = yield from self._space()
             if not (yield from self._source.take(self._closing)):
                 break
-        if (yield from self._source.take(self._opening)):
+        if self._interleaves and (yield from self._source.take(self._opening)):
             return True
         if (yield from self._source.peek()):
             self._push(space[space.rfind("\n") + 1 :])
         return False
 
     def _outside(self) -> Script[bool]:
-        """Up to behind one more opening tag, or to the end of the text. Returns which."""
+        """Read up to behind one more opening tag, which counts where the family interleaves, or to the end of the text.
+
+        Returns:
+            Whether an opening tag was read.
+        """
         source = self._source
+        while not self._interleaves and (yield from source.peek()):
+            self._push(source.text[source.at :])
+            source.at = len(source.text)
         begins_line = False
         while character := (yield from source.peek()):
             if match := self._plain.match(source.text, source.at):
