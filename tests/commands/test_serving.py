@@ -28,9 +28,17 @@ class NotingServer(FrontendServer):
     """Notes when it is given a certificate. The first one is that of its start, read again."""
 
     def __init__(self, config) -> None:
-        super().__init__(respond, ssl_context=server_tls(config))
+        super().__init__(self._respond, ssl_context=server_tls(config))
+        self.waits = trio.Event()  # a request to /wait
+        self.go_on = trio.Event()
         self.begun = trio.Event()
         self.changed = trio.Event()
+
+    async def _respond(self, exchange) -> None:
+        if exchange.path == "/wait":
+            self.waits.set()
+            await self.go_on.wait()
+        await respond(exchange)
 
     def use_tls(self, ssl_context: ssl.SSLContext) -> None:
         super().use_tls(ssl_context)
@@ -78,11 +86,6 @@ async def connected(server: FrontendServer, authority: trustme.CA, nursery: trio
     return client
 
 
-async def answers(client: trio.SSLStream) -> bool:
-    await client.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
-    return (await client.receive_some(1000)).startswith(b"HTTP/1.1 200 ")
-
-
 async def shown_certificate(server: FrontendServer, authority: trustme.CA, nursery: trio.Nursery) -> bytes:
     client = await connected(server, authority, nursery)
     shown = client.getpeercert(binary_form=True)
@@ -103,13 +106,18 @@ async def test_new_connections_get_the_new_certificate(autojump_clock, authority
         before = await shown_certificate(server, authority, nursery)
         assert await shown_certificate(server, authority, nursery) == before
         early = await connected(server, authority, nursery)
-        assert await answers(early)
+        await early.send_all(b"GET /wait HTTP/1.1\r\nhost: test\r\n\r\n")
+        await server.waits.wait()
         issue()
         if is_asked:
             front_end.reload()
         await server.changed.wait()
         assert await shown_certificate(server, authority, nursery) != before
-        assert await answers(early)
+        server.go_on.set()
+        received = b""
+        while not received.endswith(b"ok"):
+            received += await early.receive_some(1000)
+        assert received.startswith(b"HTTP/1.1 200 ")
         nursery.cancel_scope.cancel()
 
 
