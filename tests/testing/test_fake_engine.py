@@ -222,8 +222,10 @@ async def test_deadlines_have_defaults_and_limits(autojump_clock):
 @pytest.mark.parametrize("way", ["a break", "a deadline", "a cancelled scope"])
 async def test_fixture_waits_for_the_step_in_flight(fake_engine, autojump_clock, way):
     """The fixture itself asserts that all is free: these programs are correct."""
-    deadlines = Deadlines(timeout=3.0) if way == "a deadline" else None
-    with trio.move_on_after(3.0 if way == "a cancelled scope" else 100.0):
+    # In the middle of a step. At a multiple of 0.5 s, the step's end and the deadline would run in either order.
+    mid_step = 3.25
+    deadlines = Deadlines(timeout=mid_step) if way == "a deadline" else None
+    with trio.move_on_after(mid_step if way == "a cancelled scope" else 100.0):
         async with fake_engine.generate("hi", SamplingParams(max_tokens=100), deadlines=deadlines) as response:
             async for _ in response:
                 if way == "a break":
