@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import logging.config
 import threading
 
 import pytest
@@ -46,7 +47,7 @@ def written():
             handler, logger = made.pop()
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
-            handler.close()
+            handler.end()
 
     open_log.close = close
     yield open_log
@@ -148,9 +149,24 @@ def test_a_stream_that_nobody_reads_holds_nobody_up():
         handler.emit(record)
     assert handler.dropped == 3
     may_write.set()
-    handler.close()
+    handler.end()
     assert "".join(got).count("line\n") == 6
     assert "3 lines of the log were dropped" in "".join(got)
+
+
+def test_log_goes_on_after_a_library_configures_logging():
+    """As nixl does when it is imported: dictConfig closes the handlers of the whole process."""
+    stream, root = io.StringIO(), logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    level = root.level
+    try:
+        with logging_to(stream, level="info", form="text"):
+            logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+            announce("serving")
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+    assert stream.getvalue() == "serving\n"
 
 
 def test_lines_that_were_dropped_are_counted_at_every_scrape():
@@ -166,7 +182,7 @@ def test_lines_that_were_dropped_are_counted_at_every_scrape():
         for _ in range(3):
             logging.getLogger("trioserve.x").warning("a line")
         assert metrics.total("log_lines_dropped_total") == 0
-        handler.close()  # it has tried all of them
+        handler.end()  # it has tried all of them
         for _ in range(2):
             metrics.refresh()
             assert metrics.total("log_lines_dropped_total") == 3

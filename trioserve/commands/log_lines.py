@@ -60,8 +60,15 @@ class JsonLines(logging.Formatter):
 
 
 class LineThread(logging.Handler):
-    """Writes lines to a stream in a thread of its own, as many as lines_max behind. None of its methods waits for the
-    stream, but `close`, for seconds_max at most."""
+    """Writes lines to a stream in its own thread, so that no caller waits for the stream.
+
+    Its owner ends the thread with `end`. `close` leaves the thread running, because any library may call `close`:
+    `logging.config.dictConfig` closes every handler of the process, its own or not.
+
+    Args:
+        stream: receives the lines.
+        lines_max: lines that may wait for the thread. Further lines are dropped and counted in `dropped`.
+    """
 
     def __init__(self, stream: TextIO, *, lines_max: int = LINES_MAX) -> None:
         super().__init__()
@@ -89,10 +96,11 @@ class LineThread(logging.Handler):
         else:
             self._lines.put(line)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Write the lines that wait and end the thread, within END_SECONDS_MAX."""
         self._lines.put(None)
         self._thread.join(END_SECONDS_MAX)
-        super().close()
+        self.close()
 
     def _write(self) -> None:
         told = 0
@@ -152,7 +160,7 @@ def logging_to(stream: TextIO | None = None, *, level: str, form: Literal["text"
         yield
     finally:
         root.removeHandler(handler)
-        handler.close()
+        handler.end()
 
 
 def show_dropped_lines(metrics: Metrics) -> None:
