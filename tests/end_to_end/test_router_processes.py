@@ -32,9 +32,9 @@ CONNECTIONS = 32  # all to one of two processes: once in 2**31 times
 
 
 def ask(method: str, url: str, body: object = None, **headers: str) -> dict:
-    """Each with a connection of its own, and so of whichever process gets it."""
+    """Send one request over its own connection, so that either process may get it."""
     data = None if body is None else json.dumps(body).encode()
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    named = {"content-type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
     request = urllib.request.Request(url, data, named, method=method)
     try:
         with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:
