@@ -37,6 +37,16 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("granite-hybrid", {"mamba_conv_bias": None}),
     ("gemma3", {"sliding_window": 1}),
     ("gemma2", {"query_pre_attn_scalar": 1}),
+    ("gemma", {"hidden_act": "gelu"}),
+    ("gemma", {"hidden_act": "silu"}),
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+    ("gemma2", {"hidden_activation": "gelu"}),
+    ("gemma2", {"hidden_activation": "silu", "hidden_act": "gelu"}),
+    ("gemma2", {"hidden_act": "gelu"}),
+    ("gemma3", {"hidden_activation": "gelu", "hidden_act": "silu"}),
+    ("gemma3", {"attn_logit_softcapping": 0.5}),
+    ("gemma3", {"final_logit_softcapping": 2.0}),
+    ("gemma3n", {"hidden_act": "silu", "final_logit_softcapping": 1.0}),
     ("lfm2", {"conv_L_cache": 2}),
     ("gemma3n", {"altup_num_inputs": 2}),
 ]
@@ -49,6 +59,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"sliding_window": None}, "sliding_window in config.json is None, but it must be a whole number"),
     ("gpt-oss", {"sliding_window": 0}, "sliding_window in config.json is 0, but it must be at least 1"),
     ("llama4", {"attention_chunk_size": None}, "attention_chunk_size in config.json is None"),
+    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu', but it must be what"),
+    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported are"),
+    ("gemma3n", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu'"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, but it must be a positive number"),
     ("lfm2-moe", {"conv_L_cache": 1}, "kernel size is 1, allowed is 2 to 64"),
     ("mamba2", {"conv_kernel": 1}, "kernel size is 1, allowed is 2 to 64"),
     ("bamba", {"mamba_d_conv": 1}, "kernel size is 1, allowed is 2 to 64"),
@@ -80,6 +94,8 @@ def test_it_is_computed_as_by_transformers(
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
+    if fields.get("hidden_activation") == "gelu":
+        cpu_kernels = "auto"  # no native kernel computes it, so that torch does
     runner = step_driver.load_runner(tmp_path, cpu_kernels=cpu_kernels)
     driver = step_driver.StepDriver(runner)
     driver.add("a", PROMPT, ALL_LOGPROBS)

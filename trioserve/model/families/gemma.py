@@ -21,7 +21,7 @@ MODULES = {"mlp_norm": "pre_feedforward_layernorm"}
 def _describe_gemma(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
     attention = fields.attention(head_dim=256, has_bias=has_bias, has_output_bias=has_bias)
-    layer = LayerConfig(attention=attention, mlp=_mlp(fields))
+    layer = LayerConfig(attention=attention, mlp=_mlp_of_first(fields))
     return _described(fields, "gemma", [layer] * fields.layer_count)
 
 
@@ -49,6 +49,7 @@ def _describe_gemma2(fields: ModelFields) -> ModelConfig:
 
 def _describe_gemma3(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
+    fields.number_or("attn_logit_softcapping", None)  # a note: transformers, vLLM and llama.cpp cap no scores by it
     every = fields.interval("sliding_window_pattern", 6)
     windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
     head_dim = fields.whole_or("head_dim", 256)
@@ -61,7 +62,6 @@ def _describe_gemma3(fields: ModelFields) -> ModelConfig:
                 rotary=whole if window is None else sliding,
                 window=window,
                 scale=_scale(fields),
-                score_cap=fields.number_or("attn_logit_softcapping", None),
                 has_bias=has_bias,
                 has_output_bias=has_bias,
                 qk_norm="head",
@@ -74,10 +74,20 @@ def _describe_gemma3(fields: ModelFields) -> ModelConfig:
     return _described(fields, "gemma3", layers, logit_cap=fields.number_or("final_logit_softcapping", None))
 
 
+def _mlp_of_first(fields: ModelFields) -> MlpConfig:
+    """By hidden_act. Gemma 1 was published with gelu there, and computes the approximation nevertheless."""
+    activation = fields.activation("hidden_act", default="gelu_pytorch_tanh")
+    activation = "gelu_tanh" if activation == "gelu" else activation
+    # transformers 5 does not read it, and earlier versions and vLLM compute by it.
+    if "hidden_activation" in fields and fields.activation("hidden_activation", default="") != activation:
+        raise fields.wrong("hidden_activation", f"what hidden_act, {fields.shown('hidden_act')}, means, or null")
+    return fields.mlp(activation=activation)
+
+
 def _mlp(fields: ModelFields) -> MlpConfig:
-    # Gemma 1 was published with gelu in its config, and computes the approximation nevertheless.
-    activation = fields.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
-    return fields.mlp(activation="gelu_tanh" if activation == "gelu" else activation)
+    """By hidden_activation. hidden_act is a note beside it, which transformers does not read."""
+    fields.text_or("hidden_act", None)
+    return fields.mlp(activation=fields.activation("hidden_activation", default="gelu_pytorch_tanh"))
 
 
 def _scale(fields: ModelFields) -> float:

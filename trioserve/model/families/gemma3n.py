@@ -74,6 +74,7 @@ def _attentions(fields: ModelFields) -> list[AttentionConfig]:
 
 def _mlps(fields: ModelFields) -> list[MlpConfig]:
     sizes = _of_layers(fields, "intermediate_size", fields.wholes("intermediate_size"))
+    fields.text_or("hidden_act", None)  # a note, as in Gemma 2
     if fields.activation("hidden_activation", default="gelu_pytorch_tanh") != "gelu_tanh":
         raise fields.wrong("hidden_activation", "'gelu_pytorch_tanh'")
     return [
