@@ -1074,13 +1074,16 @@ def _family(checkpoint: Checkpoint | EncoderDirectory) -> str:
 def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PooledModel:
     size, whole_tokens_max = checkpoint.config.hidden_size, settings.whole_tokens_max
     if not isinstance(checkpoint, EncoderDirectory):
-        return PooledModel(embedding_size=size, whole_tokens_max=whole_tokens_max)
+        return PooledModel(
+            embedding_size=size, whole_tokens_max=whole_tokens_max, continues_texts=checkpoint.continues_texts
+        )
     encoder = checkpoint.config
     return PooledModel(
         embedding_size=size,
         method=encoder.method,
         normalize=encoder.normalize,
         is_encoder=True,
+        continues_texts=False,
         scores_pairs=encoder.scores_pairs,
         whole_tokens_max=whole_tokens_max,
     )

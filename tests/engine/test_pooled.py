@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+from msgspec import structs
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.deadlines import Deadlines
@@ -20,6 +21,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.pooling import LabelledPrompt, Pooled, Pooling, PoolingParams, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.pooled_preparation import check_can_be_pooled, check_can_generate
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeModel
 
@@ -32,6 +34,17 @@ def expected(text: str, **asked: object) -> Pooled:
     model = FakeModel(vocab_size=256)
     pooling = {"task": "embed", "method": "last", "normalize": True} | asked
     return model.pooled(Pooling(**pooling), model.digest(list(text.encode())))
+
+
+async def test_a_decoder_without_a_head_makes_vectors_alone(autojump_clock):
+    async with open_fake_engine() as fake:
+        model = fake.model
+        headless = structs.replace(model, pooled=structs.replace(model.pooled, continues_texts=False))
+    with pytest.raises(InvalidRequest, match="was saved without a head and continues no text: ask it for embeddings"):
+        check_can_generate(headless)
+    with pytest.raises(InvalidRequest, match="was saved without a head: it says of no token"):
+        check_can_be_pooled(headless, PoolingParams(task="labels"), [LabelledPrompt("a", ("b",))])
+    assert check_can_be_pooled(headless, PoolingParams(), ["a"]) is headless.pooled
 
 
 async def test_every_input_has_its_own_vector_in_the_order_of_the_inputs(autojump_clock):

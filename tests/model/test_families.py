@@ -285,6 +285,16 @@ def test_a_cap_may_be_switched_off() -> None:
     assert (usual.heads.score_cap, usual.logit_cap) == (50.0, 30.0)
 
 
+def test_what_the_texts_config_of_an_idefics_leaves_out_is_that_of_a_llama() -> None:
+    class_name = "Idefics3ForConditionalGeneration"
+    described = {"architectures": [class_name], "text_config": {"num_hidden_layers": 2, "rope_theta": 500_000.0}}
+    config = model_config_from(described, {}, dtype_name="bfloat16")
+    assert (config.vocab_size, config.hidden_size, config.layer_count) == (32_000, 4096, 2)
+    assert (config.heads.head_count, config.context_tokens_max, config.norm_eps) == (32, 2048, 1e-6)
+    without = model_config_from({"architectures": [class_name]}, {}, dtype_name="bfloat16")
+    assert (without.layer_count, without.norm_eps) == (32, 1e-5)
+
+
 @pytest.mark.parametrize(
     "class_name, fields, said",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.pooling import pooled_vector
 from trioserve.model.samples import NOT_FINITE
 
@@ -52,6 +54,27 @@ def test_vectors_equal_transformers_hidden_states(
     states = hidden_states(path, PROMPT)
     check_vector(result.pooled["last"], states[-1] / np.linalg.norm(states[-1]))
     check_vector(result.pooled["mean"], hidden_states(path, PROMPT[:20]).mean(axis=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "qwen3-moe"])
+def test_a_model_saved_without_a_head_makes_vectors(
+    kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
+) -> None:
+    from transformers import AutoModel
+
+    AutoModel.from_pretrained(tiny_checkpoint(kind), dtype=torch.float32).save_pretrained(tmp_path)
+    named = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert named[0].endswith("Model")
+    assert not open_checkpoint(tmp_path).continues_texts
+    driver = step_driver.StepDriver(step_driver.load_runner(tmp_path, cpu_kernels=cpu_kernels))
+    driver.add("last", PROMPT, pooling=LAST)
+    driver.add("mean", PROMPT[:20], pooling=MEAN)
+    driver.step({"last": 30})
+    result = driver.step({"last": 7, "mean": 20})
+    states = hidden_states(tmp_path, PROMPT)
+    check_vector(result.pooled["last"], states[-1] / np.linalg.norm(states[-1]))
+    check_vector(result.pooled["mean"], hidden_states(tmp_path, PROMPT[:20]).mean(axis=0))
 
 
 def test_a_step_of_nothing_else(

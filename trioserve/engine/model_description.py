@@ -15,16 +15,22 @@ DIGEST_BYTES = 16
 
 
 class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's prompts can be pooled to. embedding_size: numbers of a vector. method, normalize: what its
-    makers recommend. is_encoder: that is all it can do, it continues no text, and all of a prompt is computed in one
-    step. scores_pairs: it gives a pair of texts a score, and no vectors. whole_tokens_max: tokens of a prompt that is
-    computed in one step.
+    """What the model's prompts can be pooled to.
+
+    Args:
+        embedding_size: numbers of a vector.
+        method: what its makers recommend, as is normalize.
+        is_encoder: all of a prompt is computed in one step.
+        continues_texts: it can generate, too. Encoders and decoders that were saved without a head cannot.
+        scores_pairs: it gives a pair of texts a score, and makes no vectors.
+        whole_tokens_max: tokens of a prompt that is computed in one step.
     """
 
     embedding_size: int
     method: PoolingMethod = "last"
     normalize: bool = True
     is_encoder: bool = False
+    continues_texts: bool = True
     scores_pairs: bool = False
     whole_tokens_max: int
 

@@ -58,10 +58,11 @@ def name_of_input(count: int) -> Callable[[int], str]:
 
 def check_can_generate(model: ModelDescription) -> None:
     """Raises InvalidRequest for a model that continues no text."""
-    if model.pooled is not None and model.pooled.is_encoder:
+    if model.pooled is not None and not model.pooled.continues_texts:
         what = "scores of pairs of texts" if model.pooled.scores_pairs else "embeddings"
+        kind = "is an encoder" if model.pooled.is_encoder else "was saved without a head"
         raise InvalidRequest(
-            f"{model.name} is an encoder and continues no text: ask it for {what}, or another model for this",
+            f"{model.name} {kind} and continues no text: ask it for {what}, or another model for this",
             param="model",
         )
 
@@ -78,10 +79,9 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
             raise InvalidRequest("what is scored are pairs of texts (TextPair)", param="input")
         return pooled
     if params.task == "labels":
-        if pooled.is_encoder:
-            raise InvalidRequest(
-                f"{model.name} is an encoder: it says of no token how likely it comes next", param="model"
-            )
+        if not pooled.continues_texts:
+            kind = "is an encoder" if pooled.is_encoder else "was saved without a head"
+            raise InvalidRequest(f"{model.name} {kind}: it says of no token how likely it comes next", param="model")
         if not all(isinstance(one, LabelledPrompt) for one in inputs):
             raise InvalidRequest("labels come with their prompts (LabelledPrompt)", param="input")
         return pooled

@@ -106,6 +106,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
                     embedding_size=EMBEDDING_SIZE,
                     method="last" if core.settings.keeps_kv else "mean",
                     is_encoder=not core.settings.keeps_kv,
+                    continues_texts=core.settings.keeps_kv,
                     scores_pairs=scores_pairs,
                     whole_tokens_max=core.settings.whole_tokens_max,
                 ),

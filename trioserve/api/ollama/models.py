@@ -133,7 +133,7 @@ async def show_model(context: RequestContext) -> None:
 def _capabilities(context: RequestContext) -> list[str]:
     engine = context.engine
     pooled = engine.model.pooled
-    continues = pooled is None or not pooled.is_encoder
+    continues = pooled is None or pooled.continues_texts
     has = {
         "completion": continues,
         "tools": continues and engine.families.tool_family is not None,

@@ -33,6 +33,7 @@ class MtpLayer:
     """The layer as a Checkpoint of one layer."""
 
     vision = None
+    continues_texts = True
     tokenizer_directory = None
     gguf_metadata = None
 

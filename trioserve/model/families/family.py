@@ -69,6 +69,15 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def headless_classes(self) -> tuple[str, ...]:
+        """What transformers calls a model that was saved without a head, to make vectors of texts."""
+        names = (name.removesuffix("ForCausalLM") for name in self.classes)
+        return tuple(
+            f"{name}TextModel" if f"{name}ForConditionalGeneration" in self.with_images else f"{name}Model"
+            for name in names
+        )
+
     def with_defaults(self, config: Mapping[str, object]) -> dict[str, object]:
         """Add the family's defaults to a config.json. A field that is null stays null: some say "none" with it."""
         present = {name for name, theirs in self.spellings.items() if theirs in config}

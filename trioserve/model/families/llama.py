@@ -26,4 +26,13 @@ LLAMA = Family(
     describe=_describe,
     with_images=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     gguf=GgufNaming(architecture="llama", pairs_adjacent=True),
+    text_defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+    },
 )

@@ -101,7 +101,7 @@ def family_of_class(name: str, text_type: str | None = None) -> Family:
     """name: an entry of config.json's architectures. text_type: the model_type of the part for texts, where images are
     seen, too; of several families that may be that part the first, if it is none of theirs. Raises ModelLoadError for
     one that is not served."""
-    found = [family for family in FAMILIES if name in (*family.classes, *family.with_images)]
+    found = [family for family in FAMILIES if name in (*family.classes, *family.headless_classes, *family.with_images)]
     if not found:
         raise _unknown(name, _classes())
     return next((family for family in found if family.model_type == text_type), found[0])

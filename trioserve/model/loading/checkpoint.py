@@ -42,6 +42,11 @@ class Checkpoint(Protocol):
     @property
     def vision(self) -> VisionPart | None: ...
     @property
+    def continues_texts(self) -> bool:
+        """Whether it has a head. Without one, it makes vectors of texts only."""
+        ...
+
+    @property
     def sampling_defaults(self) -> Mapping[str, float | int]: ...
 
     def tensors(self) -> Iterator[StoredTensor]:

@@ -54,6 +54,7 @@ class GgufCheckpoint:
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = None
         self.gguf_metadata: dict[str, object] | None = file.metadata
+        self.continues_texts = True
         self.vision: VisionPart | None = None
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(file.metadata)
 

@@ -16,6 +16,7 @@ from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = [
     "end_token_ids_from",
+    "has_head",
     "model_config_from",
     "named_class",
     "read_json_list",
@@ -111,6 +112,12 @@ def named_class(config: dict[str, object]) -> str | None:
     return named[0] if named else None
 
 
+def has_head(config: dict[str, object]) -> bool:
+    """Whether config.json is of a model that continues texts, and not of one that was saved to make vectors of them."""
+    named = named_class(config)
+    return named is None or named not in _family(Fields(config, "config.json"))[0].headless_classes
+
+
 def sees_images(config: dict[str, object]) -> bool:
     """Whether config.json is of a model with a part for texts and one for images. Raises ModelLoadError for a model of
     no known family."""
@@ -128,7 +135,9 @@ def _family(fields: Fields) -> tuple[Family, bool]:
 
 
 def _text_config(fields: Fields, family: Family) -> dict[str, object]:
-    described = fields.object_or_none("text_config") or {}
+    described = fields.object_or_none("text_config")
+    if described is None:  # Idefics 3 and SmolVLM then have a Llama with another epsilon
+        described = {"rms_norm_eps": 1e-5} if family.model_type == "llama" else {}
     model_type = Fields(described, "text_config in config.json").text_or("model_type", family.model_type)
     if model_type != family.model_type:
         raise ModelLoadError(

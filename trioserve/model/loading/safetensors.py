@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.file_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor
 from trioserve.model.loading.hf_config import (
+    has_head,
     model_config_from,
     named_class,
     read_json_object,
@@ -106,6 +108,10 @@ class SafetensorsCheckpoint:
             dtype_name="float32" if embedding is None else embedding.dtype,
             context_tokens=context_tokens,
         )
+        self.continues_texts: bool = has_head(config)
+        if not self.continues_texts and "lm_head.weight" not in stored:
+            # The embedding stands in for the head, whose logits nobody may ask for.
+            self.config = structs.replace(self.config, tie_word_embeddings=True)
         self.vision: VisionPart | None = None
         if sees_images(config):
             if named_class(config) in VISION_CLASSES:

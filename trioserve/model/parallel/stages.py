@@ -40,6 +40,7 @@ class StageCheckpoint:
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = checkpoint.tokenizer_directory
         self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
+        self.continues_texts: bool = checkpoint.continues_texts
         self.vision: VisionPart | None = checkpoint.vision
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
 
