@@ -184,24 +184,27 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(
     compiler: str, flags: tuple[str, ...], library: Path, watch: Callable[[float], None] = lambda seconds: None
 ) -> None:
-    """Into a file of its own first: nobody ever sees half a library."""
-    handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    made = Path(name)
-    try:
+    """Compile the library in a folder of its own, then move it into place whole.
+
+    The folder also holds the compiler's temporary files. A compiler that is killed does not remove them.
+    """
+    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
+        made = Path(folder) / library.name
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        exit_code, told = _run([compiler, *flags, "-o", str(made), *sources], watch)
+        exit_code, told = _run([compiler, *flags, "-o", str(made), *sources], watch, folder)
         if exit_code != 0:
             first = next((line for line in told.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
         made.chmod(0o755)
         made.rename(library)
-    finally:
-        made.unlink(missing_ok=True)
 
 
-def _run(command: list[str], watch: Callable[[float], None]) -> tuple[int, str]:
-    """Its exit code and what it wrote to stderr. Nothing of it goes on when this is left."""
+def _run(command: list[str], watch: Callable[[float], None], temporary_folder: str) -> tuple[int, str]:
+    """Run a compiler. No process of it is left when this is left.
+
+    Returns:
+        The exit code, and what the compiler wrote to stderr.
+    """
     started_at = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -210,6 +213,7 @@ def _run(command: list[str], watch: Callable[[float], None]) -> tuple[int, str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env={**os.environ, "TMPDIR": temporary_folder},
         process_group=0,  # g++ starts the compiler proper, which has to end with it
     )
     try:

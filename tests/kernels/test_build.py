@@ -90,7 +90,9 @@ class GivenUp(Exception):
 
 def test_whoever_waits_for_a_compiler_may_end_it(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The shell waits for a child, as g++ does for the compiler proper; both hold the pipe that is read here.
-    with_child = "sleep 600 >/dev/null & echo $! > " + f"{compiler.parent}/child; wait; "
+    # Like g++, it writes a temporary file, which it cannot remove when it is killed.
+    with_child = "echo > $TMPDIR/x.s; sleep 600 >/dev/null & echo $! > " + f"{compiler.parent}/child; wait; "
+    monkeypatch.setenv("TMPDIR", str(compiler.parent))
     compiler.write_text(compiler.read_text().replace("echo made", with_child + "echo made"))
     monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
     waited: list[float] = []
@@ -104,7 +106,8 @@ def test_whoever_waits_for_a_compiler_may_end_it(compiler: Path, monkeypatch: py
         build_library("avx2", on_compile=give_up)
     assert waited[0] == 0
     assert waited == sorted(waited)
-    assert not list((compiler.parent / "cache").rglob("*.so"))
+    assert not [path for path in compiler.parent.rglob("*") if path.suffix in (".so", ".s")]
+    assert [path.suffix for path in (compiler.parent / "cache" / "trioserve").iterdir()] == [".lock"]
 
 
 def test_a_compiler_that_takes_for_ever_is_ended(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
