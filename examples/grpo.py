@@ -27,9 +27,6 @@ import trio
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import trioserve
-from trioserve.contracts.weights import SharedWeights
-from trioserve.engine.engine import Engine
-from trioserve.model.loading.default_model import find_default_model
 from trioserve.rollouts import publish_weights
 
 PROMPTS = ("The first numbers are 1, 2, 3,", "Call me at +49 30", "Pi is about 3.14", "Born in 19")
@@ -63,7 +60,7 @@ class Rollout:
 class EmbeddedSampler:
     """Rollouts of an engine in this program."""
 
-    def __init__(self, engine: Engine, tokens_max: int) -> None:
+    def __init__(self, engine: trioserve.Engine, tokens_max: int) -> None:
         self.engine = engine
         self.tokens_max = tokens_max
 
@@ -94,7 +91,7 @@ class EmbeddedSampler:
     async def swap(self, model: PreTrainedModel, version: str) -> None:
         published = await trio.to_thread.run_sync(publish_weights, model.state_dict())
         with published:
-            await self.engine.update_weights(SharedWeights(published.name), version=version)
+            await self.engine.update_weights(trioserve.SharedWeights(published.name), version=version)
 
     async def used_blocks(self) -> int:
         return self.engine.stats().blocks_used
@@ -251,7 +248,7 @@ async def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     async with opened_sampler(options) as sampler:
-        path = find_default_model("smollm2")
+        path = trioserve.find_default_model("smollm2")
         assert path is not None
         trainer = await trio.to_thread.run_sync(Trainer, path)
         await learn(sampler, trainer, options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
     "asyncio_first_response_wins.py": ["first: ", "others: ['running', 'running']", "KV blocks in use: 0"],
     "fastapi_app.py": ["a story: ", "models: ['smollm2']", "the client has left", "KV blocks in use: 0"],
+    "fastapi_on_trio.py": ["a story: ", "models: ['smollm2']", "the client has left", "KV blocks in use: 0"],
     "deadline.py": ["KV blocks in use: 0"],
     "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the queue: 0"],
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],
@@ -31,10 +34,23 @@ ARGUMENTS = {  # how long it learns is not what is looked at here
 
 SECONDS_MAX = 300  # most take a few seconds; those that train wait for their turn where tests run side by side
 RUN_ELSEWHERE = ["ray_data.py"]  # tests/ray/test_ray_data.py
+PUBLIC_MODULES = {"trioserve", "trioserve.asyncio", "trioserve.rollouts", "trioserve.testing"}
 
 
 def test_every_example_is_run_here_or_elsewhere():
     assert sorted([*SAYS, *RUN_ELSEWHERE]) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example_imports_only_public_names(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trioserve":
+            assert node.module in PUBLIC_MODULES, f"from {node.module}"
+            public = importlib.import_module(node.module).__all__
+            assert {alias.name for alias in node.names} <= {*public}, f"from {node.module}"
+        elif isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names if alias.name.partition(".")[0] == "trioserve"}
+            assert names <= PUBLIC_MODULES, names
 
 
 @pytest.mark.slow

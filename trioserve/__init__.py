@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trioserve.asgi import asgi_app
+    from trioserve.asgi import asgi_app, cancel_on_disconnect
     from trioserve.assemble import open_engine
     from trioserve.assemble_images import open_image_engine
     from trioserve.commands.serve import serve
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.contracts.structured_output import StructuredOutput
     from trioserve.contracts.thinking import Thinking
+    from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup
+    from trioserve.engine.engine import Engine
+    from trioserve.model.loading.default_model import find_default_model
     from trioserve.text.response_parts import (
         ContentText,
         ReasoningText,
@@ -45,12 +48,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AbortOutcome",
+    "BroadcastWeights",
     "ChatPrompt",
     "ContentText",
     "ContextTooLong",
     "Deadlines",
     "Delta",
     "Draining",
+    "Engine",
     "EngineFault",
     "FinishReason",
     "ImageDelta",
@@ -66,6 +71,7 @@ __all__ = [
     "ReasoningText",
     "Resume",
     "SamplingParams",
+    "SharedWeights",
     "StartupError",
     "StructuredOutput",
     "TextPair",
@@ -74,9 +80,12 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "TrioserveError",
+    "WeightGroup",
     "WrongLoop",
     "__version__",
     "asgi_app",
+    "cancel_on_disconnect",
+    "find_default_model",
     "open_engine",
     "open_image_engine",
     "serve",
@@ -86,6 +95,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "asgi_app": "trioserve.asgi",
+    "cancel_on_disconnect": "trioserve.asgi",
+    "find_default_model": "trioserve.model.loading.default_model",
+    "Engine": "trioserve.engine.engine",
+    **dict.fromkeys(("BroadcastWeights", "SharedWeights", "WeightGroup"), "trioserve.contracts.weights"),
     "open_engine": "trioserve.assemble",
     "open_image_engine": "trioserve.assemble_images",
     "serve": "trioserve.commands.serve",

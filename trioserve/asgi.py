@@ -1,16 +1,17 @@
-"""The server's routes as an ASGI application, for hosts on Trio and on asyncio."""
+"""The server's routes as an ASGI application, for hosts on Trio and on asyncio, and what its handlers need there."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from trioserve.assemble import open_configured_engine, open_engine
 from trioserve.asyncio.asgi import respond
+from trioserve.asyncio.disconnect import client_left
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.engine import in_a_thread
 from trioserve.commands.engine_app import engine_app, store_settings
@@ -21,9 +22,13 @@ from trioserve.engine.engine import Engine
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.asgi.exchange import Receive, Send
 from trioserve.store.store import open_store
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted_context
 
-__all__ = ["AsgiApplication", "asgi_app"]
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+__all__ = ["AsgiApplication", "asgi_app", "cancel_on_disconnect"]
 
 API_OPTIONS = frozenset(
     {
@@ -186,6 +191,38 @@ def _serving_in_its_thread(engine: AsyncioEngine, config: Config) -> AbstractAsy
 def _make_app(engine: Engine, config: Config) -> AsgiApp:
     """What needs no lifespan. To be called in the engine's Trio run."""
     return AsgiApp(around_app(engine_app(engine, config, None, is_mounted=True), config), frontend_limits(config))
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
+    """Cancel the body of the `async with` when the client of a Starlette or FastAPI handler leaves.
+
+    For hosts on Trio, such as Hypercorn's Trio worker. `trioserve.asyncio.cancel_on_disconnect` is the same for hosts
+    on asyncio. A framework cancels handlers that stream by itself, but not handlers that return a whole response.
+
+    Args:
+        request: the handler's own. Its body is read first, and stays available.
+
+    Raises:
+        HTTPException: with the status 499, after the body was cancelled. No traceback is logged for it.
+        ClientDisconnect: the client left before its whole request was received.
+    """
+    await request.body()
+    body = trio.CancelScope()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        body.cancel()
+
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            with body:
+                yield
+            nursery.cancel_scope.cancel()
+    if body.cancelled_caught:
+        raise client_left()
 
 
 def _check_host(engine: Engine | AsyncioEngine) -> None:

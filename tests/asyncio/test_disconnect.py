@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import logging
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+import hypercorn.trio
 import pytest
+import trio
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
+from hypercorn.config import Config as HypercornConfig
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
+import trioserve
 from trioserve.asyncio import cancel_on_disconnect
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 from .conftest import Fake, open_fake, until
 from .hosts import HOSTS, ask, connect
@@ -196,3 +204,89 @@ def test_in_the_test_client(run):
 
     with TestClient(app) as client:
         assert client.post("/", content="a body").json() == "a body"
+
+
+# --- a host on Trio ---
+
+
+def trio_app_of(engine: FakeEngine, ends: list[object]) -> FastAPI:
+    app = FastAPI()
+
+    async def text_of(prompt: str) -> str:
+        async with engine.generate(prompt, ENDLESS) as stream:
+            return "".join([delta.text async for delta in stream])
+
+    @app.post("/text")
+    async def text(asked: Asked, request: Request) -> dict[str, str]:
+        try:
+            async with trioserve.cancel_on_disconnect(request):
+                return {"text": await text_of(asked.prompt)}
+        except BaseException as error:
+            ends.append(error)
+            raise
+
+    return app
+
+
+@pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
+async def test_on_trio_a_client_that_leaves_ends_the_handler(steps, blocks, caplog):
+    ends: list[object] = []
+    caplog.set_level(logging.ERROR)
+    async with (
+        open_fake_engine(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as engine,
+        under_hypercorn_on_trio(trio_app_of(engine, ends)) as port,
+    ):
+        async with await trio.open_tcp_stream("127.0.0.1", port) as client:
+            await client.send_all(trio_request("/text"))
+            while not engine.live_requests():
+                await trio.lowlevel.checkpoint()
+            await engine.step(steps)
+            assert engine.stats().blocks_used == blocks
+        while not ends:
+            await trio.lowlevel.checkpoint()
+        engine.assert_all_free()
+    assert [(type(end), end.status_code) for end in ends] == [(HTTPException, 499)]
+    assert not caplog.records, "no traceback for a client that left"
+
+
+async def test_on_trio_a_client_that_stays_gets_its_response():
+    async with (
+        open_fake_engine(next_token=lambda _ids: 97) as engine,
+        under_hypercorn_on_trio(trio_app_of(engine, [])) as port,
+        await trio.open_tcp_stream("127.0.0.1", port) as client,
+    ):
+        await client.send_all(trio_request("/text"))
+        answer = b"".join([piece async for piece in client])
+    assert answer.endswith(b'{"text":"' + 60 * b"a" + b'"}')
+
+
+async def test_on_trio_an_error_of_the_body_comes_out_as_it_is():
+    messages = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive():
+        if not messages:
+            await trio.sleep_forever()
+        return messages.pop()
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(ZeroDivisionError):
+        async with trioserve.cancel_on_disconnect(request):
+            raise ZeroDivisionError
+
+
+def trio_request(path: str) -> bytes:
+    body = json.dumps({"prompt": PROMPT}).encode()
+    fields = f"host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body
+
+
+@asynccontextmanager
+async def under_hypercorn_on_trio(app: FastAPI) -> AsyncIterator[int]:
+    config = HypercornConfig()
+    config.bind = ["127.0.0.1:0"]
+    config.errorlog = config.accesslog = None
+    end = trio.Event()
+    async with trio.open_nursery() as nursery:
+        [url] = await nursery.start(functools.partial(hypercorn.trio.serve, app, config, shutdown_trigger=end.wait))
+        yield int(url.rpartition(":")[2])
+        end.set()

@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
 
-__all__ = ["CLIENT_CLOSED_REQUEST", "cancel_on_disconnect"]
+__all__ = ["CLIENT_CLOSED_REQUEST", "cancel_on_disconnect", "client_left"]
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that nobody gets: in a log it says that the client had left. nginx has made it the custom."""
@@ -44,9 +45,14 @@ async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
     except TimeoutError:
         if not patience.expired():
             raise
-        from starlette.exceptions import HTTPException
+        raise client_left() from None
 
-        raise HTTPException(CLIENT_CLOSED_REQUEST, "the client has left") from None
+
+def client_left() -> HTTPException:
+    """Make the error that ends a handler whose client has left."""
+    from starlette.exceptions import HTTPException
+
+    return HTTPException(CLIENT_CLOSED_REQUEST, "the client has left")
 
 
 async def _watch(request: Request, patience: asyncio.Timeout) -> None:
