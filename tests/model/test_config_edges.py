@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import torch
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.hf_config import model_config_from
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, prompt_logprobs=0)
 PROMPT = [(7 * index + 3) % 300 + 6 for index in range(41)]
@@ -69,6 +71,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, allowed is 2 to 64"),
     ("qwen3-next", {"linear_key_head_dim": 1}, "linear_key_head_dim is 1, allowed is 2 to"),
     ("gemma3n", {"altup_num_inputs": 1}, "altup_num_inputs is 1, allowed is 2 to 8"),
+    ("mamba2", {"expand": 1e308}, "belong to no model that can be computed"),
+    ("lfm2", {"block_ffn_dim_multiplier": 1e308}, "belong to no model that can be computed"),
     ("minicpm3", {"hidden_size": 0}, "hidden_size is 0, allowed is 1 to"),
 ]
 
@@ -103,6 +107,20 @@ def test_it_is_computed_as_by_transformers(
     runner.close()
     found = [float(wanted[row, entry.token_id]) for row, entry in enumerate(entries)]
     assert [entry.logprob for entry in entries] == pytest.approx(found, abs=2e-4)
+
+
+@pytest.mark.parametrize("bad", [10**9, 10**12, 10**30, -1, 1.5, True, "8", [8] * 4], ids=repr)
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek-v3", "lfm2", "gemma3n", "falcon-h1"])
+def test_sizes_beyond_all_bounds_are_refused_before_anything_is_made_of_them(
+    kind: str, name: str, bad: object, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    config = json.loads((tiny_checkpoint(kind) / "config.json").read_text())
+    tracemalloc.start()
+    with pytest.raises(ModelLoadError):
+        model_config_from({**config, name: bad}, {}, dtype_name="float32")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind, fields, said", REFUSED, ids=_id)

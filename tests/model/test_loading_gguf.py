@@ -448,6 +448,18 @@ def test_both_attention_factors_of_yarn_count(tiny_gguf: Callable[..., Path], tm
     assert found == pytest.approx(1.5 * (0.1 * np.log(4.0) + 1.0))
 
 
+def test_keys_of_the_model_that_are_not_read_are_named_in_the_log(
+    tiny_gguf: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_checkpoint(tiny_gguf("qwen2-yarn"))
+    assert not caplog.records
+    keys = {"general.made_up": 1.0, "qwen2.attention.made_up": 3.0, "general.architecture": "qwen2"}
+    open_checkpoint(rewrite(tiny_gguf("qwen2"), tmp_path / "changed.gguf", keys))
+    assert "has 1 keys of its model that are not read here" in caplog.text
+    assert "qwen2.attention.made_up" in caplog.text
+    assert "general.made_up" not in caplog.text
+
+
 def test_sampling_defaults_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)

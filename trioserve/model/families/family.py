@@ -86,8 +86,19 @@ class Family:
         return {name: value for name, value in self.defaults.items() if name not in present} | dict(config)
 
     def config_from(self, fields: ModelFields) -> ModelConfig:
-        """Raises ModelLoadError, naming the field, for one that changes what is computed and is not read."""
-        config = self.describe(fields)
+        """Describe the model.
+
+        Raises:
+            ModelLoadError: a field changes what is computed and is not read, or numbers are too large to compute with.
+        """
+        try:
+            config = self.describe(fields)
+        except ModelLoadError:
+            raise
+        except (ArithmeticError, ValueError) as error:
+            raise ModelLoadError(
+                f"numbers in {fields.source} belong to no model that can be computed: {error}"
+            ) from error
         asked = {fields.spelling(name) for name in fields.asked}
         for name, neutral in MEANINGFUL_FIELDS.items():
             if fields.spelling(name) not in asked and name in fields and not fields.is_neutral(name, neutral):

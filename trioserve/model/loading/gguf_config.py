@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 
 from trioserve.contracts.errors import ModelLoadError
@@ -15,6 +16,8 @@ from trioserve.model.loading.gguf_streams import streams_values
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
+
+logger = logging.getLogger(__name__)
 
 SOURCE = "the file's metadata"
 ROPE_FACTORS_NAME = "rope_freqs.weight"
@@ -86,6 +89,20 @@ _KEYS = {
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "activation_sparsity_scale": "activation_sparsity_scale",
 }
+_NOTES = (
+    *("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"),
+    *("expert_group_scale", "expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"),
+    *("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.dimension_count_swa"),
+    *("rope.dimension_sections", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast"),
+    *("rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "attention.key_length"),
+    *("attention.value_length", "attention.key_length_mla", "attention.value_length_mla", "ssm.inner_size"),
+    *("ssm.time_step_rank", "ssm.state_size", "ssm.group_count", "ssm.conv_kernel", "expert_feed_forward_length"),
+    *("expert_shared_feed_forward_length", "expert_shared_count", "expert_gating_func", "expert_weights_norm"),
+    *("expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers", "attention.layer_norm_epsilon"),
+    *("attention.layer_norm_rms_epsilon", "attention.sliding_window_pattern", "attention.recurrent_layers"),
+    *("attention.head_count_kv", "feed_forward_length", "context_length", "altup.num_inputs", "altup.active_idx"),
+)
 _SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # What ends a response beside these, by the file's architecture: no key names a call's end.
@@ -162,7 +179,22 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         eos_token_ids=_end_token_ids(raw),
         dtype_name=_dtype_name(file),
     )
-    return family.config_from(fields)
+    config = family.config_from(fields)
+    read = raw.asked | {spellings.get(field, field) for field in fields.asked}
+    unread = [key for key in file.metadata if key.startswith(f"{name}.") and key not in read | notes_of(str(name))]
+    if unread:
+        shown = ", ".join(key[:80] for key in sorted(unread)[:10])
+        logger.warning(
+            "the file's metadata has %d keys of its model that are not read here, and may change what it computes: %s",
+            len(unread),
+            shown,
+        )
+    return config
+
+
+def notes_of(architecture: str) -> frozenset[str]:
+    """Keys that say nothing about what is computed, or nothing that other keys and the tensors do not say."""
+    return frozenset(f"{architecture}.{key}" for key in _NOTES)
 
 
 def further_layers(file: GgufFile) -> int:
