@@ -35,7 +35,7 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.spelling import closest_name
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
-from trioserve.http.limits import RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX, FrontendLimits
+from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX, FrontendLimits
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
 from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.router.settings import SilenceSettings
@@ -152,6 +152,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive_timeout: Annotated[float, _about(
         "seconds after which a connection without a request under way is closed; longer than proxies in front keep "
         "theirs", "SECONDS", gt=0, le=86400)] = FrontendLimits().idle_seconds_max
+    keep_alive_comments: Annotated[float, _about(
+        "seconds of silence after which a stream gets a comment, which clients skip, so that proxies keep its "
+        "connection; a request that waits longer in the queue gets its status 200 then, and an error comes as an event",
+        "SECONDS", ge=1, le=86400)] = KEEP_ALIVE_SECONDS
     ping_interval: Annotated[float, _about(
         "seconds of silence after which an HTTP/2 client with running streams is asked whether it still reads (PING)",
         "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_seconds

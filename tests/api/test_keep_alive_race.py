@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import trio
 
-from trioserve.api.generation import KEEP_ALIVE_SECONDS, KeepAlive, read_streams
+from trioserve.api.generation import KeepAlive, read_streams
 from trioserve.contracts.output import Delta
+from trioserve.http.limits import KEEP_ALIVE_SECONDS
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 
 

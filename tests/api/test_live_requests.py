@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.caller import AccessRules
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
@@ -186,3 +187,68 @@ async def test_several_prompts_are_bridged_by_comments_too_and_lose_no_token(aut
     assert b": keep-alive" not in fast.body
     assert texts(slow) == texts(fast)
     assert set(texts(slow)) == {0, 1}
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "prompt"}]}
+QUEUED_STREAMS = [
+    ("/v1/completions", {**completion(), "stream": True, "max_tokens": 3}, b": keep-alive\n\n", b"data: [DONE]\n\n"),
+    ("/v1/chat/completions", {**MESSAGE, "stream": True, "max_tokens": 3}, b": keep-alive\n\n", b"data: [DONE]\n\n"),
+    (
+        "/v1/responses",
+        {"model": "fake", "input": "prompt", "stream": True, "max_output_tokens": 16},
+        b": keep-alive\n\n",
+        b"response.i",
+    ),
+    ("/v1/messages", {**MESSAGE, "stream": True, "max_tokens": 3}, b": keep-alive\n\n", b"event: message_stop"),
+    ("/api/chat", {**MESSAGE, "model": "fake", "options": {"num_predict": 3}}, b" ", b'"done":true'),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "comment", "end"), QUEUED_STREAMS, ids=[path for path, *_ in QUEUED_STREAMS])
+async def test_stream_that_waits_in_the_queue_is_not_silent(autojump_clock, path, body, comment, end):
+    rules = AccessRules(keep_alive_seconds=5)
+    async with (
+        open_memory_server(step_seconds=1, max_num_seqs=1, access=rules) as server,
+        trio.open_nursery() as nursery,
+    ):
+        used_before = server.engine.stats().blocks_used
+        nursery.start_soon(ask, server, "POST", "/v1/completions", completion(max_tokens=18))
+        await trio.sleep(0.5)
+        response = await server.client().post(path, body)
+        received = await response.read()
+        assert response.status == 200, received
+        assert received.startswith(comment * 3)
+        assert end in received
+        await wait_all_tasks_blocked()
+        assert server.engine.stats().blocks_used == used_before
+
+
+async def test_stream_that_waited_long_in_the_queue_ends_with_an_error_event(autojump_clock):
+    rules = AccessRules(keep_alive_seconds=5)
+    async with (
+        open_memory_server(step_seconds=1, max_num_seqs=1, access=rules) as server,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(ask, server, "POST", "/v1/completions", completion(max_tokens=30))
+        await trio.sleep(0.5)
+        body = completion(stream=True, queue_timeout=12)
+        early, late = await ask_both(server, body)
+        assert (early.status, early.body.count(b": keep-alive\n\n")) == (200, 2)
+        assert b'"error"' in early.body
+        assert b"[DONE]" not in early.body
+        # A router may still send its request elsewhere, so it gets the status.
+        assert (late.status, late.headers["x-trioserve-reason"]) == (504, "queue_timeout")
+
+
+async def ask_both(server: MemoryServer, body: object) -> tuple[Response, Response]:
+    """The response to a client, and that to a router, which asks for heartbeats."""
+    responses: dict[bool, Response] = {}
+
+    async def ask_one(is_router: bool) -> None:
+        headers = {"x_trioserve_heartbeat": "60"} if is_router else {}
+        responses[is_router] = await ask(server, "POST", "/v1/completions", body, **headers)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_one, False)
+        nursery.start_soon(ask_one, True)
+    return responses[False], responses[True]

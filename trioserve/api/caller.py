@@ -17,7 +17,7 @@ import msgspec
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.http.limits import RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
+from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
 
 __all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin", "check_may_operate", "check_model"]
 
@@ -36,6 +36,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     loads_adapters: LoRA adapters may be loaded and unloaded while the server runs.
     response_bytes_max: of a whole response, estimated from the request. See ResponseBound.
     responses_bytes_max: of all whole responses together. See ResponseBudget.
+    keep_alive_seconds: a stream that is silent for so long gets a comment.
 
     These count where there are no keys:
     host_names: what the Host header may be; None: anything. See PageGate.
@@ -53,6 +54,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     loads_adapters: bool = False
     response_bytes_max: int = RESPONSE_BYTES_MAX
     responses_bytes_max: int = RESPONSES_BYTES_MAX
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     host_names: tuple[str, ...] | None = None
     has_network_names: bool = False
     page_origins: tuple[str, ...] = ()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
+import trio
 
 from trioserve.api.caller import AccessRules, check_model
 from trioserve.api.generation import KeepAlive
-from trioserve.api.heartbeat import Heartbeat
+from trioserve.api.heartbeat import HEARTBEAT_HEADER, Heartbeat
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.api.sse import KEEP_ALIVE
@@ -144,4 +145,39 @@ class EngineContext(Responder):
     def keep_alive(self) -> KeepAlive:
         """A comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
         noticed by what it does not take."""
-        return KeepAlive(lambda: self.exchange.send(KEEP_ALIVE), self.engine.call_at)
+        return self.keep_alive_with(KEEP_ALIVE)
+
+    def keep_alive_with(self, comment: bytes) -> KeepAlive:
+        return KeepAlive(lambda: self.exchange.send(comment), self.engine.call_at, self.rules.keep_alive_seconds)
+
+    async def begin_events(
+        self,
+        wait: Callable[[], Awaitable[None]],
+        start: Callable[[], Awaitable[None]],
+        *,
+        comment: bytes = KEEP_ALIVE,
+    ) -> None:
+        """Send the head of a streamed response when the request leaves the queue, or earlier if that takes long.
+
+        The head fixes the status. So it waits for the queue as long as silence is allowed, and comments follow it. A
+        router that asks for heartbeats gets those instead: it may still send the request elsewhere.
+
+        Args:
+            wait: returns when the request runs. May be called again after it was cancelled.
+            start: sends the head. Called once.
+            comment: what its reader skips.
+
+        Raises:
+            TrioserveError: what `wait` raises.
+        """
+        while True:
+            with trio.move_on_after(self.rules.keep_alive_seconds):
+                await wait()
+                break
+            if HEARTBEAT_HEADER in self.exchange.headers:
+                continue
+            if not self.exchange.started:
+                await start()
+            await self.exchange.send(comment)
+        if not self.exchange.started:
+            await start()

@@ -16,6 +16,7 @@ from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.weights import add_versions
+from trioserve.http.limits import KEEP_ALIVE_SECONDS
 
 if TYPE_CHECKING:
     from trioserve.api.whole_response import ResponseBound
@@ -153,18 +154,23 @@ async def collect(
 
 
 KNOWN_IN_A_ROW_MAX = 1000  # deltas that a client had before, taken in about a millisecond
-KEEP_ALIVE_SECONDS = 15.0  # proxies and load balancers close a silent connection after 30 to 60
 
 Take = Callable[[int, Delta], Awaitable[None]]
 T = TypeVar("T")
 
 
 class KeepAlive(NamedTuple):
-    """send: says that the response goes on. call_at: has a function called at a time of Trio's clock, as Engine
-    does."""
+    """How a reader of streams fills their silences.
+
+    Args:
+        send: says that the response goes on.
+        call_at: has a function called at a time of Trio's clock, as Engine does.
+        seconds: of silence before `send`.
+    """
 
     send: Callable[[], Awaitable[None]]
     call_at: Callable[[float, Callable[[], None]], Alarm]
+    seconds: float = KEEP_ALIVE_SECONDS
 
 
 async def read_streams(
@@ -176,7 +182,7 @@ async def read_streams(
 ) -> None:
     """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
 
-    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many. is_partial:
+    keep_alive is sent when its seconds have passed without a delta, and again after as many. is_partial:
     whether the last delta of a choice that another's hand has ended is given like any other.
 
     While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
@@ -201,7 +207,7 @@ async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> N
     """Returns when nothing of the stream is held for another engine; keep_alive is sent meanwhile. So the client's
     leaving ends the hold like everything else."""
     while stream.is_held:
-        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+        with trio.move_on_after(keep_alive.seconds):
             await stream.wait_until_released()
             return
         await keep_alive.send()
@@ -214,7 +220,7 @@ async def _read(index: int, stream: RequestStream, take: Take, is_partial: IsPar
 
 async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive, is_partial: IsPartial) -> None:
     deltas = aiter(stream)
-    patience = _Patience(keep_alive.call_at)
+    patience = _Patience(keep_alive)
     try:
         while True:
             delta = None
@@ -240,17 +246,18 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
 
 
 class _Patience:
-    """Cancels a wait that has lasted KEEP_ALIVE_SECONDS. A deadline of the scope itself, set for each delta, would cost
-    as much as the delta; this is one alarm, which looks every KEEP_ALIVE_SECONDS whether it is needed.
+    """Cancels a wait that has lasted keep_alive.seconds. A deadline of the scope itself, set for each delta, would cost
+    as much as the delta; this is one alarm, which looks every so many seconds whether it is needed.
 
     waiting_since: None while nothing is waited for, and nothing may be cancelled.
     """
 
-    def __init__(self, call_at: Callable[[float, Callable[[], None]], Alarm]) -> None:
+    def __init__(self, keep_alive: KeepAlive) -> None:
         self.waiting_since: float | None = None
-        self._call_at = call_at
+        self._call_at = keep_alive.call_at
+        self._seconds = keep_alive.seconds
         self._scope = trio.CancelScope()
-        self._alarm = call_at(trio.current_time() + KEEP_ALIVE_SECONDS, self._look)
+        self._alarm = self._call_at(trio.current_time() + self._seconds, self._look)
 
     def new_scope(self) -> trio.CancelScope:
         self._scope = trio.CancelScope()
@@ -261,10 +268,10 @@ class _Patience:
 
     def _look(self) -> None:
         now = trio.current_time()
-        due = (now if self.waiting_since is None else self.waiting_since) + KEEP_ALIVE_SECONDS
+        due = (now if self.waiting_since is None else self.waiting_since) + self._seconds
         if due <= now:
             self._scope.cancel()
-            due = now + KEEP_ALIVE_SECONDS
+            due = now + self._seconds
         self._alarm = self._call_at(due, self._look)
 
 
@@ -309,7 +316,7 @@ async def _patiently(receive: Callable[[], Awaitable[T]], keep_alive: KeepAlive 
     if keep_alive is None:
         return await receive()
     while True:
-        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+        with trio.move_on_after(keep_alive.seconds):
             return await receive()
         await keep_alive.send()
 

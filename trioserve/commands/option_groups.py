@@ -39,7 +39,7 @@ GROUPS = {
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections "
         "max_connections_per_address max_body_bytes max_response_bytes max_responses_bytes stall_timeout "
-        "vanished_timeout keep_alive_timeout ping_interval ping_timeout drain_timeout drain_delay "
+        "vanished_timeout keep_alive_timeout keep_alive_comments ping_interval ping_timeout drain_timeout drain_delay "
         "require_model log_level"
     ),
     "keys and TLS": _words(

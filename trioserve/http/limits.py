@@ -16,6 +16,8 @@ RESPONSE_BYTES_MAX = 128 * 1024 * 1024
 """Default bound of a whole response of the engine's API, estimated from its request. 2,048 vectors of 1,536 numbers are
 about 70 MB of JSON, the largest whole response that OpenAI's limits allow."""
 
+KEEP_ALIVE_SECONDS = 15.0
+"""A stream is silent for so long at most. Proxies and load balancers close a silent connection after 30 to 60."""
 RESPONSES_BYTES_MAX = 1024 * 1024 * 1024
 """Default bound of all whole responses together, as they grow: eight of the largest ones, which with Python's objects
 take about 3 GB."""

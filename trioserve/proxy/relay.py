@@ -72,7 +72,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 15.0  # between two comments to a client whose stream waits to go on elsewhere
 WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once they are complete
 ERROR_BYTES_MAX = 64 * 1024
 NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # the last one is how 503 is said in Anthropic's API
@@ -214,7 +213,7 @@ async def lease(context: RouterContext, admission: AdmissionScope, clock: Reques
     """Where the request is to go now. Raises what refuses it. A client whose stream has begun is told meanwhile that
     the connection is alive."""
     while context.exchange.started:
-        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+        with trio.move_on_after(context.access.keep_alive_seconds):
             return await _lease(context, admission, clock)
         await context.exchange.send(context.client_events.keep_alive)
     return await _lease(context, admission, clock)
@@ -426,7 +425,7 @@ async def _begun(context: RouterContext, admission: AdmissionScope, request: End
             nursery.start_soon(beginning.run)
             # What is being sent to the client is not cut off by the head, or there would be half a comment.
             while not beginning.is_over.is_set():
-                with trio.move_on_after(KEEP_ALIVE_SECONDS):
+                with trio.move_on_after(context.access.keep_alive_seconds):
                     await beginning.is_over.wait()
                     break
                 await admission.tell(context.exchange.send(context.client_events.keep_alive))

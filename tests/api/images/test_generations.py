@@ -13,9 +13,9 @@ import trio
 from PIL import Image
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trioserve.api.generation import KEEP_ALIVE_SECONDS
 from trioserve.api.images import response_types
 from trioserve.contracts.image_generation import ImageRequestLimits
+from trioserve.http.limits import KEEP_ALIVE_SECONDS
 from trioserve.testing.fake_image_engine import FAKE_CLASSES, FAKE_IMAGE_MODEL
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import open_memory_image_server

@@ -8,9 +8,10 @@ from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
 from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
 from trioserve.api.anthropic.surface import ResumableSurface, event
 from trioserve.api.anthropic.turn import counted_turn, message_turn
-from trioserve.api.generation import CUT_OFF, KeepAlive
+from trioserve.api.generation import CUT_OFF
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption
+from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
 
@@ -42,11 +43,14 @@ async def create_message(context: RequestContext) -> None:
     async with chat_turn(context, request, resumption) as turn:
         if body.stream:
             events = BlockEvents(shows_thoughts=shows_thoughts)
-            await turn.wait_until_begun()
             ids = resumption.group_ids()
-            if ids is not None:
-                context.surface = ResumableSurface()
-            await context.start_events(resumption.headers([turn.stream]))
+
+            async def start_events() -> None:
+                if ids is not None:
+                    context.surface = ResumableSurface()
+                await context.start_events(resumption.headers([turn.stream]))
+
+            await context.begin_events(turn.wait_until_begun, start_events)
 
             async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
                 response.note(delta)
@@ -67,8 +71,7 @@ async def create_message(context: RequestContext) -> None:
                 start = b"".join([response.start(turn), PING, *known])
                 await context.exchange.send(start if ids is None else ids.begin(start, BEGUN))
             # Between two groups there may be comments, and no events.
-            ping = KeepAlive(lambda: context.exchange.send(PING), engine.call_at)
-            await turn.read(send, keep_alive=ping if ids is None else context.keep_alive)
+            await turn.read(send, keep_alive=context.keep_alive_with(PING if ids is None else KEEP_ALIVE))
         else:
             blocks = ContentBlocks(shows_thoughts=shows_thoughts)
 

@@ -16,7 +16,6 @@ import trio
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import foreign_end
 from trioserve.api.form import INLINE_BYTES_MAX
-from trioserve.api.generation import KEEP_ALIVE_SECONDS
 from trioserve.api.images.edit_form import parsed_edit
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.picture_writer import EventKind, PictureWriter
@@ -149,15 +148,19 @@ async def _stream(
     context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare, *, tells_progress: bool
 ) -> None:
     """Until the last picture is sent. KEEP_ALIVE goes out when nothing else has for a while."""
-    end = await stream.wait_until_begun()
-    if end is not None:
-        _note(context, end)
-    await context.start_events()
+
+    async def wait_until_begun() -> None:
+        end = await stream.wait_until_begun()
+        if end is not None:
+            _note(context, end)
+
+    await context.begin_events(wait_until_begun, context.start_events)
+    silent_seconds_max = context.rules.keep_alive_seconds
     send = context.exchange.send
     partial_counts: Counter[int] = Counter()
     left_count = len(stream.seeds)  # pictures that are not sent
     deltas = aiter(stream)
-    alive_at = trio.current_time() + KEEP_ALIVE_SECONDS
+    alive_at = trio.current_time() + silent_seconds_max
     while True:
         delta: ImageDelta | None = None
         event = KEEP_ALIVE
@@ -181,7 +184,7 @@ async def _stream(
         await send(event)
         share.hold(0)
         left_count -= delta is not None and delta.finish_reason is not None
-        alive_at = trio.current_time() + KEEP_ALIVE_SECONDS
+        alive_at = trio.current_time() + silent_seconds_max
 
 
 def _note(context: ImageContext, delta: ImageDelta) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trioserve.api.generation import KeepAlive
 from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, text_piece
 from trioserve.api.ollama.models import model_asked
 from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
@@ -12,7 +11,7 @@ from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.ollama.turn import chat_request, text_request
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import DETACH_HEADER, Resumption
-from trioserve.api.sse import data_event
+from trioserve.api.sse import KEEP_ALIVE, data_event
 from trioserve.api.surface import OPENAI
 from trioserve.api.turn.chat_turn import chat_turn
 from trioserve.contracts.output import Delta
@@ -68,17 +67,22 @@ async def _answer(
         told_before=max(0.0, context.clock_and_ids.wall_clock() - resumption.created) if body.resume else 0.0,
     )
     async with chat_turn(context, request, resumption) as turn:
-        await turn.wait_until_begun()
-        answer.begin()
-        if body.is_streamed:
-            ids = resumption.group_ids()
-            keep_alive = context.keep_alive
+        comment = KEEP_ALIVE if has_events else LINE_KEEP_ALIVE
+
+        async def start_events() -> None:
             if has_events:
                 context.surface = OPENAI
                 await context.start_events(resumption.headers([turn.stream]))
             else:
-                keep_alive = KeepAlive(lambda: context.exchange.send(LINE_KEEP_ALIVE), context.engine.call_at)
                 await context.start_events(media_type=LINES_TYPE)
+
+        if body.is_streamed:
+            await context.begin_events(turn.wait_until_begun, start_events, comment=comment)
+        else:
+            await turn.wait_until_begun()
+        answer.begin()
+        if body.is_streamed:
+            ids = resumption.group_ids()
 
             async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
                 told = answer.next(parts, delta)
@@ -89,7 +93,7 @@ async def _answer(
                     await context.exchange.send(said)
 
             await turn.skip_known(answer.skip)
-            await turn.read(send, keep_alive=keep_alive)
+            await turn.read(send, keep_alive=context.keep_alive_with(comment))
         else:
             [choice] = await turn.collect(answer.note)
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.

@@ -52,8 +52,9 @@ async def create_chat_completion(context: RequestContext) -> None:
         large = LargeJson()
         whole = functools.partial(whole_response, large, context.engine.tokenizer, body, turn, head, resumption)
         if body.stream:
-            await turn.wait_until_begun()
-            await context.start_events(resumption.headers([stream]))
+            await context.begin_events(
+                turn.wait_until_begun, lambda: context.start_events(resumption.headers([stream]))
+            )
             ids = resumption.group_ids()
             events = ChatEvents(context.engine.tokenizer, body, turn, head, resumption, holds_end=ids is None)
             await turn.skip_known(events.skip)

@@ -116,8 +116,9 @@ async def create_completion(context: RequestContext) -> None:
         response = _Response(context, body, sampling.n if body.best_of is None else body.n or 1, streams, resumption)
         await response.read_echoes(prompts)
         if body.stream:
-            await wait_until_begun(streams[0])
-            await context.start_events(resumption.headers(streams))
+            await context.begin_events(
+                lambda: wait_until_begun(streams[0]), lambda: context.start_events(resumption.headers(streams))
+            )
             ids = resumption.group_ids()
             events = _CompletionEvents(response, head, holds_end=ids is None)
             await skip_known(streams, events.skip)

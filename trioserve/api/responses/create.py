@@ -48,11 +48,14 @@ async def create_response(context: RequestContext) -> None:
     async with run.turn as turn:
         begun = run.events.begin()
         if body.stream:
-            await turn.wait_until_begun()
-            context.surface = _StreamSurface(run)
             ids = resumption.group_ids()
-            head = resumption.headers([turn.stream], id=key, created=planned.head.created_at)
-            await context.start_events(head)
+
+            async def start_events() -> None:
+                context.surface = _StreamSurface(run)
+                head = resumption.headers([turn.stream], id=key, created=planned.head.created_at)
+                await context.start_events(head)
+
+            await context.begin_events(turn.wait_until_begun, start_events)
 
             async def send(events: list[Event], delta: Delta) -> None:
                 piece = b"".join(map(event_bytes, events))

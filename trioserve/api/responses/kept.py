@@ -107,7 +107,7 @@ async def _stream(context: RequestContext, response_id: str, after: int) -> None
                 f"starting_after is {after}, but the last event so far is {live.log.last}", param="starting_after"
             )
         await context.start_events()
-        await live.log.follow(after, context.exchange.send)
+        await live.log.follow(after, context.exchange.send, silent_seconds_max=context.rules.keep_alive_seconds)
         await context.finish()
         return
     kept = None if live is not None else await _kept(context, response_id)

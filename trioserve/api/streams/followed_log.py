@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from trioserve.api.generation import KEEP_ALIVE_SECONDS
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.streams.event_log import EventLog
+from trioserve.http.limits import KEEP_ALIVE_SECONDS
 
 __all__ = ["FollowedLog"]
 
@@ -29,7 +29,7 @@ class FollowedLog(EventLog):
         """There is something new: events, or the end."""
         self._more.unpark_all()
 
-    async def follow(self, after: int, send: Send) -> None:
+    async def follow(self, after: int, send: Send, *, silent_seconds_max: float = KEEP_ALIVE_SECONDS) -> None:
         """Send every event behind the one with this number, until the log has ended; comments meanwhile, so that the
         connection is seen to live."""
         while True:
@@ -42,7 +42,7 @@ class FollowedLog(EventLog):
             elif self.is_ended:
                 return
             else:
-                with trio.move_on_after(KEEP_ALIVE_SECONDS):
+                with trio.move_on_after(silent_seconds_max):
                     await self._more.park()
                     continue
                 await send(KEEP_ALIVE)
