@@ -10,6 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
+from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.sampling import SamplingParams
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -103,6 +104,26 @@ async def test_nothing_new_is_sent_to_an_adapter_that_is_being_unloaded(open_set
             await wait_all_tasks_blocked()
             assert answers == [], "a request has it yet"
             assert await where(setup) == (404, None)
+            await engine.step()
+            assert [delta.finish_reason async for delta in stream][-1] is not None
+        await wait_all_tasks_blocked()
+        assert [(status, statuses(said)) for status, said in answers] == [(200, {"a": 200, "b": 200})]
+
+
+async def test_endpoint_that_leaves_during_an_unload_is_answered_for(open_setup):
+    async with open_setup("ab", engine={**LOADS, "paused": True}) as setup, trio.open_nursery() as nursery:
+        await setup.servers["b"].engine.load_adapter("sql", "/adapters/sql")
+        engine = setup.servers["b"].engine
+        answers: list[tuple[int, dict[str, Any]]] = []
+
+        async def unload() -> None:
+            answers.append(await post(setup, UNLOAD, {"lora_name": "sql"}))
+
+        async with engine.generate("x", SamplingParams(max_tokens=1), adapter="sql") as stream:
+            nursery.start_soon(unload)
+            await wait_all_tasks_blocked()  # a has said that it has no such adapter, and b waits for its request
+            setup.router.fleet.drain(EndpointId("a"))
+            assert "a" not in setup.router.fleet.specs()
             await engine.step()
             assert [delta.finish_reason async for delta in stream][-1] is not None
         await wait_all_tasks_blocked()

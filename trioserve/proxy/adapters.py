@@ -24,6 +24,7 @@ from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
+    from trioserve.proxy.remote_endpoint import RemoteEndpoint
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["load_adapter", "unload_adapter"]
@@ -111,24 +112,27 @@ async def _ask(
     """All of them at a time. Leaving leaves them, too; what an endpoint has begun it ends."""
     answers: dict[EndpointId, _Answer] = {}
 
-    async def ask(id: EndpointId) -> None:
+    async def ask(remote: RemoteEndpoint) -> None:
+        id = remote.id
         answers[id] = _Answer(id, 504, f"It did not answer within {seconds_max} s.")
         with trio.move_on_after(math.inf if seconds_max is None else seconds_max):
-            answers[id] = await _answer(context, id, body)
+            answers[id] = await _answer(context, remote, body)
         if id in context.fleet.specs():
             await context.fleet.ask_models(id)
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            for id in ids:
-                nursery.start_soon(ask, id)
+            # Looked up here: an endpoint may leave the fleet before its task runs.
+            for remote in [context.fleet.remote(id) for id in ids]:
+                nursery.start_soon(ask, remote)
     return [answers[id] for id in ids]
 
 
-async def _answer(context: RouterContext, id: EndpointId, body: bytes) -> _Answer:
+async def _answer(context: RouterContext, remote: RemoteEndpoint, body: bytes) -> _Answer:
     headers = request_headers(context, None)
+    id = remote.id
     try:
-        async with context.fleet.remote(id).request("POST", context.exchange.path, headers, body) as response:
+        async with remote.request("POST", context.exchange.path, headers, body) as response:
             said = await response.whole(ANSWER_BYTES_MAX) or b""
     except EndpointLost as error:
         return _Answer(id, 502, str(error))

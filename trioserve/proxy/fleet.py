@@ -273,8 +273,9 @@ class Fleet:
         return (self._members[id].spec.models or {}).get(model, model)
 
     def is_adapter_of(self, id: EndpointId, model: str) -> bool:
-        """Whether the endpoint has told that this is a LoRA adapter of its own."""
-        return model in self._members[id].adapters
+        """Whether the endpoint is in the fleet, and lists the model as a LoRA adapter of its own."""
+        member = self._members.get(id)
+        return member is not None and model in member.adapters
 
     def withdraw_model(self, id: EndpointId, model: str) -> None:
         """The endpoint is about to serve it no more: it gets no new request for it. Where names are given by hand, they
