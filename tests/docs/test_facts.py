@@ -12,6 +12,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from trioserve.api.error_responses import TABLE
 from trioserve.config import Config
 from trioserve.metrics.catalogue import CATALOGUE, Question
 from trioserve.metrics.registry import OF_A_PICTURE_SERVER, OF_A_SERVER, Metrics
@@ -97,6 +98,17 @@ def test_every_flag_that_is_named_exists():
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", name):
                 plain = re.sub(r"^--no-", "--", flag)
                 assert {flag, plain} & (known | FOREIGN_FLAGS), f"{page.name}: there is no {flag}"
+
+
+def test_error_table_has_every_status_and_code():
+    page = (ROOT / "docs/http-api.md").read_text(encoding="utf-8")
+    documented = {
+        (int(status), code)
+        for status, codes in re.findall(r"^\| (\d{3}) \| ([^|]+) \|", page, re.MULTILINE)
+        for code in named(codes)
+    }
+    raised = {(status, code) for _error, status, _type, code in TABLE if code is not None}
+    assert raised <= documented, raised - documented
 
 
 def test_every_metric_that_is_named_exists():
