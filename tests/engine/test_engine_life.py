@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import trio
@@ -10,6 +11,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import Draining, EngineFault
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
@@ -69,6 +71,31 @@ async def test_a_fault_of_a_step_reaches_every_reader_and_rises_where_the_engine
             await trio.sleep_forever()
     assert isinstance(caught.value.__cause__, MemoryError)
     assert len(told) == 3
+
+
+async def test_fault_reaches_a_queued_request_that_resumes_behind_its_end(autojump_clock):
+    resume = Resume(token_ids=((1, 2), (3, 4)), finished=(True, True))
+    faults: list[str] = []
+    with pytest.raises(EngineFault):
+        async with open_fake_engine(step_seconds=0.01, max_num_seqs=2) as fake, trio.open_nursery() as nursery:
+
+            async def read(prompt: str, params: SamplingParams, known: Resume | None = None) -> None:
+                try:
+                    async with fake.generate(prompt, params, resume=known) as stream:
+                        async for _ in stream:
+                            pass
+                except EngineFault:
+                    faults.append(prompt)
+
+            for _ in range(12):  # so many that the next request gets no lease
+                nursery.start_soon(read, "other", SamplingParams(max_tokens=100))
+            await trio.sleep(0.02)
+            fake.on_fault = partial(trio.sleep, 0.1)  # time for the readers
+            nursery.start_soon(read, "resumed", SamplingParams(n=2, max_tokens=2), resume)
+            await trio.sleep(0.02)
+            fake.steps.fault = RuntimeError("broken")
+            await trio.sleep_forever()
+    assert sorted(faults) == ["other"] * 12 + ["resumed"]
 
 
 async def test_clients_get_a_bounded_time_to_be_told(autojump_clock):

@@ -392,5 +392,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             self._released = None
 
     def fail(self, error: Exception) -> None:
+        if not self.is_finished and self._unfinished_count == 0:
+            self._unfinished_count = 1  # the client resumes behind the end, and the known output was not replayed
         super().fail(error)
         self._end_wait_for_release()
