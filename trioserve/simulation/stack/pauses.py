@@ -139,7 +139,8 @@ class Pauses(trio.abc.Instrument):
             assert is_over or is_late or fake.fault is not None, f"the {what} is refused without a reason"
             outcome = "refused"
         else:
-            is_refused = is_over and fake.fault is None
+            # An operator without patience may leave before the refusal.
+            is_refused = is_over and fake.fault is None and outcome != "left"
             assert not is_refused, f"the {what} was to be refused, and is {outcome}"
         self._tell(f"{what}: {outcome}")
         self._count(f"{what}s: {outcome}")
