@@ -147,6 +147,7 @@ class ScriptedStream:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.known: tuple[Delta, ...] = ()
+        self.ignored_keywords: tuple[str, ...] = ()
         self.cached_token_count = 0
         self.completion_token_count = 0
         self.entered = self.left = False

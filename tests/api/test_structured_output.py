@@ -113,13 +113,39 @@ async def test_a_stop_string_ends_it_before_the_form_does(api: Any, engine: Fake
 
 
 async def test_a_schema_that_is_not_strict_may_say_what_cannot_be_kept_to(api: Any) -> None:
-    schema = {**SCHEMA, "not": {"type": "null"}}
-    for strict, status in ((True, 400), (None, 400), (False, 200)):
+    schema = {**SCHEMA, "unevaluatedItems": False}
+    for strict, status in ((True, 400), (None, 200), (False, 200)):
         wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
         exchange = await api.chat(response_format=wanted, max_tokens=60)
         assert exchange.status == status
         if status == 400:
             assert exchange.json()["error"]["param"] == "response_format.json_schema.schema"
+            assert "at unevaluatedItems," in exchange.json()["error"]["message"]
+        else:
+            named = "response_format.json_schema.schema.unevaluatedItems"
+            assert exchange.response_headers["x-trioserve-ignored"] == named
+
+
+@pytest.mark.parametrize(
+    ("place", "fields"),
+    [
+        ("guided_json", {"guided_json": "SCHEMA"}),
+        ("structured_outputs.json", {"structured_outputs": {"json": "SCHEMA"}}),
+        ("json_schema", {"json_schema": "SCHEMA"}),
+        ("format", {"format": "SCHEMA"}),
+        ("response_format.schema", {"response_format": {"type": "json_object", "schema": "SCHEMA"}}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ignored_keywords_are_named_for_fields_without_strict(
+    api: Any, place: str, fields: dict[str, Any], stream: bool
+) -> None:
+    schema = {**SCHEMA, "unevaluatedItems": False}
+    sent = json.loads(json.dumps(fields).replace('"SCHEMA"', json.dumps(schema)))
+    for ask in (api.chat, api.complete):
+        exchange = await ask(**sent, max_tokens=60, stream=stream)
+        assert exchange.status == 200
+        assert exchange.response_headers["x-trioserve-ignored"] == f"{place}.unevaluatedItems"
 
 
 async def test_allowed_tokens_and_bad_words(api: Any) -> None:

@@ -183,6 +183,11 @@ class RequestContext(EngineContext):
         self.streams.append(stream)
         return stream
 
+    def ignored_names(self) -> tuple[str, ...]:
+        """The fields that nobody reads, and the keywords of schemas that the response need not keep to."""
+        keywords = (name for stream in self.streams for name in stream.ignored_keywords)
+        return tuple(dict.fromkeys((*super().ignored_names(), *keywords)))
+
     def embed(
         self,
         inputs: Sequence[PooledInput],

@@ -148,9 +148,13 @@ class Responder:
 
     def _head(self, content_type: str, headers: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
         fields = [("content-type", content_type), *self.surface.id_fields(self.request_id), *headers]
-        if self.ignored_fields:
-            fields.append((IGNORED_HEADER, shown_names(self.ignored_fields)))
+        if names := self.ignored_names():
+            fields.append((IGNORED_HEADER, shown_names(names)))
         return fields
+
+    def ignored_names(self) -> tuple[str, ...]:
+        """What the head of the response names as ignored."""
+        return self.ignored_fields
 
 
 def request_id_from(value: str | None) -> str | None:

@@ -29,11 +29,11 @@ IGNORED_HEADER: Final = "x-trioserve-ignored"
 """Response header: the request's fields that nobody read."""
 
 NAMES_MAX = 16  # of fields in the header
-NAME_CHARACTERS_MAX = 64
+NAME_CHARACTERS_MAX = 128
 UNSET_VALUES: tuple[object, ...] = (None, False, "", [], {})
 """Values with which a field asks for nothing. 0 is among them: it equals False."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # what may stand in a header without quotes
+_NAME = re.compile(r"[A-Za-z0-9_.$\-\[\]]+")  # what may stand in a header without quotes
 
 
 class RefusedField(NamedTuple):

@@ -52,7 +52,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
     source: the schema or the structural tag as JSON text; the regex or grammar itself; the choices as a JSON array of
     texts; empty for JSON_OBJECT. free_until: the response is free until it has written this text, and has the form
     from there on (the end of a thought); empty: from its first token. param: the field of the request that a fault in
-    it is told of.
+    it is told of. strict: a JSON schema with a keyword that cannot be kept to is refused. Otherwise the keyword is
+    ignored.
     Raises InvalidRequest for a source or a free_until that is too long. Whether the source can be compiled is seen when
     the request is entered.
     """
@@ -61,6 +62,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
     free_until: str = ""
     param: str = "structured"
+    strict: bool = True
 
     def __post_init__(self) -> None:
         source_max = SOURCE_CHARACTERS_MAX[self.kind]
@@ -86,12 +88,18 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         *,
         free_until: str = "",
         param: str = "structured",
+        strict: bool = True,
     ) -> Self:
-        """JSON that a schema accepts: the schema as JSON text, as a dict, or as a class of pydantic."""
+        """JSON that a schema accepts.
+
+        Args:
+            schema: As JSON text, as a dict, or as a class of pydantic.
+            strict: Refuse a schema with a keyword that cannot be kept to. False: ignore such keywords.
+        """
         if isinstance(schema, type):
             schema = schema.model_json_schema()
         source = schema if isinstance(schema, str) else _as_json("the schema", schema, param)
-        return cls(kind=FormKind.JSON_SCHEMA, source=source, free_until=free_until, param=param)
+        return cls(kind=FormKind.JSON_SCHEMA, source=source, free_until=free_until, param=param, strict=strict)
 
     @classmethod
     def json_object(cls, *, free_until: str = "", param: str = "structured") -> Self:
@@ -121,11 +129,18 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         return cls(kind=FormKind.GRAMMAR, source=to_str(param, grammar), free_until=free_until, param=param)
 
     @classmethod
-    def structural_tag(cls, tag: str | dict[str, object], *, free_until: str = "", param: str = "structured") -> Self:
+    def structural_tag(
+        cls,
+        tag: str | dict[str, object],
+        *,
+        free_until: str = "",
+        param: str = "structured",
+        strict: bool = True,
+    ) -> Self:
         """Free text in which every trigger begins a part with a form: {"structures": [{"begin", "schema", "end"}],
-        "triggers": [...]}."""
+        "triggers": [...]}. strict: as in json."""
         source = tag if isinstance(tag, str) else _as_json("the structural tag", tag, param)
-        return cls(kind=FormKind.STRUCTURAL_TAG, source=source, free_until=free_until, param=param)
+        return cls(kind=FormKind.STRUCTURAL_TAG, source=source, free_until=free_until, param=param, strict=strict)
 
 
 def _as_json(name: str, value: object, param: str) -> str:

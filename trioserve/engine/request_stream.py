@@ -39,6 +39,12 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
         self._request.known = ()
 
     @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        """Paths of the keywords of its schemas that the response need not keep to. Known once it is entered."""
+        guides = self._request.guides
+        return () if guides is None else guides.ignored_keywords
+
+    @property
     def seed(self) -> int:
         """That of the first choice."""
         return self._request.seed

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.schema_keywords import KeptSchema
 
 __all__ = [
     "COMPILE_STACK_BYTES",
@@ -31,6 +32,7 @@ __all__ = [
     "check_schema",
     "check_schemas_within",
     "schemas_within",
+    "with_kept_schemas",
 ]
 
 # A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
@@ -121,6 +123,25 @@ def check_schemas_within(grammar: str, *, param: str) -> str:
         rest.append(grammar[end:begin])
         end = schema_end
     return "".join((*rest, grammar[end:]))
+
+
+def with_kept_schemas(grammar: str, ignored: list[str], *, param: str) -> str:
+    """Rewrite the schemas of a Lark grammar for the library.
+
+    Args:
+        ignored: Gets the paths of the keywords that are left out.
+
+    Raises:
+        InvalidRequest: A strict schema has a keyword that cannot be kept to.
+    """
+    parts, end = [], 0
+    for schema, begin, schema_end in _schemas_within(grammar, param=param):
+        kept = KeptSchema(schema, param=param)
+        ignored += kept.ignored
+        check_schema(kept.schema, param=param)
+        parts += [grammar[end:begin], f"%json {json.dumps(kept.schema)}"]
+        end = schema_end
+    return "".join((*parts, grammar[end:]))
 
 
 def schemas_within(grammar: str, *, param: str) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
@@ -55,11 +55,13 @@ class CompiledForm:
     it has too many states. So a form wears out: with some thousand sequences, and with the first that fails. Whoever
     wants it then compiles it anew; those that have it go on.
 
-    mask_count: how many masks were filled with it; whoever fills them counts.
+    mask_count: how many masks were filled with it; whoever fills them counts. ignored: paths of the keywords of its
+    schemas that it does not keep to.
     """
 
-    def __init__(self, matcher: LLMatcher, byte_count: int) -> None:
+    def __init__(self, matcher: LLMatcher, byte_count: int, ignored: Sequence[str] = ()) -> None:
         self._matcher = matcher
+        self.ignored = tuple(ignored)
         self._byte_count = byte_count
         self._sequences_left = FORM_SEQUENCES_MAX
         self.mask_count = 0
@@ -83,7 +85,7 @@ class CompiledForm:
         return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
 
 
-_FormKey = tuple[FormKind, str, str | None]  # with the cache salt
+_FormKey = tuple[FormKind, str, bool, str | None]  # strict or not, and the cache salt
 
 
 class FormCompiler:
@@ -143,7 +145,7 @@ class FormCompiler:
             cache_salt: of the request. Other salts have other entries, so that the time of a request does not show
                 whether another key has sent the schema.
         """
-        key = (form.kind, form.source, cache_salt)
+        key = (form.kind, form.source, form.strict, cache_salt)
         with self._lock:
             compiled = self._forms.get(key)
             if compiled is not None and compiled.is_worn_out:
@@ -177,7 +179,8 @@ class FormCompiler:
         if self._library is None:
             raise InvalidRequest(f"the responses of this model can have no form: {self._why_none}", param=form.param)
         try:
-            grammar = form_grammar(form, self._special_ids, self.end_token_ids)
+            ignored: list[str] = []
+            grammar = form_grammar(form, self._special_ids, self.end_token_ids, ignored)
         except ValueError as error:
             raise InvalidRequest(
                 f"the {form.kind.value} cannot be read: {in_one_line(str(error))}", param=form.param
@@ -189,8 +192,8 @@ class FormCompiler:
             raise InvalidRequest(f"the {form.kind.value} cannot be compiled: {message}", param=form.param)
         if form.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
             self._check_parts(self._library, grammar, form, began_at, check)
-        compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source))
-        self._keep((form.kind, form.source, cache_salt), compiled)
+        compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source), ignored)
+        self._keep((form.kind, form.source, form.strict, cache_salt), compiled)
         return compiled
 
     def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:

@@ -11,20 +11,37 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
-from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema, check_schemas_within
+from trioserve.text.form_bounds import (
+    check_fixed_text,
+    check_lark,
+    check_pattern,
+    check_schema,
+    check_schemas_within,
+    with_kept_schemas,
+)
+from trioserve.text.schema_keywords import KeptSchema
 from trioserve.text.structural_tag import StructuralTagGrammar, with_json_options
 
 __all__ = ["form_grammar"]
 
 
-def form_grammar(form: StructuredOutput, special_ids: Mapping[str, int], end_token_ids: Collection[int]) -> str:
-    """special_ids: the model's special tokens by their text, its end tokens among them. Raises InvalidRequest for what
-    is none of its kind; whether it can be compiled is told by compiling."""
+def form_grammar(
+    form: StructuredOutput, special_ids: Mapping[str, int], end_token_ids: Collection[int], ignored: list[str]
+) -> str:
+    """Write the grammar of a form.
+
+    Args:
+        special_ids: The model's special tokens by their text, its end tokens among them.
+        ignored: Gets the paths of the keywords of schemas that are left out.
+
+    Raises:
+        InvalidRequest: The form is not of its kind, or a strict schema has a keyword that cannot be kept to.
+    """
     match form.kind:
         case FormKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(with_json_options({"type": "object"}))
         case FormKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(with_json_options(_schema_of(form)))
+            return LLMatcher.grammar_from_json_schema(with_json_options(_schema_of(form, ignored)))
         case FormKind.REGEX:
             check_pattern(form.source, param=form.param)
             return LLMatcher.grammar_from_regex(form.source)
@@ -36,9 +53,12 @@ def form_grammar(form: StructuredOutput, special_ids: Mapping[str, int], end_tok
             return LLMatcher.grammar_from_lark(_lark_of(form))
         case FormKind.TOOL_CALLS:
             check_schemas_within(form.source, param=form.param)
-            return LLMatcher.grammar_from_lark(form.source)
+            return LLMatcher.grammar_from_lark(with_kept_schemas(form.source, ignored, param=form.param))
         case FormKind.STRUCTURAL_TAG:
-            tag = StructuralTagGrammar(_parsed(form), special_ids, end_token_ids, param=form.param)
+            tag = StructuralTagGrammar(
+                _parsed(form), special_ids, end_token_ids, param=form.param, lenient=not form.strict
+            )
+            ignored += tag.ignored
             return tag.grammar if tag.grammar.startswith("{") else LLMatcher.grammar_from_lark(tag.grammar)
 
 
@@ -51,14 +71,19 @@ def _parsed(form: StructuredOutput) -> Any:
         raise InvalidRequest(f"the {form.kind.value} is not JSON: {error}", param=form.param) from None
 
 
-def _schema_of(form: StructuredOutput) -> dict[str, Any]:
+def _schema_of(form: StructuredOutput, ignored: list[str]) -> dict[str, Any]:
     schema = _parsed(form)
     if schema is True:
         return {}
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema has to be an object", param=form.param)
     check_schema(schema, param=form.param)
-    return schema
+    kept = KeptSchema(schema, param=form.param, lenient=not form.strict)
+    ignored += kept.ignored
+    check_schema(kept.schema, param=form.param)
+    if kept.schema is False:
+        raise InvalidRequest("nothing can satisfy the schema", param=form.param)
+    return dict(kept.schema)
 
 
 def _choices_of(form: StructuredOutput) -> list[str]:

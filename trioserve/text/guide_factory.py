@@ -33,6 +33,7 @@ class PreparedGuides:
         tokenizer = compiler.tokenizer
         self._compiler = compiler
         self._form = form
+        self._structured = sampling.structured
         self._free_until = "" if sampling.structured is None else sampling.structured.free_until
         self._allowed: bytes | None = None
         self._bad_words: BadWords | None = None
@@ -52,6 +53,13 @@ class PreparedGuides:
             self._prompt_reasoning = PromptReasoning(
                 tokenizer, opening=(thinking.begin,) if thinking.begin.strip() else (), closing=(thinking.end,)
             )
+
+    @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        """Paths of the keywords of the schema that the response need not keep to."""
+        if self._structured is None or self._form is None:
+            return ()
+        return tuple(f"{self._structured.param}.{path}" for path in self._form.ignored)
 
     def new_guide(self, stop_token_ids: Collection[int], prompt_token_ids: Sequence[int]) -> SequenceGuide:
         """Costs microseconds. stop_token_ids: those that end the sequence."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema
+from trioserve.text.schema_keywords import KeptSchema
 
 __all__ = ["JSON_OPTIONS", "StructuralTagGrammar", "with_json_options"]
 
@@ -39,12 +40,21 @@ def with_json_options(schema: Any) -> Any:
 
 class StructuralTagGrammar:
     """Made from one structural tag; `lark` is its grammar. special_ids: the model's special tokens by their text.
+    lenient: keywords of schemas that cannot be kept to are left out; their paths are in `ignored`.
     Raises InvalidRequest, with the place in param."""
 
     def __init__(
-        self, tag: object, special_ids: Mapping[str, int], end_token_ids: Collection[int], *, param: str
+        self,
+        tag: object,
+        special_ids: Mapping[str, int],
+        end_token_ids: Collection[int],
+        *,
+        param: str,
+        lenient: bool = False,
     ) -> None:
         self._param = param
+        self._is_lenient = lenient
+        self.ignored: list[str] = []
         self._rules: list[str] = []
         self._side_grammars: list[dict[str, str]] = []
         special = sorted(special_ids, key=len, reverse=True)
@@ -224,7 +234,10 @@ class StructuralTagGrammar:
         if not isinstance(schema, dict) and schema is not True:
             raise InvalidRequest("a schema has to be an object, or true", param=param)
         check_schema(schema, param=param)
-        return self._rule(f"%json {json.dumps(with_json_options(schema))}")
+        kept = KeptSchema(schema, param=param, lenient=self._is_lenient)
+        self.ignored += kept.ignored
+        check_schema(kept.schema, param=param)
+        return self._rule(f"%json {json.dumps(with_json_options(kept.schema))}")
 
     def _side_grammar(self, grammar: str) -> str:
         name = f"grammar_{len(self._side_grammars)}"

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.call_forms import JsonOf
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 
@@ -122,7 +123,7 @@ def test_a_response_may_end_after_a_complete_call_and_after_any_separator(tools,
             continue
         grammars = [forced_calls(family, tools, may_repeat=may_repeat, special_token_ids={})]
         schema = {"type": "object", "required": ["answer"], "properties": {"answer": {"type": "string"}}}
-        grammars.append(calls_or_json(family, tools, schema, may_repeat=may_repeat, special_token_ids={}))
+        grammars.append(calls_or_json(family, tools, JsonOf(schema), may_repeat=may_repeat, special_token_ids={}))
         for grammar in grammars:
             text = written(family, *calls).removesuffix(written_form.closing)
             ends = ends_reachable(byte_vocabulary, grammar.source, text, written_form.closing)

@@ -148,7 +148,7 @@ def _structured(body: CountTokensBody) -> StructuredOutput | None:
     if wanted is None:
         return None
     check_shape(wanted.schema, f"{field}.schema")
-    return StructuredOutput.json(wanted.schema, param=f"{field}.schema")
+    return StructuredOutput.json(wanted.schema, param=f"{field}.schema", strict=False)
 
 
 def _reasoning(body: CountTokensBody, tokens_max: int | None) -> Reasoning:

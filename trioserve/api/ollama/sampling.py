@@ -63,7 +63,7 @@ def form_of(body: OllamaAnswerBody) -> StructuredOutput | None:
     if not isinstance(body.format, dict):
         return StructuredOutput.json_object(param="format") if body.format else None
     check_shape(body.format, "format")
-    return StructuredOutput.json(body.format, param="format")
+    return StructuredOutput.json(body.format, param="format", strict=False)
 
 
 def _logprobs(body: OllamaAnswerBody) -> int | None:

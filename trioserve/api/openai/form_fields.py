@@ -7,7 +7,7 @@ Ollama have for the same.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
@@ -25,7 +25,8 @@ Choices = Annotated[list[str], msgspec.Meta(min_length=1, max_length=CHOICES_MAX
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """strict: false takes a schema with keywords that cannot be kept to, and leaves these out."""
+    """strict: true refuses a schema with keywords that cannot be kept to. Otherwise they are ignored, and named in the
+    response's head."""
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] | None = None
     description: str | None = None
@@ -120,12 +121,12 @@ def form_of(body: FormFields) -> StructuredOutput | None:
     forms |= _by_kind(guided, GUIDED)
     for name, form_kind in OTHER_NAMES.items():
         if (source := getattr(body, name)) not in (None, ""):
-            forms[name] = getattr(StructuredOutput, form_kind)(source, param=name)
+            forms[name] = _made(form_kind, source, name)
     if body.format:
         forms["format"] = (
             StructuredOutput.json_object(param="format")
             if isinstance(body.format, str)
-            else StructuredOutput.json(body.format, param="format")
+            else StructuredOutput.json(body.format, param="format", strict=False)
         )
     if len(forms) > 1:
         first, second, *_ = forms
@@ -159,12 +160,12 @@ def _response_format(wanted: ResponseFormat) -> StructuredOutput | None:
             place, schema = _first_of(wanted, "schema", "value")
             if schema is None:
                 return StructuredOutput.json_object(param="response_format")
-            return StructuredOutput.json(schema, param=place)
+            return StructuredOutput.json(schema, param=place, strict=False)
         case "json_schema":
             place, schema = _first_of(wanted, "schema", "value")
             if schema is None or wanted.json_schema is not None:
                 return _json_schema(wanted.json_schema)
-            return StructuredOutput.json(schema, param=place)
+            return StructuredOutput.json(schema, param=place, strict=False)
         case "regex":
             place, pattern = _first_of(wanted, "regex", "pattern", "value")
             return StructuredOutput.regex(_given_text(place, pattern), param=place)
@@ -174,7 +175,7 @@ def _response_format(wanted: ResponseFormat) -> StructuredOutput | None:
         case "structural_tag":
             names = ("structures", "triggers", "format")
             tag = {name: value for name in names if (value := getattr(wanted, name)) is not None}
-            return StructuredOutput.structural_tag(tag, param="response_format")
+            return StructuredOutput.structural_tag(tag, param="response_format", strict=False)
     raise InvalidRequest(
         f'response_format.type is "{wanted.type[:80]}", allowed are {FORMATS}', param="response_format.type"
     )
@@ -197,11 +198,9 @@ def _json_schema(wanted: JsonSchemaFormat | None) -> StructuredOutput:
     if wanted is None or wanted.schema is None:
         place = "response_format.json_schema" + ("" if wanted is None else ".schema")
         raise InvalidRequest(f'{place} is missing: with the type "json_schema" it has to be there', param=place)
-    schema = wanted.schema
-    if wanted.strict is False and isinstance(schema, dict):
-        options = schema.get("x-guidance")
-        schema = {**schema, "x-guidance": {"lenient": True, **(options if isinstance(options, dict) else {})}}
-    return StructuredOutput.json(schema, param="response_format.json_schema.schema")
+    return StructuredOutput.json(
+        wanted.schema, param="response_format.json_schema.schema", strict=wanted.strict is True
+    )
 
 
 def _by_kind(values: dict[str, Any], prefix: str) -> dict[str, StructuredOutput]:
@@ -213,5 +212,12 @@ def _by_kind(values: dict[str, Any], prefix: str) -> dict[str, StructuredOutput]
             if kind == "json_object":
                 forms[param] = StructuredOutput.json_object(param=param)
             else:
-                forms[param] = getattr(StructuredOutput, kind)(value, param=param)
+                forms[param] = _made(kind, value, param)
     return forms
+
+
+def _made(kind: str, value: Any, param: str) -> StructuredOutput:
+    """No API has `strict` for these fields: it is false."""
+    if kind in ("json", "structural_tag"):
+        return cast(StructuredOutput, getattr(StructuredOutput, kind)(value, param=param, strict=False))
+    return cast(StructuredOutput, getattr(StructuredOutput, kind)(value, param=param))

@@ -120,8 +120,4 @@ def structured_output(form: TextFormat | None) -> StructuredOutput | None:
             param="text.format.name",
         )
     check_shape(form.schema, "text.format.schema")
-    schema = form.schema
-    if form.strict is False:  # keywords that cannot be kept to are left out, as in chat completions
-        options = schema.get("x-guidance")
-        schema = {**schema, "x-guidance": {"lenient": True, **(options if isinstance(options, dict) else {})}}
-    return StructuredOutput.json(schema, param="text.format.schema")
+    return StructuredOutput.json(form.schema, param="text.format.schema", strict=form.strict is True)

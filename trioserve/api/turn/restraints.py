@@ -13,6 +13,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.contracts.thinking import Thinking
 from trioserve.text.response_families import ResponseFamilies, offered_tools
+from trioserve.text.response_parsers.call_forms import JsonOf
 from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _form(request: TurnRequest, families: ResponseFamilies, tokenizer: Tokenizer
             return None
         if request.structured is None:
             return strict_calls(family, tools, may_repeat=may_repeat, special_token_ids=special_token_ids)
-        schema = _schema_of(request.structured)
+        schema = JsonOf(_schema_of(request.structured), request.structured.strict)
         return calls_or_json(family, tools, schema, may_repeat=may_repeat, special_token_ids=special_token_ids)
     except InvalidRequest as error:
         if error.param != "tools":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.text.response_parsers.call_forms import CallForm, JsonOf, without_trigger
@@ -66,7 +65,7 @@ def strict_calls(
 def calls_or_json(
     tool_family: str,
     tools: Sequence[OfferedTool],
-    schema: Mapping[str, Any],
+    schema: JsonOf,
     *,
     may_repeat: bool,
     special_token_ids: Mapping[str, int],
@@ -74,7 +73,7 @@ def calls_or_json(
     """The form of a response that either calls tools or is JSON that the schema accepts."""
     lark = LarkGrammar(special_token_ids)
     calls = _calls(lark, TOOL_FAMILIES[tool_family].form_in(special_token_ids), tools, may_repeat=may_repeat)
-    return _form(lark, f"({calls}) | {lark.json(JsonOf(schema))}")
+    return _form(lark, f"({calls}) | {lark.json(schema)}")
 
 
 def _form(lark: LarkGrammar, start: str, *, free_until: str = "") -> StructuredOutput:

@@ -15,9 +15,6 @@ __all__ = ["LarkGrammar"]
 _JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-_LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # and references back
-
-
 class LarkGrammar:
     """Collects rules; `source` is the grammar. special_token_ids: the special tokens of the vocabulary, which no text
     in a grammar matches: where one of them stands in a text, the token is meant."""
@@ -66,8 +63,7 @@ class LarkGrammar:
         )
 
     def json(self, piece: JsonOf) -> str:
-        kept = piece.schema if piece.is_strict else _without_look_around(piece.schema)
-        schema: dict[str, Any] = {**kept, "x-guidance": {**_JSON_STYLE, "lenient": not piece.is_strict}}
+        schema: dict[str, Any] = {**piece.schema, "x-guidance": {**_JSON_STYLE, "lenient": not piece.is_strict}}
         text = json.dumps(schema)
         if text not in self._schemas:
             self._schemas[text] = self.rule(f"%json {text}")
@@ -88,15 +84,3 @@ class LarkGrammar:
 
     def any_text(self) -> str:
         return self.rule(r"/(.|\n)*/", is_terminal=True)
-
-
-def _without_look_around(schema: Any) -> Any:
-    """The schema without those patterns that no grammar can express, such as pydantic's of a Decimal. Being lenient the
-    library leaves out keywords that it does not know, but not these."""
-    if isinstance(schema, Mapping):
-        return {
-            key: _without_look_around(value)
-            for key, value in schema.items()
-            if not (key == "pattern" and isinstance(value, str) and _LOOK_AROUND.search(value))
-        }
-    return [_without_look_around(value) for value in schema] if isinstance(schema, list) else schema

@@ -1,0 +1,422 @@
+"""Rewrites JSON schemas into keywords that llguidance compiles, and finds the keywords that nothing can keep to.
+
+`if`, `not`, `oneOf`, dependencies and the like become `anyOf` of cases. Values that can be listed are listed. The
+result accepts the same JSON. A keyword that cannot be rewritten is left out and named. A strict schema is refused
+instead. Bounds: CASES_MAX cases for one schema, and NODES_MAX schemas in all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import lru_cache
+from typing import Any, Final
+
+from llguidance import LLMatcher, LLTokenizer
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.schema_logic import ANNOTATIONS, SchemaLogic, texts_of_pattern
+
+__all__ = ["KeptSchema"]
+
+CASES_MAX: Final = 64  # of one schema: all cases of its keywords multiplied
+NODES_MAX: Final = 20_000
+CONTAINS_ITEMS_MAX: Final = 8  # of an array that has to contain something
+LISTS_MAX: Final = 256  # that an array without repeated items is written out as
+PATTERNS_MAX: Final = 200  # that are tried; further ones are taken as they are
+LENIENT: Final = "lenient"
+OPTIONS: Final = "x-guidance"
+
+_FORMATS: Final = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+"""Formats that the library checks."""
+_FORMAT_NOTES: Final = frozenset(
+    (
+        *("path", "file-path", "directory-path", "new-path", "binary", "byte", "base64", "base64url", "password"),
+        *("json-string", "string", "int32", "int64", "float", "double", "decimal", "multi-host-uri"),
+        *("ipvanyaddress", "ipvanynetwork", "ipvanyinterface", "ipv4interface", "ipv6interface", "ipv4network"),
+        *("ipv6network", "color", "phone", "payment-card-number"),
+    )
+)
+"""Formats that OpenAPI and pydantic write for programs that read the schema. They reject no text."""
+_SUBSCHEMAS: Final = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
+)
+_LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# What pydantic writes for a Decimal. The look-ahead asks for a digit.
+_PATTERNS: Final = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
+_UNKEPT: Final = (
+    "contains",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$recursiveRef",
+    "uniqueItems",
+)
+
+
+def _is_lenient(schema: Any) -> bool:
+    options = schema.get(OPTIONS) if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.get(LENIENT) is True
+
+
+class KeptSchema:
+    """One schema as the library compiles it.
+
+    Args:
+        schema: Not changed.
+        param: The field of the request that an error names.
+        lenient: Leave out what cannot be kept to, as `x-guidance` in the schema can ask for, too.
+
+    Attributes:
+        schema: The rewritten schema.
+        ignored: Paths of the keywords that were left out, such as `properties.a.contains`.
+
+    Raises:
+        InvalidRequest: The schema is strict and has such a keyword, or it is too deep or too large.
+    """
+
+    def __init__(self, schema: Any, *, param: str, lenient: bool = False) -> None:
+        self._logic = SchemaLogic(schema)
+        self._param = param
+        self._is_lenient = lenient or _is_lenient(schema)
+        self._left = NODES_MAX
+        self._patterns_left = PATTERNS_MAX
+        self.ignored: list[str] = []
+        try:
+            self.schema = self._kept(schema, "")
+            if self._is_lenient and isinstance(self.schema, dict):
+                options = self.schema.get(OPTIONS)
+                self.schema[OPTIONS] = {**(options if isinstance(options, dict) else {}), LENIENT: True}
+        except RecursionError:
+            raise InvalidRequest("a schema is nested too deeply", param=param) from None
+
+    def _kept(self, schema: Any, path: str) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        self._left -= 1
+        if self._left < 0:
+            raise InvalidRequest(
+                f"the schema, with its cases written out, has more than {NODES_MAX} parts: make it smaller",
+                param=self._param,
+            )
+        if "const" in schema or "enum" in schema:
+            values = self._logic.values(schema)
+            if values is not None:
+                return {"enum": values} | {key: value for key, value in schema.items() if key in _KEPT_BESIDE_VALUES}
+        lists = self._lists_without_repeats(schema)
+        if lists is not None:
+            return lists | {key: value for key, value in schema.items() if key in _KEPT_BESIDE_VALUES}
+        # Cases are made of the schema as it was sent: what they hold is rewritten with the rest.
+        node = dict(schema)
+        cases: list[list[Any]] = []
+        for rewrite in (self._one_of, self._not, self._if, self._dependencies, self._contains):
+            rewrite(node, cases, path)
+        self._fill_in(node, path, has_cases=bool(cases))
+        if cases:
+            members = node.get("allOf")
+            added = [{"anyOf": case} if len(case) != 1 else case[0] for case in cases]
+            node["allOf"] = [*(members if isinstance(members, list) else []), *added]
+        for key in _SUBSCHEMAS:
+            if key in node:
+                node[key] = self._kept(node[key], f"{path}.{key}")
+        if isinstance(node.get("items"), list):
+            node["items"] = [self._kept(one, f"{path}.items[{place}]") for place, one in enumerate(node["items"])]
+        for key in _LISTS_OF_SCHEMAS:
+            if isinstance(node.get(key), list):
+                node[key] = [self._kept(one, f"{path}.{key}[{place}]") for place, one in enumerate(node[key])]
+        for key in _NAMED_SCHEMAS:
+            if isinstance(node.get(key), dict):
+                node[key] = {name: self._kept(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
+        return node
+
+    # --- keywords that become cases ---
+
+    def _one_of(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
+        members = node.get("oneOf")
+        if not isinstance(members, list):
+            return
+        del node["oneOf"]
+        if len(members) > CASES_MAX and not self._is_lenient:
+            raise self._unkept("oneOf", path, "it has too many members")
+        exclusive = self._exclusive(node, members) if len(members) <= CASES_MAX else None
+        if exclusive is None:
+            self._ignore("oneOf", path, "two of its members may accept the same value")
+            exclusive = members  # one of them, at least
+        if "anyOf" not in node:
+            node["anyOf"] = exclusive
+        else:
+            cases.append(exclusive)
+
+    def _exclusive(self, node: dict[str, Any], members: list[Any]) -> list[Any] | None:
+        exclusive = []
+        for place, member in enumerate(members):
+            others = []
+            for index, other in enumerate(members):
+                if index == place or self._logic.are_disjoint(member, other):
+                    continue
+                other = self._logic.resolved(other)
+                if isinstance(other, dict) and other.get("type") == _type_in(member, node):
+                    other = {key: value for key, value in other.items() if key != "type"}  # it is no difference
+                negated = self._logic.negated(other)
+                if negated is None:
+                    return None
+                others.append(negated)
+            exclusive.append({"allOf": [member, *others]} if others else member)
+        return exclusive
+
+    def _not(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
+        if "not" not in node:
+            return
+        negated = self._logic.negated(node.pop("not"))
+        self._add_case(cases, None if negated is None else [negated], "not", path)
+
+    def _if(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
+        condition = node.pop("if", None)
+        then, other = node.pop("then", True), node.pop("else", True)
+        if condition is None or (then is True and other is True):
+            return
+        negated = self._logic.negated(condition)
+        found = None
+        if negated is not None:
+            found = [_both(condition, then), _both(negated, other)]
+        self._add_case(cases, found, "if", path)
+
+    def _dependencies(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            wanted = node.pop(keyword, None)
+            if not isinstance(wanted, dict):
+                continue
+            for name, needed in wanted.items():
+                if isinstance(needed, list):
+                    needed = {"required": needed} if needed else True
+                if needed is not True:
+                    present = {"type": "object", "required": [name]}
+                    absent = self._logic.negated(present)
+                    self._add_case(cases, [_both(present, needed), absent], keyword, f"{path}.{keyword}.{name}")
+
+    def _contains(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
+        least, most = node.pop("minContains", 1), node.pop("maxContains", None)
+        if "contains" not in node:
+            return
+        wanted = node.pop("contains")
+        if least == 0 and most is None:
+            return
+        count, items = node.get("maxItems", CONTAINS_ITEMS_MAX + 1), node.get("items")
+        found: list[Any] | None = None
+        is_one = most is None and least == 1 and isinstance(count, int) and count <= CONTAINS_ITEMS_MAX
+        if is_one and node.get("type") == "array" and "prefixItems" not in node and not isinstance(items, list):
+            found = [
+                {"type": "array", "prefixItems": [*[True] * place, wanted], "minItems": place + 1}
+                for place in range(count)
+            ]
+        self._add_case(cases, found, "contains", path)
+
+    def _add_case(self, cases: list[list[Any]], found: list[Any] | None, keyword: str, path: str) -> None:
+        if found is None:
+            self._ignore(keyword, path, "it cannot be written as cases")
+            return
+        product = len(found)
+        for case in cases:
+            product *= len(case)
+        if product > CASES_MAX:
+            self._ignore(keyword, path, f"the schema would have more than {CASES_MAX} cases")
+            return
+        cases.append(found)
+
+    # --- keywords that become others, or nothing ---
+
+    def _fill_in(self, node: dict[str, Any], path: str, *, has_cases: bool) -> None:
+        self._format(node, path)
+        self._pattern(node, path)
+        if node.get("uniqueItems") is False or node.get("maxItems") in (0, 1):
+            node.pop("uniqueItems", None)
+        if node.get("$recursiveRef") == "#" and "$ref" not in node:
+            node["$ref"] = node.pop("$recursiveRef")
+        evaluates_more = has_cases or any(key in node for key in ("$ref", "anyOf", "allOf"))
+        if "unevaluatedProperties" in node and not evaluates_more:
+            node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
+        if node.get("unevaluatedProperties") is True:
+            del node["unevaluatedProperties"]
+        if node.get("unevaluatedItems") is True:
+            del node["unevaluatedItems"]
+        self._names(node, path)
+        self._listed_names(node)
+        for key in _UNKEPT:
+            if key in node:
+                del node[key]
+                self._ignore(key, path, "no grammar can keep to it")
+
+    def _format(self, node: dict[str, Any], path: str) -> None:
+        name = node.get("format")
+        if not isinstance(name, str) or name in _FORMATS:
+            return
+        del node["format"]
+        if name not in _FORMAT_NOTES:
+            self._ignore("format", path, f'the format "{name[:40]}" is not known')
+
+    def _pattern(self, node: dict[str, Any], path: str) -> None:
+        pattern = node.get("pattern")
+        if isinstance(pattern, str):
+            node["pattern"] = pattern = _PATTERNS.get(pattern, pattern)
+            if not self._can_compile(pattern):
+                del node["pattern"]
+                self._ignore("pattern", path, "it is no regular expression without look-around and references back")
+        patterns = node.get("patternProperties")
+        if isinstance(patterns, dict):
+            node["patternProperties"] = dict(patterns)
+            for pattern in patterns:
+                if not self._can_compile(pattern):
+                    del node["patternProperties"][pattern]
+                    self._ignore("patternProperties", path, "its pattern has look-around or references back")
+
+    def _can_compile(self, pattern: str) -> bool:
+        if "\\" not in pattern and "(?" not in pattern and "[" not in pattern:
+            return True
+        self._patterns_left -= 1
+        return self._patterns_left < 0 or _is_known_to_library(pattern)
+
+    def _names(self, node: dict[str, Any], path: str) -> None:
+        """propertyNames: names are filtered, or become patternProperties or properties."""
+        if "propertyNames" not in node:
+            return
+        wanted = self._logic.resolved(node.pop("propertyNames"))
+        if wanted is True:
+            return
+        properties = node.get("properties")
+        properties = dict(properties) if isinstance(properties, dict) else {}
+        answers = {name: self._logic.accepts(wanted, name) for name in properties}
+        others = node.get("additionalProperties", True)
+        values = self._logic.values(wanted)
+        if values is not None:
+            names = [name for name in values if isinstance(name, str)]
+            if "patternProperties" not in node:
+                node["properties"] = {
+                    **{name: schema if name in names else False for name, schema in properties.items()},
+                    **{name: others for name in names if name not in properties},
+                }
+                node["additionalProperties"] = False
+                return
+        pattern = _pattern_of_names(wanted)
+        if pattern is not None and "patternProperties" not in node:
+            known = {name: _matches(pattern, name) if answer is None else answer for name, answer in answers.items()}
+            if None not in known.values():
+                node["properties"] = {name: one if known[name] else False for name, one in properties.items()}
+                if others is not False:
+                    if pattern:
+                        node["patternProperties"] = {pattern: others}
+                        node["additionalProperties"] = False
+                    else:
+                        node["additionalProperties"] = others
+                return
+        self._ignore("propertyNames", path, "names can be listed, or match one pattern")
+
+    def _listed_names(self, node: dict[str, Any]) -> None:
+        """Names that a pattern lists become properties: each can be written once, and counts once."""
+        patterns = node.get("patternProperties")
+        if not isinstance(patterns, dict):
+            return
+        properties = node.get("properties")
+        listed = dict(properties) if isinstance(properties, dict) else {}
+        left = {}
+        for pattern, schema in patterns.items():
+            texts = texts_of_pattern(pattern)
+            if texts is None:
+                left[pattern] = schema
+                continue
+            for text in texts:
+                if text in listed and listed[text] is not schema:
+                    listed[text] = {"allOf": [listed[text], schema]}
+                else:
+                    listed[text] = schema
+        if len(left) == len(patterns):
+            return
+        if left:
+            # A listed name may match a pattern that is left, which then holds for it, too.
+            return
+        node["properties"] = listed
+        del node["patternProperties"]
+
+    def _lists_without_repeats(self, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """An array of different items that can be listed, as the list of all such arrays."""
+        if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "items" not in schema:
+            return None
+        items = self._logic.values(schema["items"])
+        if items is None:
+            return None
+        most = schema.get("maxItems")
+        most = min(len(items), most) if isinstance(most, int) else len(items)
+        lists: list[list[Any]] = []
+        for count in range(most + 1):
+            for one in itertools.permutations(items, count):
+                if len(lists) >= LISTS_MAX:
+                    return None
+                lists.append(list(one))
+        answers = [self._logic.accepts(schema, one) for one in lists]
+        if None in answers:
+            return None
+        return {"enum": [one for one, is_kept in zip(lists, answers, strict=True) if is_kept]}
+
+    # --- what cannot be kept to ---
+
+    def _ignore(self, keyword: str, path: str, reason: str) -> None:
+        if not self._is_lenient:
+            raise self._unkept(keyword, path, reason)
+        self.ignored.append(f"{path}.{keyword}".removeprefix("."))
+
+    def _unkept(self, keyword: str, path: str, reason: str) -> InvalidRequest:
+        place = f"{path}.{keyword}".removeprefix(".")
+        return InvalidRequest(
+            f'the schema has the keyword "{keyword}" at {place[:200]}, which cannot be kept to: {reason}; leave it '
+            "out, or send strict false to have it ignored",
+            param=self._param,
+        )
+
+
+_KEPT_BESIDE_VALUES: Final = ANNOTATIONS | {OPTIONS}
+
+
+def _type_in(schema: Any, around: dict[str, Any]) -> Any:
+    """The type that a member of a schema names, or the schema around it."""
+    return schema["type"] if isinstance(schema, dict) and "type" in schema else around.get("type")
+
+
+def _both(one: Any, other: Any) -> Any:
+    if one is True or other is True:
+        return other if one is True else one
+    return {"allOf": [one, other]}
+
+
+def _pattern_of_names(wanted: Any) -> str | None:
+    """The pattern that names have to match, empty for any; None: there is none that says it."""
+    if not isinstance(wanted, dict):
+        return None
+    left = {key: value for key, value in wanted.items() if key not in ANNOTATIONS and key != "type"}
+    if wanted.get("type", "string") != "string":
+        return None
+    if not left:
+        return ""
+    if set(left) == {"pattern"} and isinstance(left["pattern"], str):
+        return str(left["pattern"])
+    if set(left) <= {"minLength", "maxLength"}:
+        return rf"^[\s\S]{{{left.get('minLength', 0)},{left.get('maxLength', '')}}}$"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _is_known_to_library(pattern: str) -> bool:
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
+
+
+def _matches(pattern: str, name: str) -> bool | None:
+    """Whether a pattern matches a name, as the library reads it: its search takes linear time."""
+    matcher = LLMatcher(_byte_library(), LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
+    text = list(json.dumps(name, ensure_ascii=False).encode())
+    return None if matcher.is_error() else matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
+
+
+@lru_cache(maxsize=1)
+def _byte_library() -> LLTokenizer:
+    return LLTokenizer("byte")
