@@ -100,3 +100,102 @@ def test_wrong_arguments_are_named_by_their_place() -> None:
         with pytest.raises(InvalidRequest, match="not JSON") as caught:
             rendered(source, broken, TOOLS)
         assert caught.value.param == "messages[1].tool_calls[0]"
+
+
+JOINS = """{% if tools %}<tools>{{ tools | tojson }}{% endif %}
+{%- for message in messages %}{% if message.role == 'user' %}<user>{{ message.content }}
+{%- elif message.role == 'assistant' and message.tool_calls %}
+{%- for call in message.tool_calls %}<call>{{ call.function.name + ' ' + call.function.arguments }}</call>
+{%- endfor %}
+{%- elif message.role == 'assistant' %}<assistant>{{ message.content }}
+{%- elif message.role == 'tool' %}<tool>{{ message.content }}{% endif %}
+{% endfor %}"""
+PRINTS = JOINS.replace("' ' + call.function.arguments", "' ' ~ call.function.arguments")
+FIRST_SYSTEM = """{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}
+{% endif %}{% for message in messages %}{% if message.role in ['user', 'assistant'] %}
+<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"""
+KNOWS_DEVELOPER = """{% for message in messages %}{% if message.role in ('developer', 'system') %}<developer>
+{%- else %}<{{ message.role }}>{% endif %}{{ message.content }}
+{% endfor %}"""
+SYSTEM = {"role": "system", "content": "Be brief."}
+LATER = {"role": "system", "content": "Be kind."}
+ANSWER = {"role": "assistant", "content": "Rain."}
+
+
+@pytest.mark.parametrize("source", [JOINS, PRINTS])
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
+def test_templates_that_join_arguments_get_them_as_text(source: str, tools: list[dict[str, Any]] | None) -> None:
+    text = rendered(source, HISTORY, tools)
+    assert '<call>weather {"city": "Oslo"}</call>' in text
+    assert "<tool>rain" in text
+    as_object = [*HISTORY[:1], {**HISTORY[1], "tool_calls": [_with_arguments({"city": "Oslo"})]}, *HISTORY[2:]]
+    assert rendered(source, as_object, tools) == text
+
+
+def _with_arguments(arguments: object) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
+def test_templates_that_dump_arguments_get_an_object(tools: list[dict[str, Any]] | None) -> None:
+    assert '<call>weather {"city": "Oslo"}</call>' in rendered(WITH_TOOLS, HISTORY, tools)
+
+
+def test_joined_arguments_are_checked_as_objects_are() -> None:
+    broken = [USER, {**HISTORY[1], "tool_calls": [_with_arguments("{")]}, HISTORY[2]]
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        rendered(JOINS, broken, None)
+
+
+def test_a_history_that_shows_only_beside_tools_is_text_without_them() -> None:
+    source = "{% if not tools %}" + PLAIN + "{% else %}" + WITH_TOOLS + "{% endif %}"
+    assert "<call>weather" in rendered(source, HISTORY, TOOLS)
+    assert "<tool_response>\nrain" in rendered(source, HISTORY, None)
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    for source in (PLAIN, FIRST_SYSTEM):
+        assert rendered(source, messages, None) == rendered(source, [SYSTEM, USER], None)
+    assert rendered(KNOWS_DEVELOPER, messages, None).startswith("<developer>Be brief.")
+
+
+@pytest.mark.parametrize("later", [LATER, {**LATER, "role": "developer"}])
+def test_system_messages_that_a_template_drops_are_kept(later: dict[str, Any]) -> None:
+    text = rendered(FIRST_SYSTEM, [SYSTEM, later, USER], None)
+    assert text.startswith("<system>Be brief.\n\nBe kind.\n")
+    text = rendered(FIRST_SYSTEM, [SYSTEM, USER, ANSWER, later, USER], None)
+    assert text.endswith("<assistant>Rain.<user>Be kind.\n\nOslo?")
+    text = rendered(FIRST_SYSTEM, [USER, ANSWER, later], None)
+    assert text.endswith("<user>Be kind.")
+    text = rendered(JOINS, [SYSTEM, USER], None)
+    assert text.startswith("<user>Be brief.\n\nOslo?")
+
+
+def test_parts_of_a_dropped_system_message_are_kept() -> None:
+    later = {**LATER, "content": [{"type": "text", "text": "Be kind."}]}
+    assert "<user>Be kind.\nOslo?" in rendered(JOINS, [USER, ANSWER, later, USER], None)
+
+
+def test_system_messages_that_a_template_shows_stay_where_they_are() -> None:
+    text = rendered(PLAIN, [SYSTEM, LATER, USER, ANSWER, LATER, USER], None)
+    assert text.count("<system>Be kind.</system>") == 2
+
+
+def test_text_beside_calls_that_a_template_drops_is_a_message_of_its_own() -> None:
+    messages = [USER, {**HISTORY[1], "content": "Let me look."}, HISTORY[2]]
+    assert "<assistant>Let me look.<call>weather" in rendered(JOINS, messages, TOOLS)
+    assert rendered(WITH_TOOLS, messages, TOOLS).count("Let me look.") == 1
+
+
+def test_an_unknown_role_is_refused_with_the_roles_that_are_known() -> None:
+    for source in (PLAIN, FIRST_SYSTEM):
+        with pytest.raises(InvalidRequest, match="'critic', allowed are assistant, developer, function") as caught:
+            rendered(source, [USER, {"role": "critic", "content": "No."}], None)
+        assert caught.value.param == "messages[1].role"
+
+
+@pytest.mark.parametrize("test", ["message.role == 'critic'", "message['role'] in ['critic', 'judge']"])
+def test_a_role_that_the_template_names_is_taken(test: str) -> None:
+    source = PLAIN.replace("<{{ message.role }}>", "{% if " + test + " %}!{% endif %}<{{ message.role }}>", 1)
+    assert "!<critic>No." in rendered(source, [USER, {"role": "critic", "content": "No."}], None)

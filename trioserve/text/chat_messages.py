@@ -28,12 +28,14 @@ class ContentForm(enum.Enum):
     PARTS = "parts"
 
 
-def prepared_messages(prompt: ChatPrompt, form: ContentForm, *, final_end: str) -> list[dict[str, Any]]:
+def prepared_messages(
+    prompt: ChatPrompt, form: ContentForm, *, final_end: str, arguments_are_text: bool = False
+) -> list[dict[str, Any]]:
     """Copies of the prompt's messages; the caller's are not changed.
 
     Text parts are joined by line breaks where the template wants a string, as in vLLM; a string is wrapped where it
     wants parts; an absent content is empty. Arguments of earlier tool calls, JSON in a string, become objects, if they
-    are of bounded depth and number.
+    are of bounded depth and number. With arguments_are_text they stay JSON text, or become it.
     final_end is put behind the final message's text if that message is to be continued. A mark of an image,
     {"type": "image"}, stays where it is.
     Raises InvalidRequest, naming the place, for anything but text and such marks.
@@ -41,7 +43,7 @@ def prepared_messages(prompt: ChatPrompt, form: ContentForm, *, final_end: str) 
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
     messages = [_message(message, f"messages[{index}]", form) for index, message in enumerate(prompt.messages)]
-    _parse_arguments(messages)
+    _parse_arguments(messages, are_text=arguments_are_text)
     if prompt.continue_final_message:
         _append_to_content(messages[-1], final_end)
     return messages
@@ -89,8 +91,9 @@ def _part_text(part: object, place: str) -> str:
     return text
 
 
-def _parse_arguments(messages: list[dict[str, Any]]) -> None:
-    """Templates write arguments with tojson, so they need the object and not the JSON text that OpenAI's API has."""
+def _parse_arguments(messages: list[dict[str, Any]], *, are_text: bool) -> None:
+    """Give each call the arguments that the template needs: an object for tojson, or JSON text to join to other text.
+    OpenAI's API has JSON text. It is checked in either case."""
     value_count = 0
     for message_index, message in enumerate(messages):
         calls = message.get("tool_calls")
@@ -100,7 +103,12 @@ def _parse_arguments(messages: list[dict[str, Any]]) -> None:
         for call_index, call in enumerate(calls):
             function = call.get("function") if isinstance(call, dict) else None
             arguments = function.get("arguments") if isinstance(function, dict) else None
-            if not isinstance(function, dict) or not isinstance(arguments, str):
+            if not isinstance(function, dict):
+                continue
+            if not isinstance(arguments, str):
+                if are_text and isinstance(arguments, dict):
+                    written = json.dumps(arguments, ensure_ascii=False)
+                    calls[call_index] = {**call, "function": {**function, "arguments": written}}
                 continue
             place = f"messages[{message_index}].tool_calls[{call_index}]"
             # Counted before anything is made of them. What stands in strings is counted, too: it is no harm.
@@ -111,7 +119,9 @@ def _parse_arguments(messages: list[dict[str, Any]]) -> None:
                     f"{ARGUMENT_VALUES_MAX} commas and opening brackets, and so too many values",
                     param=place,
                 )
-            calls[call_index] = {**call, "function": {**function, "arguments": _parsed(arguments, place)}}
+            parsed = _parsed(arguments, place)
+            given = (arguments or "{}") if are_text else parsed
+            calls[call_index] = {**call, "function": {**function, "arguments": given}}
 
 
 def _parsed(arguments: str, place: str) -> object:

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
+from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentForm, prepared_messages
@@ -19,6 +20,9 @@ __all__ = ["ChatTemplate", "template_flaw"]
 
 TEMPLATE_CHARACTERS_MAX = 262_144  # the longest in use are a tenth of this; compiling takes about 1 ms per 1,000
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+# Those of OpenAI's API. A template may know more.
+ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
 # Follows the final message to find where it ends in the prompt. The space tells whether the template trims.
 _END_MARK = "\U000f5e4d\U000f5e4e "
@@ -65,13 +69,20 @@ class ChatTemplate:
                 )
         try:
             program = self._program(source)
-            if tool_family is not None and _has_tools(prompt):
-                prompt = in_places(prompt, program.places, tool_family)
+            _check_roles(prompt, program.roles)
+            has_tools = _has_tools(prompt)
+            if has_tools or _has_system(prompt):
+                prompt = in_places(prompt, program.places, tool_family if has_tools else None)
         except InvalidRequest:
             raise
         except Exception as error:  # a foreign program that does not even compile
             raise _template_fault(prompt, "is not valid", error) from error
-        messages = prepared_messages(prompt, program.content_form, final_end=_END_MARK)
+        messages = prepared_messages(
+            prompt,
+            program.content_form,
+            final_end=_END_MARK,
+            arguments_are_text=has_tools and program.places.arguments_are_text,
+        )
         arguments = {
             "documents": None,
             **self._special_tokens,
@@ -106,13 +117,14 @@ class _Program:
         self._source = source
         self._special_tokens = special_tokens
         tree = _environment().parse(source)
+        self.roles = ROLES | _named_roles(tree)  # before the next line, which folds lists of constants
         self._variables = meta.find_undeclared_variables(tree)
         self.template = _environment().from_string(source)
         self.content_form = _content_form(tree)
 
     @functools.cached_property
     def places(self) -> TemplatePlaces:
-        """Where it writes tools and calls."""
+        """What it shows of a chat."""
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
             arguments = {"documents": None, **self._special_tokens, "messages": messages, "tools": tools}
@@ -135,7 +147,57 @@ def template_flaw(source: str) -> str | None:
 def _has_tools(prompt: ChatPrompt) -> bool:
     """Offered, called, or having answered."""
     return bool(prompt.tools) or any(
-        "tool_calls" in message or message.get("role") == "tool" for message in prompt.messages
+        _role_of(message) == "tool" or (isinstance(message, dict) and "tool_calls" in message)
+        for message in prompt.messages
+    )
+
+
+def _role_of(message: object) -> object:
+    """Messages are checked later, where they are prepared."""
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _has_system(prompt: ChatPrompt) -> bool:
+    return any(_role_of(message) in ("system", "developer") for message in prompt.messages)
+
+
+def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> None:
+    """Refuse a message whose role the template would not know, and most templates drop."""
+    for index, message in enumerate(prompt.messages):
+        role = _role_of(message)
+        if isinstance(role, str) and role not in roles:
+            place = f"messages[{index}].role"
+            raise InvalidRequest(f"{place} is {shown(role)}, allowed are {', '.join(sorted(roles))}", param=place)
+
+
+def _named_roles(tree: nodes.Template) -> frozenset[str]:
+    """Roles of the model's own: those that the template compares a message's role with."""
+    named: set[str] = set()
+    for comparison in tree.find_all(nodes.Compare):
+        if _is_key(comparison.expr, "role"):
+            for operand in comparison.ops:
+                named.update(
+                    constant.value
+                    for constant in (_unfiltered(operand.expr), *operand.expr.find_all(nodes.Const))
+                    if isinstance(constant, nodes.Const) and isinstance(constant.value, str) and constant.value
+                )
+    return frozenset(named)
+
+
+def _unfiltered(expression: nodes.Node) -> nodes.Node:
+    while isinstance(expression, nodes.Filter) and expression.node is not None:
+        expression = expression.node
+    return expression
+
+
+def _is_key(expression: nodes.Node, key: str) -> bool:
+    expression = _unfiltered(expression)
+    if isinstance(expression, nodes.Getattr):
+        return expression.attr == key
+    return (
+        isinstance(expression, nodes.Getitem)
+        and isinstance(expression.arg, nodes.Const)
+        and expression.arg.value == key
     )
 
 
@@ -158,13 +220,8 @@ def _content_form(tree: nodes.Template) -> ContentForm:
 
 
 def _is_content(expression: nodes.Node, names: set[str]) -> bool:
-    while isinstance(expression, nodes.Filter) and expression.node is not None:
-        expression = expression.node
-    if isinstance(expression, nodes.Getattr):
-        return expression.attr == "content"
-    if isinstance(expression, nodes.Getitem):
-        return isinstance(expression.arg, nodes.Const) and expression.arg.value == "content"
-    return isinstance(expression, nodes.Name) and expression.name in names
+    expression = _unfiltered(expression)
+    return _is_key(expression, "content") or (isinstance(expression, nodes.Name) and expression.name in names)
 
 
 def _cut_at_final_end(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Whether a chat template shows tools, calls and their results at all; where it does not, they become plain messages.
+"""What a chat template shows of a chat: tools, calls, results, system messages. The rest becomes plain messages.
 
-A template that drops them says nothing of it: the model would be asked about tools that it has never seen. So each
-template is rendered once with a chat whose parts can be found again in its text.
+A template that drops a part says nothing: the model would never see it. So each template is rendered a few times with
+short chats whose parts can be found again in its text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """A template's text for messages and tools. Raises whatever the template raises."""
 
 # Words that no template has, of letters and digits, which nothing escapes.
-_SYSTEM, _TOOL, _CALLED, _RESULT = "f5e4dsystem", "f5e4dtool", "f5e4dcalled", "f5e4dresult"
+_SYSTEM, _TOOL, _CALLED, _RESULT, _SAID = "f5e4dsystem", "f5e4dtool", "f5e4dcalled", "f5e4dresult", "f5e4dsaid"
 
 _USER = {"role": "user", "content": "Hi"}
 _TOOLS = [
@@ -35,45 +35,111 @@ _TOOLS = [
         },
     }
 ]
-_CALL = {"id": "f5e4dcall", "type": "function", "function": {"name": _CALLED, "arguments": {"what": "it"}}}
-_CALLING: list[dict[str, Any]] = [
-    _USER,
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": _CALL["id"]},
-]
+_ARGUMENTS, _ARGUMENTS_TEXT = {"what": "it"}, '{"what": "it"}'
+_REPR = repr(_ARGUMENTS)
+_HELP = {"role": "system", "content": "Help."}
+_ANSWER = {"role": "assistant", "content": "Yes?"}
 
 
 class TemplatePlaces(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a chat with tools a template shows: the tools themselves, and earlier calls with their results. system:
-    it takes a message of the system."""
+    """What a template shows, or refuses aloud.
+
+    Args:
+        tools: the tools themselves.
+        history: earlier calls with their results, if the request has tools.
+        bare_history: the same if it has none.
+        system: a first message of the system is shown.
+        keeps_system: a first message of the system is not dropped silently.
+        keeps_second_system: the same for a system message that follows the first.
+        keeps_later_system: the same for a system message behind other messages.
+        keeps_said: the same for the content of a message with calls.
+        developer: the template knows the role developer by name.
+        arguments_are_text: calls need their arguments as JSON text, since the template joins them to other text.
+    """
 
     tools: bool
     history: bool
+    bare_history: bool
     system: bool
+    keeps_system: bool
+    keeps_second_system: bool
+    keeps_later_system: bool
+    keeps_said: bool
+    developer: bool
+    arguments_are_text: bool
 
 
 def find_places(render: Render, *, variables: Collection[str], source: str, form: ContentForm) -> TemplatePlaces:
-    """variables: those that the template reads and does not set. A template that takes none of the chats here is
-    believed in what its source speaks of."""
-    with_tools = _first_text(
-        lambda: render(_shaped([_USER], form), _TOOLS),
-        lambda: render(_shaped([{"role": "system", "content": "Help."}, _USER], form), _TOOLS),
-    )
-    calling = _first_text(lambda: render(_shaped(_CALLING, form), _TOOLS))
-    system = _first_text(lambda: render(_shaped([{"role": "system", "content": _SYSTEM}, _USER], form), None))
+    """Render short chats to find what the template shows.
+
+    Args:
+        variables: those that the template reads and does not set.
+        source: of a template that takes none of the chats here. It shows what its source speaks of.
+    """
+
+    def text_of(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str | None:
+        try:
+            return render(_shaped(list(messages), form), tools)
+        except Exception:  # a foreign program that refuses this chat, for whatever reason
+            return None
+
+    def calling(arguments: object, *, tools: list[dict[str, Any]] | None = None, said: str = "") -> str | None:
+        return text_of(_USER, *_call_and_result(arguments, said), tools=tools)
+
+    def keeps(text: str | None) -> bool:
+        return text is None or _SYSTEM in text
+
+    with_tools = text_of(_USER, tools=_TOOLS)
+    if with_tools is None:
+        with_tools = text_of(_HELP, _USER, tools=_TOOLS)
+    arguments: object = _ARGUMENTS
+    called = calling(arguments, tools=_TOOLS)
+    bare_called = calling(arguments)
+    if _is_unfit(called) and _is_unfit(bare_called):
+        texts = (calling(_Text(_ARGUMENTS_TEXT), tools=_TOOLS), calling(_Text(_ARGUMENTS_TEXT)))
+        if any(text is not None and _ARGUMENTS_TEXT in text for text in texts):
+            arguments = _Text(_ARGUMENTS_TEXT)
+            called, bare_called = texts
+    said = calling(arguments, tools=_TOOLS, said=_SAID) or calling(arguments, said=_SAID)
+    prompt = {"role": "system", "content": _SYSTEM}
+    system = text_of(prompt, _USER)
+    developer = text_of({"role": "developer", "content": _SYSTEM}, _USER) if "developer" in source else None
     return TemplatePlaces(
         tools="tools" in variables and (with_tools is None or _TOOL in with_tools),
-        history="tool_calls" in source if calling is None else _CALLED in calling and _RESULT in calling,
+        history="tool_calls" in source if called is None else _shows_history(called),
+        bare_history="tool_calls" in source if called is bare_called is None else _shows_history(bare_called),
         system=system is not None and _SYSTEM in system,
+        keeps_system=keeps(system),
+        keeps_second_system=keeps(text_of(_HELP, prompt, _USER)),
+        keeps_later_system=keeps(text_of(_USER, _ANSWER, prompt, _USER)),
+        keeps_said=said is None or _SAID in said,
+        developer=developer is not None and _SYSTEM in developer,
+        arguments_are_text=isinstance(arguments, str),
     )
 
 
-def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> ChatPrompt:
-    """The prompt, with what the template has no place for as plain messages in the family's format."""
+def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str | None) -> ChatPrompt:
+    """The prompt, with what the template has no place for as plain messages.
+
+    Args:
+        tool_family: how tools and calls are written. None: the template drops them.
+    """
+    messages = prompt.messages
+    if not places.developer and any(message.get("role") == "developer" for message in messages):
+        messages = [{**message, "role": "system"} if message.get("role") == "developer" else message
+                    for message in messages]  # fmt: skip
+    messages = _kept_system(messages, places)
+    if messages is not prompt.messages:
+        prompt = msgspec.structs.replace(prompt, messages=messages)
+    return prompt if tool_family is None else _with_plain_tools(prompt, places, tool_family)
+
+
+def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> ChatPrompt:
     shows_tools = places.tools or not prompt.tools
     has_history = any(message.get("tool_calls") or message.get("role") == "tool" for message in prompt.messages)
-    if shows_tools and (places.history or not has_history):
-        return prompt
+    shows_history = places.history if prompt.tools else places.bare_history
+    if shows_tools and (shows_history or not has_history):
+        return prompt if places.keeps_said else _with_said_apart(prompt)
     messages = prepared_messages(
         msgspec.structs.replace(prompt, continue_final_message=False), ContentForm.STRING, final_end=""
     )
@@ -81,6 +147,78 @@ def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> C
     if not shows_tools and not places.system:
         plain = _without_system(plain)
     return msgspec.structs.replace(prompt, messages=plain, tools=prompt.tools if shows_tools else None)
+
+
+def _with_said_apart(prompt: ChatPrompt) -> ChatPrompt:
+    """The content of a message with calls becomes a message of its own before it."""
+    messages: list[dict[str, Any]] = []
+    for message in prompt.messages:
+        if message.get("tool_calls") and message.get("content"):
+            messages.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {**message, "content": ""}
+        messages.append(message)
+    return msgspec.structs.replace(prompt, messages=messages)
+
+
+def _kept_system(messages: list[dict[str, Any]], places: TemplatePlaces) -> list[dict[str, Any]]:
+    """Messages of the system that the template would drop: joined to the first one, or said by the user."""
+    if places.keeps_system and places.keeps_second_system and places.keeps_later_system:
+        return messages
+    kept: list[dict[str, Any]] = []
+    waiting: list[Any] = []  # content for the next message of the user
+    for message in messages:
+        role = message.get("role")
+        follows_first = len(kept) == 1 and kept[0].get("role") == "system"
+        if role == "system" and not kept and not waiting and places.keeps_system:
+            kept.append(message)
+        elif role == "system" and follows_first and not waiting:
+            if places.keeps_second_system:
+                kept.append(message)
+            else:
+                kept[0] = {**kept[0], "content": _joined(kept[0].get("content"), message.get("content"))}
+        elif role == "system":
+            if kept and places.keeps_later_system:
+                kept.append(message)
+            else:
+                waiting.append(message.get("content"))
+        else:
+            if waiting and role != "user":
+                kept += ({"role": "user", "content": content} for content in waiting)
+                waiting.clear()
+            for content in reversed(waiting):
+                message = {**message, "content": _joined(content, message.get("content"))}
+            waiting.clear()
+            kept.append(message)
+    kept += ({"role": "user", "content": content} for content in waiting)
+    return kept
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents as one, with a paragraph between."""
+    if isinstance(first, list) or isinstance(second, list):
+        return [*_parts(first), *_parts(second)]
+    return f"{first or ''}\n\n{second or ''}".strip("\n")
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _call_and_result(arguments: object, said: str) -> list[dict[str, Any]]:
+    call = {"id": "f5e4dcall", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
+    return [
+        {"role": "assistant", "content": said, "tool_calls": [call]},
+        {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": call["id"]},
+    ]
+
+
+def _shows_history(text: str | None) -> bool:
+    return text is not None and _CALLED in text and _RESULT in text
+
+
+def _is_unfit(text: str | None) -> bool:
+    """Whether arguments that are an object failed, or were printed as Python does."""
+    return text is None or _REPR in text
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,13 +230,13 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _shaped(messages: list[dict[str, Any]], form: ContentForm) -> list[dict[str, Any]]:
-    return prepared_messages(ChatPrompt(messages=messages), form, final_end="")
+    text = any(
+        isinstance(call["function"]["arguments"], _Text)
+        for message in messages
+        for call in message.get("tool_calls", ())
+    )
+    return prepared_messages(ChatPrompt(messages=messages), form, final_end="", arguments_are_text=text)
 
 
-def _first_text(*renderings: Callable[[], str]) -> str | None:
-    for rendering in renderings:
-        try:
-            return rendering()
-        except Exception:  # a foreign program that refuses this chat, for whatever reason
-            continue
-    return None
+class _Text(str):
+    """Arguments that stay JSON text."""
