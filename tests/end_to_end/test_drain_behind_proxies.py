@@ -1,0 +1,159 @@
+"""One of two servers behind nginx or HAProxy is stopped under load.
+
+The proxies run with the blocks of docs/operations.md. Debian and Ubuntu have them in the packages nginx-light and
+haproxy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PROXIES = {"nginx": "upstream trioserve", "haproxy": "global"}
+"""By program: how its block begins."""
+STREAM_TOKENS = 150
+
+
+def documented_block(first_words: str) -> str:
+    blocks = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return next(block for block in blocks if block.startswith(first_words))
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def configuration(program: str, folder: Path, port: int, places: list[str]) -> str:
+    """The documented block with this test's addresses, and for nginx the parts around it."""
+    block = documented_block(PROXIES[program])
+    for documented, place in zip(("10.0.0.7:8000", "10.0.0.8:8000"), places, strict=True):
+        assert block.count(documented) == 1
+        block = block.replace(documented, place)
+    documented, ours = {
+        "nginx": ("listen 80;", f"listen 127.0.0.1:{port};"),
+        "haproxy": ("bind :80", f"bind 127.0.0.1:{port}"),
+    }[program]
+    assert block.count(documented) == 1
+    block = block.replace(documented, ours)
+    if program == "haproxy":
+        return block
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    paths = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
+    return (
+        f"daemon off;\nmaster_process off;\npid {folder}/nginx.pid;\nerror_log {folder}/errors.log;\n"
+        f"events {{}}\nhttp {{\naccess_log off;\n{paths}{block}}}\n"
+    )
+
+
+@pytest.fixture(params=PROXIES)
+def proxied(request, start_server, tmp_path: Path) -> Iterator[tuple[str, list]]:
+    """The URL of a proxy, and the two servers behind it."""
+    program = request.param
+    if not shutil.which(program):
+        package = {"nginx": "nginx-light"}.get(program, program)
+        pytest.skip(f"{program} is not installed: apt-get install {package}")
+    options = ("--max-num-seqs", "8", "--threads", "1", "--drain-timeout", "60")
+    servers = [start_server(*options) for _ in range(2)]
+    port = free_port()
+    file = tmp_path / f"{program}.conf"
+    file.write_text(configuration(program, tmp_path, port, [server.url.removeprefix("http://") for server in servers]))
+    command = {
+        "nginx": ["nginx", "-p", str(tmp_path), "-e", str(tmp_path / "errors.log"), "-c", str(file)],
+        "haproxy": ["haproxy", "-db", "-f", str(file)],
+    }
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command[program], stdout=output, stderr=subprocess.STDOUT)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until(lambda: answers(url) or process.poll() is not None)
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            yield url, servers
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=30):
+            return True
+    except OSError:
+        return False
+
+
+class Flow(threading.Thread):
+    """Sends one short request after another, each over a new connection.
+
+    Args:
+        url: of the proxy.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self.response_count = 0
+        self.errors: list[str] = []
+        self.is_over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        body = json.dumps({"prompt": "Count:", "max_tokens": 2, "ignore_eos": True}).encode()
+        while not self.is_over.is_set() and not self.errors:
+            request = urllib.request.Request(f"{self.url}/v1/completions", body, method="POST")
+            try:
+                with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:
+                    assert json.load(response)["usage"]["completion_tokens"] == 2
+            except urllib.error.HTTPError as error:
+                self.errors.append(f"{error.code} {error.read().decode()}")
+            except (OSError, ValueError, AssertionError) as error:
+                self.errors.append(repr(error))
+            else:
+                self.response_count += 1
+
+
+@pytest.mark.slow
+def test_no_client_behind_a_proxy_sees_that_a_server_is_stopped(proxied):
+    url, (leaving, staying) = proxied
+    streams = [Asker(url, f"Story number {index}:", STREAM_TOKENS) for index in range(4)]
+    wait_until(lambda: all(len(stream.events) > 5 for stream in streams))
+    flows = [Flow(url) for _ in range(2)]
+    wait_until(lambda: all(flow.response_count > 2 for flow in flows))
+    assert leaving.metric("trioserve:num_requests_running") > 0
+    assert staying.metric("trioserve:num_requests_running") > 0
+
+    leaving.process.send_signal(signal.SIGTERM)
+    before = [flow.response_count for flow in flows]
+    assert leaving.process.wait(WAIT_SECONDS_MAX) == 0
+    during = [flow.response_count for flow in flows]
+    wait_until(
+        lambda: all(flow.errors or flow.response_count > count + 5 for flow, count in zip(flows, during, strict=True))
+    )
+    for flow in flows:
+        flow.is_over.set()
+    for thread in (*flows, *streams):
+        thread.join(WAIT_SECONDS_MAX)
+        assert not thread.is_alive(), "a client hangs"
+
+    assert [flow.errors for flow in flows] == [[], []]
+    assert all(count > first for first, count in zip(before, during, strict=True)), "no request came while it drained"
+    for stream in streams:
+        assert stream.is_done, (stream.error, stream.events[-1:])
+        assert not any("error" in event for event in stream.events)
+        assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+    wait_until(lambda: staying.metric('trioserve:kv_blocks{state="used"}') == 0)
