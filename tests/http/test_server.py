@@ -629,7 +629,7 @@ async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, serv
     assert server.counters().connections_open == 0
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x00\x05hello"], ids=["silent", "damaged"])
 async def test_handshake_that_fails_or_never_ends(autojump_clock, nursery, server_context, caplog, sent):
     server = FrontendServer(respond_ok, ssl_context=server_context, limits=FrontendLimits(tls_handshake_seconds_max=10))
     ours, theirs = memory_stream_pair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,58 @@ async def test_version_that_is_too_old_is_refused(autojump_clock, files, connect
     # It is our minimum that refuses: without it, they agree.
     server_context.minimum_version = ssl.TLSVersion.TLSv1_1
     assert (await fetch(connect(server, client_context))).endswith(b"ok")
+
+
+# --- a client that speaks another protocol than its port ---
+
+
+async def speak(server: FrontendServer, opening: bytes, peer: str) -> None:
+    """Send `opening` as a client does, and read until the server closes."""
+    ours, theirs = memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(functools.partial(server.serve_connection, theirs, peer=peer))
+        await ours.send_all(opening)
+        await ours.send_eof()
+        while await ours.receive_some():
+            pass
+        await ours.aclose()
+
+
+@pytest.mark.parametrize("opening", [b"GET", b"POST", b"DELETE", b"OPTIONS", b"CONNECT", b"PRI"])
+async def test_plain_http_at_a_port_with_tls_leaves_one_log_line(autojump_clock, files, caplog, opening):
+    server = FrontendServer(respond_ok, ssl_context=files.server_context())
+    await speak(server, opening + b" / HTTP/1.1\r\nhost: test\r\n\r\n", "10.1.2.3:456")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "a client does not speak TLS at a port with TLS: give it a URL that begins with https:// peer=10.1.2.3:456",
+        )
+    ]
+
+
+async def test_tls_at_a_plain_port_leaves_one_log_line(autojump_clock, caplog):
+    client = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), client, server_hostname="test").do_handshake()
+    await speak(FrontendServer(respond_ok), client.read(), "10.1.2.3:456")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a client speaks TLS at a port without TLS: give it a URL that begins with http:// peer=10.1.2.3:456"
+    ]
+
+
+async def test_clients_without_tls_leave_three_log_lines_and_then_one_a_minute(autojump_clock, files, caplog):
+    server = FrontendServer(respond_ok, ssl_context=files.server_context())
+
+    async def lines_of_ten_clients() -> int:
+        caplog.clear()
+        for _ in range(10):
+            await speak(server, REQUEST, "10.1.2.3:456")
+        return len(caplog.records)
+
+    assert await lines_of_ten_clients() == 3
+    await trio.sleep(60)
+    assert await lines_of_ten_clients() == 1
+    assert server.counters().connections_refused_total["tls_handshake"] == 20
 
 
 # --- client certificates ---

@@ -23,6 +23,7 @@ from trioserve.http.http1.connection import H11Connection
 from trioserve.http.http2.connection import H2Connection
 from trioserve.http.http2.frames import PREFACE
 from trioserve.http.limits import FrontendLimits
+from trioserve.http.rate_bucket import RateBucket
 from trioserve.trio_tools.places import Place, Places, remote_address
 from trioserve.trio_tools.tcp_options import end_when_vanished
 from trioserve.trio_tools.tcp_stream import TcpStream
@@ -30,6 +31,10 @@ from trioserve.trio_tools.tcp_stream import TcpStream
 __all__ = ["FrontendServer"]
 
 logger = logging.getLogger(__name__)
+
+NO_TLS_REASONS = frozenset({"HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER"})
+"""What OpenSSL reports if the first bytes are no TLS: it knows GET, HEAD, POST, PUT and CONNECT by name."""
+TLS_OPENING = b"\x16\x03"  # the record of a ClientHello, of every version
 
 
 class FrontendServer:
@@ -67,6 +72,8 @@ class FrontendServer:
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: set[trio.CancelScope] = set()
         self._accepting = trio.CancelScope()
+        # A misconfigured client tries again and again, and a scanner as often as it likes.
+        self._protocol_reports = RateBucket(per_second=1 / 60, burst=3, now=0.0)
         connections_max = self._limits.connections_max
         strangers_share = 1.0 if knows_caller is None else self._limits.unknown_connections_share_max
         self._places = Places(
@@ -232,7 +239,10 @@ class FrontendServer:
                     await secure.do_handshake()
                 except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
                     refused[ConnectionRefusal.TLS_HANDSHAKE] += 1
-                    logger.debug("TLS handshake failed peer=%s error=%s", peer, error.__cause__ or error)
+                    if getattr(error.__cause__, "reason", None) in NO_TLS_REASONS:
+                        self._report_protocol("a client does not speak TLS at a port with TLS", "https://", peer)
+                    else:
+                        logger.debug("TLS handshake failed peer=%s error=%s", peer, error.__cause__ or error)
                     return None
             if patience.cancelled_caught:
                 refused[ConnectionRefusal.TLS_HANDSHAKE] += 1
@@ -245,10 +255,17 @@ class FrontendServer:
             refused[ConnectionRefusal.SILENT] += 1
         if not received:
             return None
+        if received.startswith(TLS_OPENING):
+            self._report_protocol("a client speaks TLS at a port without TLS", "http://", peer)
         if agreed == "h2" or received.startswith(PREFACE):
             self._setup.tally.connections_http2_total += 1
             return H2Connection(self._setup, stream, peer=peer, received=received)
         return H11Connection(self._setup, stream, peer=peer, received=received)
+
+    def _report_protocol(self, happened: str, scheme: str, peer: str) -> None:
+        """Log that a client speaks another protocol than its port, for a limited number of clients."""
+        if self._protocol_reports.take(trio.current_time()):
+            logger.warning("%s: give it a URL that begins with %s peer=%s", happened, scheme, peer)
 
 
 async def _read_opening(stream: trio.abc.Stream) -> bytes:
