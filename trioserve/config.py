@@ -137,6 +137,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: Annotated[int, _about(
         "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
         )] = FrontendLimits().body_bytes_max
+    body_timeout: Annotated[Seconds, _about(
+        "seconds in which a request's whole body must arrive, or the request is refused with 408; default: 600, or the "
+        "time that --max-body-bytes take at half a Mbit/s if that is longer", "SECONDS")] = None
     max_response_bytes: Annotated[int, _about(
         "size of a whole response, estimated from its request: choices x tokens x (log probabilities + 1), what it "
         "repeats of its prompts, vectors x dimensions; a larger one is refused with 400. A stream has no such bound, "

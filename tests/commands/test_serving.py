@@ -214,3 +214,9 @@ async def test_reload_without_tls_is_one_line_in_the_log(caplog, autojump_clock)
 def test_options_of_connections_reach_the_front_end():
     limits = frontend_limits(make_config(keep_alive_timeout=5.0, ping_interval=6.0, ping_timeout=7.0))
     assert (limits.idle_seconds_max, limits.ping_seconds, limits.ping_answer_seconds_max) == (5.0, 6.0, 7.0)
+
+
+def test_larger_bodies_have_more_time_unless_an_option_says_how_much():
+    assert frontend_limits(make_config()).body_seconds_max == 600
+    assert frontend_limits(make_config(max_body_bytes=1_000_000_000)).body_seconds_max == 16_000
+    assert frontend_limits(make_config(max_body_bytes=1_000_000_000, body_timeout=5.0)).body_seconds_max == 5

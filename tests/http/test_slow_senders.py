@@ -62,9 +62,11 @@ async def responded_at(response, nursery: trio.Nursery) -> tuple[trio.Event, lis
     return came, told
 
 
-async def check_cut_off(front, http: int, *, pieces: list[tuple[float, bytes]], seconds: float) -> None:
-    """Who sends these pieces, each after so many seconds, gets a 408 `seconds` after the beginning, and is counted."""
-    the_front = front(measure)
+async def check_cut_off(
+    front, http: int, *, pieces: list[tuple[float, bytes]], seconds: float, **limits: float
+) -> None:
+    """Check that a client that sends `pieces`, each after a pause, gets 408 after `seconds`, and is counted."""
+    the_front = front(measure, **limits)
     began_at = trio.current_time()
     client, send, response = await begin(the_front, http, 1_000_000)
     async with trio.open_nursery() as nursery:
@@ -114,6 +116,11 @@ async def test_a_rush_at_the_beginning_buys_no_long_silence(autojump_clock, fron
 @pytest.mark.parametrize("http", [1, 2])
 async def test_half_of_the_pace_is_cut_off_after_twice_the_wait(autojump_clock, front, http):
     await check_cut_off(front, http, pieces=[(0.5, bytes(RATE // 4))] * 200, seconds=2 * WAIT)
+
+
+@pytest.mark.parametrize("http", [1, 2])
+async def test_body_that_keeps_the_pace_is_refused_after_the_total_time(autojump_clock, front, http):
+    await check_cut_off(front, http, pieces=[(1.0, bytes(RATE))] * 60, seconds=40.5, body_seconds_max=40.5)
 
 
 @pytest.mark.slow
@@ -251,3 +258,11 @@ def test_patience_is_bought_by_the_byte_and_never_more_than_the_whole():
     assert pace.arrived(200, now=55.0) == 62.5
     assert pace.arrived(0, now=56.0) == 62.5
     assert pace.arrived(1_000_000, now=57.0) == 67.0
+
+
+def test_total_time_of_a_body_bounds_its_deadline_and_is_named():
+    pace = BodyPace(FrontendLimits(body_wait_seconds_max=10, body_seconds_max=25), now=50.0)
+    assert pace.arrived(10_000_000, now=64.0) == 74.0
+    assert "--body-timeout" not in pace.lost
+    assert pace.arrived(10_000_000, now=70.0) == 75.0
+    assert "all of it may take 25 seconds (--body-timeout)" in pace.lost

@@ -38,7 +38,7 @@ GROUPS = {
     ),
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections "
-        "max_connections_per_address max_body_bytes max_response_bytes max_responses_bytes stall_timeout "
+        "max_connections_per_address max_body_bytes body_timeout max_response_bytes max_responses_bytes stall_timeout "
         "vanished_timeout keep_alive_timeout keep_alive_comments ping_interval ping_timeout drain_timeout drain_delay "
         "require_model log_level"
     ),

@@ -58,6 +58,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+SLOW_LINK_BYTES_PER_SECOND = 62_500  # half a Mbit/s: the slowest upload of a body that is as large as allowed
+
 _IMPORTED_AT = time.perf_counter()
 ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
 TLS_LOOK_SECONDS = 10.0  # between two looks whether the files of certificates and keys have changed
@@ -276,6 +278,8 @@ def frontend_limits(config: ServerConfig) -> FrontendLimits:
         connections_max=connections_max,
         connections_per_address_max=of_address or max(1, connections_max - max(1, connections_max // 64)),
         body_bytes_max=config.max_body_bytes,
+        body_seconds_max=config.body_timeout
+        or max(FrontendLimits().body_seconds_max, config.max_body_bytes / SLOW_LINK_BYTES_PER_SECOND),
         stall_seconds_max=config.stall_timeout,
         idle_seconds_max=config.keep_alive_timeout,
         ping_seconds=config.ping_interval,

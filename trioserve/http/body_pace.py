@@ -1,4 +1,4 @@
-"""How long a body may take: as long as it keeps a pace, and no longer. Told the time; waits for nothing itself."""
+"""The deadline of a request body: it must keep a pace, and arrive within a total time. Decides only, never waits."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ __all__ = ["BodyPace"]
 
 
 class BodyPace:
-    """One body's patience. deadline: when it ends, unless more arrives before.
+    """The deadline of one body, which moves as bytes arrive.
 
-    Every byte moves it on by what a byte may take, and none moves it further than body_wait_seconds_max from now: so
-    whoever sends slowly, but at the pace, is never cut off, a byte now and then is worth nothing, and a rush at the
-    beginning buys no long silence.
+    Each byte moves the deadline by the time that the pace allows for one byte, to at most body_wait_seconds_max from
+    now. So a slow sender that keeps the pace is not cut off, a byte now and then does not help, and a rush at the
+    beginning allows no long silence. Nothing moves the deadline beyond body_seconds_max after the first wait.
+
+    Attributes:
+        deadline: time at which the body is given up, unless more bytes arrive before.
     """
 
-    __slots__ = ("_limits", "deadline")
+    __slots__ = ("_ends_at", "_limits", "deadline")
 
     def __init__(self, limits: FrontendLimits, *, now: float) -> None:
         self._limits = limits
-        self.deadline = now + limits.body_wait_seconds_max
+        self._ends_at = now + limits.body_seconds_max
+        self.deadline = min(now + limits.body_wait_seconds_max, self._ends_at)
 
     def arrived(self, byte_count: int, *, now: float) -> float:
-        """So many bytes of the body came. Returns the new deadline."""
+        """Count `byte_count` bytes that arrived. Returns the new deadline."""
         earned = self.deadline + byte_count / self._limits.body_bytes_per_second_min
-        self.deadline = min(earned, now + self._limits.body_wait_seconds_max)
+        self.deadline = min(earned, now + self._limits.body_wait_seconds_max, self._ends_at)
         return self.deadline
 
     @property
     def lost(self) -> str:
-        """For the client whose patience has ended."""
+        """The message for the client after the deadline."""
+        if self.deadline == self._ends_at:
+            return (
+                f"the request body did not arrive in time: all of it may take {self._limits.body_seconds_max:g} "
+                "seconds (--body-timeout): send a smaller body, or over a faster link"
+            )
         return (
             f"the request body did not arrive in time: it may fall behind {self._limits.body_bytes_per_second_min} "
             f"bytes per second by at most {self._limits.body_wait_seconds_max:g} seconds"

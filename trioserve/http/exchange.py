@@ -35,7 +35,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class BodyTimeout(InvalidRequest):
-    """The request's body fell body_wait_seconds_max behind its pace. To be answered with 408."""
+    """The request's body fell body_wait_seconds_max behind its pace, or took body_seconds_max. Answer with 408."""
 
 
 class UnknownCoding(InvalidRequest):
@@ -93,9 +93,9 @@ class Exchange(abc.ABC):
         A body that has not come whole when the server begins to leave is not waited for: the exchange is cancelled.
 
         Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout when
-        it falls body_wait_seconds_max behind body_bytes_per_second_min, UnknownCoding for another content-encoding,
-        InvalidRequest when its framing is broken, and Overloaded when all clients' bodies together reach
-        bodies_bytes_max. What was read counts there until the exchange ends.
+        it falls body_wait_seconds_max behind body_bytes_per_second_min or takes body_seconds_max, UnknownCoding for
+        another content-encoding, InvalidRequest when its framing is broken, and Overloaded when all clients' bodies
+        together reach bodies_bytes_max. What was read counts there until the exchange ends.
         """
 
     @abc.abstractmethod

@@ -80,7 +80,10 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     large bodies on slow links, or wait as long for small ones."""
     body_wait_seconds_max: float = 30.0
     """How far a body may fall behind that pace, from the first wait for it on: a silence as long as this ends it, and a
-    byte now and then does not help. A link that was lost is back by then, or gone. The largest body has 35 minutes."""
+    byte now and then does not help. A link that was lost is back by then, or gone."""
+    body_seconds_max: float = 600.0
+    """From the first wait for a body to its last byte. At the slowest pace, the largest body would hold its exchange
+    and its memory for 35 minutes. Half a Mbit/s is enough to send the largest body in this time."""
     pipelined_bytes_max: int = 64 * 1024
     """HTTP/1.1: read while a response is under way, so that a close is noticed behind it. Beyond this the connection
     ends: a client that sends so much ahead has lost count."""
