@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import httpx
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.http.limits import FrontendLimits
+from trioserve.http.listener import addresses, open_listeners
 from trioserve.testing.memory_server import open_memory_server
 
 SECONDS_MAX = FrontendLimits().ping_seconds + FrontendLimits().ping_answer_seconds_max
@@ -25,3 +27,31 @@ async def test_blocks_of_a_forgotten_request_are_free_after_an_unanswered_ping(a
             assert server.engine.stats().blocks_used == used_before
             assert server.server.counters().connections_refused_total["ping_unanswered"] == 1
         await server.assert_all_free()
+
+
+async def test_blocks_of_a_stream_that_synchronous_httpx_leaves_are_free_while_the_client_stays_open():
+    """Over a real socket: the client's thread reads nothing after it has left, and sends no RST_STREAM."""
+    asked = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    limits = FrontendLimits(ping_seconds=0.1, ping_answer_seconds_max=0.2)
+    listeners = await open_listeners("127.0.0.1", 0)
+    url = f"http://{addresses(listeners)[0]}/v1/completions"
+
+    def leave(client: httpx.Client) -> None:
+        with client.stream("POST", url, json=asked, timeout=30) as response:
+            assert response.http_version == "HTTP/2"
+            next(response.iter_lines())
+
+    async with (
+        open_memory_server(limits=limits, step_seconds=0.02, block_count=4096, context_tokens_max=10_000) as server,
+        trio.open_nursery() as nursery,
+    ):
+        used_before = server.engine.stats().blocks_used
+        await nursery.start(server.server.serve, listeners)
+        with httpx.Client(http1=False, http2=True, trust_env=False) as client, trio.fail_after(60):
+            await trio.to_thread.run_sync(leave, client)
+            assert server.engine.stats().blocks_used > used_before
+            await server.engine.wait_until_idle()
+            assert server.engine.stats().blocks_used == used_before
+            assert server.server.counters().connections_refused_total["ping_unanswered"] == 1
+        await server.assert_all_free()
+        server.drain()
