@@ -102,6 +102,11 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
         return self._stream.prompt_token_ids
 
     @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        """Keywords of the schema that the response does not keep to, each with its path."""
+        return self._stream.ignored_keywords
+
+    @property
     def cached_token_count(self) -> int:
         """Tokens of the prompt that were found in the prefix cache; known at the end of the first choice."""
         return self._stream.cached_token_count
