@@ -95,6 +95,7 @@ class FakeRunner(FakeExecutor):
 
 
 class Checkpoint:
+    continues_texts = True
     gguf_metadata = None
     tokenizer_directory = Path("nowhere")
     sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
