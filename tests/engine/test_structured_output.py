@@ -153,8 +153,8 @@ async def test_ignore_eos_ends_with_the_form_all_the_same():
     [
         (StructuredOutput.regex("("), "the regex cannot be compiled"),
         (StructuredOutput.json("{"), "is not JSON"),
-        (StructuredOutput.json({"type": "string", "pattern": "(?=a)"}), "look-ahead"),
-        (StructuredOutput.json({"type": "object", "not": {}}), "Unimplemented keys"),
+        (StructuredOutput.json({"type": "string", "pattern": "(?=a)"}), "look-around"),
+        (StructuredOutput.json({"type": "object", "not": {}}), "schema is false"),
         (StructuredOutput.json({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "nothing can satisfy it"),
         (StructuredOutput.grammar("start: missing"), "unknown name"),
         (StructuredOutput.structural_tag({"format": {"type": "odd"}}), "there are const_string"),
