@@ -57,6 +57,7 @@ CACHES = {
     ("connectors/host/policy.py", "_chains"): OF_REQUEST,
     ("router/search.py", "_all"): OF_REQUEST,
     ("config.py", "_hints"): OF_SERVER,
+    ("text/schema_keywords.py", "_byte_library"): OF_SERVER,
     ("trio_tools/file_limit.py", "connections_within"): OF_SERVER,
     ("api/routes.py", "_openapi_json"): OF_SERVER,
     ("trio_tools/media_fetcher.py", "_trusted_certificates"): OF_SERVER,

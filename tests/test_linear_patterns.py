@@ -30,6 +30,7 @@ MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
 LOCALS: dict[str, dict[str, Any]] = {
     "model/loading/packaged_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
+    "text/prompt_reasoning.py": {"markers": "<think>|</think>"},
     "text/response_parsers/content_script.py": {"firsts": "<["},
     "text/response_parsers/lark_grammar.py": {"names": MARKERS},
     "text/response_parsers/python_literal.py": {"quote": "'"},

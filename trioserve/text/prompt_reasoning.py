@@ -46,7 +46,7 @@ class PromptReasoning:
         self._control_ids = frozenset(control_ids)
         self._openings, self._closings = tuple(texts[True]), tuple(texts[False])
         markers = "|".join(map(re.escape, (*self._openings, *self._closings)))
-        self._begins_turn = re.compile(rf"\s*\w*\s*(?:{markers})") if markers else None
+        self._begins_turn = re.compile(rf"\s*+\w*\s*(?:{markers})") if markers else None
 
     def begins_inside(self, prompt_token_ids: Sequence[int]) -> bool | None:
         """Tell what the prompt says about the reasoning of the response.

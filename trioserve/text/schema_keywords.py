@@ -405,7 +405,6 @@ def _pattern_of_names(wanted: Any) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1024)
 def _is_known_to_library(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
 
