@@ -184,7 +184,7 @@ class RequestContext(EngineContext):
         return stream
 
     def ignored_names(self) -> tuple[str, ...]:
-        """The fields that nobody reads, and the keywords of schemas that the response need not keep to."""
+        """Return the fields that no handler reads, and the schema keywords that the response need not keep to."""
         keywords = (name for stream in self.streams for name in stream.ignored_keywords)
         return tuple(dict.fromkeys((*super().ignored_names(), *keywords)))
 

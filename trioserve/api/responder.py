@@ -153,7 +153,7 @@ class Responder:
         return fields
 
     def ignored_names(self) -> tuple[str, ...]:
-        """What the head of the response names as ignored."""
+        """Return the names that the response's head lists as ignored."""
         return self.ignored_fields
 
 

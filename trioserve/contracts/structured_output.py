@@ -52,8 +52,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
     source: the schema or the structural tag as JSON text; the regex or grammar itself; the choices as a JSON array of
     texts; empty for JSON_OBJECT. free_until: the response is free until it has written this text, and has the form
     from there on (the end of a thought); empty: from its first token. param: the field of the request that a fault in
-    it is told of. strict: a JSON schema with a keyword that cannot be kept to is refused. Otherwise the keyword is
-    ignored.
+    it is told of. strict: refuse a JSON schema that has a keyword which no grammar can express. Otherwise ignore the
+    keyword.
     Raises InvalidRequest for a source or a free_until that is too long. Whether the source can be compiled is seen when
     the request is entered.
     """
@@ -93,8 +93,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         """JSON that a schema accepts.
 
         Args:
-            schema: As JSON text, as a dict, or as a class of pydantic.
-            strict: Refuse a schema with a keyword that cannot be kept to. False: ignore such keywords.
+            schema: JSON text, a dict, or a class of pydantic.
+            strict: refuse a schema that has a keyword which no grammar can express. False: ignore such keywords.
         """
         if isinstance(schema, type):
             schema = schema.model_json_schema()

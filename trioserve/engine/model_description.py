@@ -15,15 +15,16 @@ DIGEST_BYTES = 16
 
 
 class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's prompts can be pooled to.
+    """Describes the vectors or scores that a model makes of prompts.
 
     Args:
-        embedding_size: numbers of a vector.
-        method: what its makers recommend, as is normalize.
-        is_encoder: all of a prompt is computed in one step.
-        continues_texts: it can generate, too. Encoders and decoders that were saved without a head cannot.
-        scores_pairs: it gives a pair of texts a score, and makes no vectors.
-        whole_tokens_max: tokens of a prompt that is computed in one step.
+        embedding_size: the length of a vector.
+        method: how the model's makers recommend to pool the tokens.
+        normalize: whether the model's makers recommend vectors of length 1.
+        is_encoder: the model computes the whole prompt in one step.
+        continues_texts: the model can generate, too. Encoders cannot, nor can decoders that were saved without a head.
+        scores_pairs: the model gives a pair of texts a score, and makes no vectors.
+        whole_tokens_max: the most tokens of a prompt that is computed in one step.
     """
 
     embedding_size: int

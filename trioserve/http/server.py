@@ -33,7 +33,7 @@ __all__ = ["FrontendServer"]
 logger = logging.getLogger(__name__)
 
 NO_TLS_REASONS = frozenset({"HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER"})
-"""What OpenSSL reports if the first bytes are no TLS: it knows GET, HEAD, POST, PUT and CONNECT by name."""
+"""OpenSSL reports one of these if the first bytes are no TLS. It knows GET, HEAD, POST, PUT and CONNECT by name."""
 TLS_OPENING = b"\x16\x03"  # the record of a ClientHello, of every version
 
 

@@ -273,7 +273,7 @@ class Fleet:
         return (self._members[id].spec.models or {}).get(model, model)
 
     def is_adapter_of(self, id: EndpointId, model: str) -> bool:
-        """Whether the endpoint is in the fleet, and lists the model as a LoRA adapter of its own."""
+        """Return True if the endpoint is in the fleet and lists the model among its LoRA adapters."""
         member = self._members.get(id)
         return member is not None and model in member.adapters
 

@@ -21,7 +21,7 @@ __all__ = ["ChatTemplate", "template_flaw"]
 TEMPLATE_CHARACTERS_MAX = 262_144  # the longest in use are a tenth of this; compiling takes about 1 ms per 1,000
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
-# Those of OpenAI's API. A template may know more.
+# OpenAI's API has these roles. A template may know more.
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
 # Follows the final message to find where it ends in the prompt. The space tells whether the template trims.
@@ -124,7 +124,7 @@ class _Program:
 
     @functools.cached_property
     def places(self) -> TemplatePlaces:
-        """What it shows of a chat."""
+        """Render short chats to find which parts of a chat the template shows."""
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
             arguments = {"documents": None, **self._special_tokens, "messages": messages, "tools": tools}
@@ -162,7 +162,7 @@ def _has_system(prompt: ChatPrompt) -> bool:
 
 
 def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> None:
-    """Refuse a message whose role the template would not know, and most templates drop."""
+    """Refuse a message with a role that the template does not know. Most templates would drop it silently."""
     for index, message in enumerate(prompt.messages):
         role = _role_of(message)
         if isinstance(role, str) and role not in roles:

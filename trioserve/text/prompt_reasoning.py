@@ -1,4 +1,4 @@
-"""Whether a prompt leaves reasoning open, read from its tokens."""
+"""Reads from a prompt's tokens whether reasoning is open where the response begins."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _END_TOKENS = 64  # of a prompt without control tokens; a marker as text and whi
 class PromptReasoning:
     """Finds the reasoning marker that the last turn of a prompt has written last.
 
-    A marker counts as tokens: what the vocabulary writes as control tokens is only compared with token ids, so the same
-    characters in a message are no marker. A marker behind which another control token stands belongs to an earlier
-    turn. Vocabularies without tokens for the markers write them as text: there the text behind the last control token
-    must begin with the marker, behind the name of a role at most, or end with it.
+    A marker that the vocabulary writes as control tokens is compared by token ids. The same characters in a message are
+    no marker. A marker that is followed by another control token belongs to an earlier turn. Some vocabularies write
+    markers as text. Then the text behind the last control token must begin with the marker, at most after the name of a
+    role, or end with it.
 
     Args:
         opening, closing: how the family begins and ends reasoning.
 
-    Cost: the tokens behind the last control token are read, a handful unless the prompt ends inside of a message. Each
-    costs about 50 nanoseconds, and about a microsecond where markers are text.
+    Cost: begins_inside reads the tokens behind the last control token: a handful, unless the prompt ends inside of a
+    message.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, opening: Sequence[str], closing: Sequence[str]) -> None:

@@ -331,10 +331,7 @@ class KeptSchema:
                     listed[text] = {"allOf": [listed[text], schema]}
                 else:
                     listed[text] = schema
-        if len(left) == len(patterns):
-            return
-        if left:
-            # A listed name may match a pattern that is left, which then holds for it, too.
+        if left:  # a listed name may match one of these, which then applies to it, too
             return
         node["properties"] = listed
         del node["patternProperties"]
@@ -390,7 +387,7 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def _pattern_of_names(wanted: Any) -> str | None:
-    """The pattern that names have to match, empty for any; None: there is none that says it."""
+    """Return a pattern that the wanted names match, empty for any name, or None if no pattern expresses them."""
     if not isinstance(wanted, dict):
         return None
     left = {key: value for key, value in wanted.items() if key not in ANNOTATIONS and key != "type"}
@@ -410,7 +407,7 @@ def _is_known_to_library(pattern: str) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool | None:
-    """Whether a pattern matches a name, as the library reads it: its search takes linear time."""
+    """Match a name with the library, which searches in linear time. Returns None for a pattern it does not know."""
     matcher = LLMatcher(_byte_library(), LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
     text = list(json.dumps(name, ensure_ascii=False).encode())
     return None if matcher.is_error() else matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()

@@ -77,14 +77,17 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
         source: of a template that takes none of the chats here. It shows what its source speaks of.
     """
 
-    def text_of(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str | None:
+    def text_of(
+        *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None, arguments_are_text: bool = False
+    ) -> str | None:
+        prompt = ChatPrompt(messages=list(messages))
         try:
-            return render(_shaped(list(messages), form), tools)
+            return render(prepared_messages(prompt, form, final_end="", arguments_are_text=arguments_are_text), tools)
         except Exception:  # a foreign program that refuses this chat, for whatever reason
             return None
 
-    def calling(arguments: object, *, tools: list[dict[str, Any]] | None = None, said: str = "") -> str | None:
-        return text_of(_USER, *_call_and_result(arguments, said), tools=tools)
+    def calling(*, are_text: bool, tools: list[dict[str, Any]] | None = None, said: str = "") -> str | None:
+        return text_of(_USER, *_call_and_result(said), tools=tools, arguments_are_text=are_text)
 
     def keeps(text: str | None) -> bool:
         return text is None or _SYSTEM in text
@@ -92,15 +95,14 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
     with_tools = text_of(_USER, tools=_TOOLS)
     if with_tools is None:
         with_tools = text_of(_HELP, _USER, tools=_TOOLS)
-    arguments: object = _ARGUMENTS
-    called = calling(arguments, tools=_TOOLS)
-    bare_called = calling(arguments)
+    are_text = False
+    called, bare_called = calling(are_text=False, tools=_TOOLS), calling(are_text=False)
     if _is_unfit(called) and _is_unfit(bare_called):
-        texts = (calling(_Text(_ARGUMENTS_TEXT), tools=_TOOLS), calling(_Text(_ARGUMENTS_TEXT)))
+        texts = calling(are_text=True, tools=_TOOLS), calling(are_text=True)
         if any(text is not None and _ARGUMENTS_TEXT in text for text in texts):
-            arguments = _Text(_ARGUMENTS_TEXT)
+            are_text = True
             called, bare_called = texts
-    said = calling(arguments, tools=_TOOLS, said=_SAID) or calling(arguments, said=_SAID)
+    said = calling(are_text=are_text, tools=_TOOLS, said=_SAID) or calling(are_text=are_text, said=_SAID)
     prompt = {"role": "system", "content": _SYSTEM}
     system = text_of(prompt, _USER)
     developer = text_of({"role": "developer", "content": _SYSTEM}, _USER) if "developer" in source else None
@@ -114,20 +116,21 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
         keeps_later_system=keeps(text_of(_USER, _ANSWER, prompt, _USER)),
         keeps_said=said is None or _SAID in said,
         developer=developer is not None and _SYSTEM in developer,
-        arguments_are_text=isinstance(arguments, str),
+        arguments_are_text=are_text,
     )
 
 
 def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str | None) -> ChatPrompt:
-    """The prompt, with what the template has no place for as plain messages.
+    """Write as plain messages what the template has no place for.
 
     Args:
-        tool_family: how tools and calls are written. None: the template drops them.
+        tool_family: how tools and calls are written. None: the chat has none, or the template may drop them.
     """
     messages = prompt.messages
     if not places.developer and any(message.get("role") == "developer" for message in messages):
-        messages = [{**message, "role": "system"} if message.get("role") == "developer" else message
-                    for message in messages]  # fmt: skip
+        messages = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
+        ]
     messages = _kept_system(messages, places)
     if messages is not prompt.messages:
         prompt = msgspec.structs.replace(prompt, messages=messages)
@@ -150,7 +153,7 @@ def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: s
 
 
 def _with_said_apart(prompt: ChatPrompt) -> ChatPrompt:
-    """The content of a message with calls becomes a message of its own before it."""
+    """Move the content of each message with calls into a separate message before it."""
     messages: list[dict[str, Any]] = []
     for message in prompt.messages:
         if message.get("tool_calls") and message.get("content"):
@@ -161,7 +164,7 @@ def _with_said_apart(prompt: ChatPrompt) -> ChatPrompt:
 
 
 def _kept_system(messages: list[dict[str, Any]], places: TemplatePlaces) -> list[dict[str, Any]]:
-    """Messages of the system that the template would drop: joined to the first one, or said by the user."""
+    """Join system messages that the template would drop to the first one, or give them to the user's message."""
     if places.keeps_system and places.keeps_second_system and places.keeps_later_system:
         return messages
     kept: list[dict[str, Any]] = []
@@ -204,8 +207,8 @@ def _parts(content: Any) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
-def _call_and_result(arguments: object, said: str) -> list[dict[str, Any]]:
-    call = {"id": "f5e4dcall", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
+def _call_and_result(said: str) -> list[dict[str, Any]]:
+    call = {"id": "f5e4dcall", "type": "function", "function": {"name": _CALLED, "arguments": _ARGUMENTS}}
     return [
         {"role": "assistant", "content": said, "tool_calls": [call]},
         {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": call["id"]},
@@ -217,7 +220,7 @@ def _shows_history(text: str | None) -> bool:
 
 
 def _is_unfit(text: str | None) -> bool:
-    """Whether arguments that are an object failed, or were printed as Python does."""
+    """Return True if the template failed with an object as arguments, or printed it in Python's form."""
     return text is None or _REPR in text
 
 
@@ -227,16 +230,3 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not rest or rest[0].get("role") != "user":
         return [{"role": "user", "content": system["content"]}, *rest]
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
-
-
-def _shaped(messages: list[dict[str, Any]], form: ContentForm) -> list[dict[str, Any]]:
-    text = any(
-        isinstance(call["function"]["arguments"], _Text)
-        for message in messages
-        for call in message.get("tool_calls", ())
-    )
-    return prepared_messages(ChatPrompt(messages=messages), form, final_end="", arguments_are_text=text)
-
-
-class _Text(str):
-    """Arguments that stay JSON text."""

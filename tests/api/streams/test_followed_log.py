@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.error_responses import Refusal
+from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.followed_log import FollowedLog
 
@@ -15,10 +18,40 @@ async def nowhere(_piece):
     await trio.lowlevel.checkpoint()
 
 
+def unread_stream(*, silent_seconds_max=15.0):
+    def never(*_):
+        raise AssertionError
+
+    return DetachedStream(
+        "s",
+        None,
+        seconds=1,
+        bytes_max=60,
+        call_at=never,
+        on_unread=lambda _: None,
+        on_expired=never,
+        silent_seconds_max=silent_seconds_max,
+    )
+
+
+async def test_reader_of_a_detached_stream_gets_a_comment_for_each_allowed_silence(autojump_clock):
+    sent = []
+
+    async def note(piece):
+        sent.append((trio.current_time() - began_at, piece))
+
+    stream = unread_stream(silent_seconds_max=3)
+    stream.begin(200, ())
+    began_at = trio.current_time()
+    with trio.move_on_after(7):
+        await stream.read(0, note)
+    assert sent == [(pytest.approx(3), KEEP_ALIVE), (pytest.approx(6), KEEP_ALIVE)]
+
+
 async def test_a_reader_that_is_woken_and_cancelled_takes_nothing():
     log = FollowedLog(first=1, bytes_max=100, drops_taken=True)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(log.follow, 0, nowhere)
+        nursery.start_soon(partial(log.follow, 0, nowhere, silent_seconds_max=15))
         await wait_all_tasks_blocked()
         log.append(b"event")
         log.wake()
@@ -35,12 +68,7 @@ async def test_a_reader_whose_place_went_while_it_began_is_told_so():
                 await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
 
-    def never(*_):
-        raise AssertionError
-
-    stream = DetachedStream(
-        "s", None, seconds=1, bytes_max=60, call_at=never, on_unread=lambda _: None, on_expired=never
-    )
+    stream = unread_stream()
     stream.begin(200, ())
     await goes_on()
     assert stream.log.first_kept > 1

@@ -27,12 +27,22 @@ CallAt = Callable[[float, Callable[[], None]], Alarm]
 
 
 class DetachedStream:
-    """seconds: for which it goes on without a reader. on_unread: called when the reader has left. on_expired: called
-    when the clock that was started then has run out. is_numbered: each event gets its number as its SSE id.
+    """A streamed response that outlives its connection.
 
-    reader_count: the one that asked for it, and those that took over.
-    scope: of the handler, whose response this is. is_over: the handler has returned. whole: what it said, if that was
-    no stream. head: of the stream, once it has begun.
+    Args:
+        seconds: how long the response continues without a reader.
+        bytes_max: size of the events that are kept.
+        on_unread: called when the reader has left.
+        on_expired: called when `seconds` have passed since then.
+        is_numbered: each event gets its number as its SSE id.
+        silent_seconds_max: seconds of silence after which the reader gets a comment.
+
+    Attributes:
+        reader_count: the client that asked for the response, and those that took over.
+        scope: the cancel scope of the handler.
+        over: set when the handler has returned.
+        whole: the response, if it is not a stream.
+        head: status and headers of the stream, once it has begun.
     """
 
     def __init__(
@@ -45,6 +55,7 @@ class DetachedStream:
         call_at: CallAt,
         on_unread: Callable[[DetachedStream], None],
         on_expired: Callable[[DetachedStream], None],
+        silent_seconds_max: float,
         is_numbered: bool = True,
     ) -> None:
         self.id = stream_id
@@ -58,6 +69,7 @@ class DetachedStream:
         self._unread_bytes_max = min(READER_BYTES_MAX, bytes_max // 2)
         self.reader_count = 1
         self._is_numbered = is_numbered
+        self._silent_seconds_max = silent_seconds_max
         self._seconds = seconds
         self._call_at = call_at
         self._on_unread = on_unread
@@ -129,7 +141,7 @@ class DetachedStream:
         self.log.rewind(after)
         try:
             with reader:
-                await self.log.follow(after, send)
+                await self.log.follow(after, send, silent_seconds_max=self._silent_seconds_max)
         finally:
             if self._reader is reader:
                 self._reader = None

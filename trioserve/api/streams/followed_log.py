@@ -8,7 +8,6 @@ import trio
 
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.streams.event_log import EventLog
-from trioserve.http.limits import KEEP_ALIVE_SECONDS
 
 __all__ = ["FollowedLog"]
 
@@ -29,9 +28,11 @@ class FollowedLog(EventLog):
         """There is something new: events, or the end."""
         self._more.unpark_all()
 
-    async def follow(self, after: int, send: Send, *, silent_seconds_max: float = KEEP_ALIVE_SECONDS) -> None:
-        """Send every event behind the one with this number, until the log has ended; comments meanwhile, so that the
-        connection is seen to live."""
+    async def follow(self, after: int, send: Send, *, silent_seconds_max: float) -> None:
+        """Send the events behind the one with the number `after`, until the log has ended.
+
+        A comment follows each silence of silent_seconds_max, so that proxies keep the connection.
+        """
         while True:
             # Who was woken and cancelled at once takes nothing: it would count as taken, and the next one wants it.
             await trio.lowlevel.checkpoint_if_cancelled()

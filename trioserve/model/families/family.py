@@ -71,7 +71,7 @@ class Family:
 
     @property
     def headless_classes(self) -> tuple[str, ...]:
-        """What transformers calls a model that was saved without a head, to make vectors of texts."""
+        """Class names that transformers writes for models that were saved without a head, for vectors only."""
         names = (name.removesuffix("ForCausalLM") for name in self.classes)
         return tuple(
             f"{name}TextModel" if f"{name}ForConditionalGeneration" in self.with_images else f"{name}Model"

@@ -49,7 +49,7 @@ def _describe_gemma2(fields: ModelFields) -> ModelConfig:
 
 def _describe_gemma3(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    fields.number_or("attn_logit_softcapping", None)  # a note: transformers, vLLM and llama.cpp cap no scores by it
+    fields.number_or("attn_logit_softcapping", None)  # read and not used, as in transformers
     every = fields.interval("sliding_window_pattern", 6)
     windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
     head_dim = fields.whole_or("head_dim", 256)

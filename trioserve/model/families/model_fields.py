@@ -76,7 +76,7 @@ class ModelFields(Fields):
         return value in values or (isinstance(value, list) and all(item == "full_attention" for item in value))
 
     def flag_or(self, name: str, default: bool) -> bool:
-        """As of all fields, but null is false, as it is to transformers' models."""
+        """Read a flag. Null is false, as in transformers' models."""
         return False if self.is_null(name) else super().flag_or(name, default)
 
     def number_if_said(self, name: str, default: float) -> float | None:

@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
     def vision(self) -> VisionPart | None: ...
     @property
     def continues_texts(self) -> bool:
-        """Whether it has a head. Without one, it makes vectors of texts only."""
+        """True if the model has a head. Without one, it makes vectors of texts only."""
         ...
 
     @property

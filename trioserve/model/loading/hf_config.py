@@ -113,7 +113,7 @@ def named_class(config: dict[str, object]) -> str | None:
 
 
 def has_head(config: dict[str, object]) -> bool:
-    """Whether config.json is of a model that continues texts, and not of one that was saved to make vectors of them."""
+    """Return False if config.json names a class without a head, which makes vectors of texts only."""
     named = named_class(config)
     return named is None or named not in _family(Fields(config, "config.json"))[0].headless_classes
 

@@ -110,7 +110,7 @@ class SafetensorsCheckpoint:
         )
         self.continues_texts: bool = has_head(config)
         if not self.continues_texts and "lm_head.weight" not in stored:
-            # The embedding stands in for the head, whose logits nobody may ask for.
+            # The embedding replaces the missing head. check_can_generate refuses requests for its logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
         self.vision: VisionPart | None = None
         if sees_images(config):

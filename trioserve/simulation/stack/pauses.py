@@ -139,8 +139,9 @@ class Pauses(trio.abc.Instrument):
             assert is_over or is_late or fake.fault is not None, f"the {what} is refused without a reason"
             outcome = "refused"
         else:
-            # An operator without patience may leave before the refusal.
-            is_refused = is_over and fake.fault is None and outcome != "left"
+            # An operator whose patience is zero leaves at the first checkpoint, before it can be refused.
+            left_at_once = outcome == "left" and getattr(halt, "patience", None) == 0
+            is_refused = is_over and fake.fault is None and not left_at_once
             assert not is_refused, f"the {what} was to be refused, and is {outcome}"
         self._tell(f"{what}: {outcome}")
         self._count(f"{what}s: {outcome}")
