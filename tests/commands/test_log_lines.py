@@ -155,7 +155,7 @@ def test_a_stream_that_nobody_reads_holds_nobody_up():
 
 
 def test_log_goes_on_after_a_library_configures_logging():
-    """As nixl does when it is imported: dictConfig closes the handlers of the whole process."""
+    """nixl calls dictConfig when it is imported, and dictConfig closes every handler of the process."""
     stream, root = io.StringIO(), logging.getLogger()
     handlers, root.handlers = root.handlers, []
     level = root.level

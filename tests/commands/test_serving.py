@@ -25,7 +25,7 @@ async def respond(exchange):
 
 
 class NotingServer(FrontendServer):
-    """Notes when it is given a certificate. The first one is that of its start, read again."""
+    """Sets an event when it gets a certificate. The first one is that of its start, read again."""
 
     def __init__(self, config) -> None:
         super().__init__(self._respond, ssl_context=server_tls(config))

@@ -194,7 +194,7 @@ def test_client_that_is_killed_takes_its_requests_along(server, body_file):
 
 
 def test_drain_lets_streams_end_and_then_says_goaway(start_server, body_file):
-    """S21. nghttp closes behind its last response; a client that stays is told by a GOAWAY."""
+    """S21. nghttp closes after its last response. A client that stays gets a GOAWAY."""
     server = start_server()
     path = body_file(max_tokens=400)
     client = subprocess.Popen(

@@ -419,6 +419,42 @@ def test_nothing_is_found_where_nothing_is_planted(mode, copy):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_seed_that_fails_without_the_bug_does_not_find_it(tmp_path):
+    file = HERE / "planted" / "core" / "wrong_victim.txt"
+    seed = noted_seeds()[name_of(file)]
+    planter = Planter(SEEDS_SEARCHED)
+    planter._holds["core", seed] = False
+    try:
+        found = seed_in(planter.run(file, tmp_path / "copy").stdout)
+    finally:
+        planter.close()
+    assert found not in (None, seed)
+
+
+BEFORE = "X = 1\n\n\nclass A:\n    def f(self, a=1):\n        return a\n"
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        BEFORE.replace("X = 1", "X = 2"),
+        BEFORE.replace("a=1", "a=2"),
+        BEFORE.replace("class A:", "class A:\n    x = 1"),
+        BEFORE.replace("class A", "@print\nclass A"),
+    ],
+    ids=["a constant", "a default", "an attribute", "a decorator"],
+)
+def test_change_of_code_that_has_run_cannot_be_swapped(after):
+    with pytest.raises(CannotSwap):
+        list(changed_functions(compile(BEFORE, "a", "exec"), compile(after, "a", "exec")))
+
+
+def test_changed_function_is_found_wherever_it_moved():
+    after = "# more\n" + BEFORE.replace("return a", "return -a")
+    pairs = changed_functions(compile(BEFORE, "a", "exec"), compile(after, "a", "exec"))
+    assert [(old.co_qualname, new.co_qualname) for old, new in pairs] == [("A.f", "A.f")]
+
+
 def test_a_bug_whose_place_is_gone_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="holds this 0 times"):
         plant([Change("trioserve/core/engine.py", "no such text", "")], tmp_path)

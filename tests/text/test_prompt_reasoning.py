@@ -1,4 +1,4 @@
-"""What a prompt's tokens say about reasoning: open, over, or nothing."""
+"""PromptReasoning reads from a prompt's tokens whether reasoning is open, over, or neither."""
 
 from __future__ import annotations
 
