@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import logging.config
+import sys
 import threading
 
 import pytest
@@ -167,6 +168,21 @@ def test_log_goes_on_after_a_library_configures_logging():
         root.handlers = handlers
         root.setLevel(level)
     assert stream.getvalue() == "serving\n"
+
+
+def test_message_and_its_line_break_are_one_write(monkeypatch):
+    """Several processes share standard error. A line of another process must not get in between."""
+    written = []
+
+    class Noting(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(sys, "stderr", Noting())
+    announce("serving")
+    assert [text for text in written if text] == ["serving\n"]
 
 
 def test_lines_that_were_dropped_are_counted_at_every_scrape():

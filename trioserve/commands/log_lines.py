@@ -129,7 +129,8 @@ def announce(message: str) -> None:
                 handler.put(f"{message}\n")
             return
     with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        # One write with the line break, so that no line of another process gets in between.
+        print(f"{message}\n", end="", file=sys.stderr, flush=True)
 
 
 def status_stream() -> TextIO:
