@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import trio
@@ -111,6 +112,19 @@ def test_the_schedule_follows_from_the_seed():
     assert len({order_of(seed) for seed in range(10)}) == 10
 
 
+def test_another_thread_takes_no_numbers_of_the_seed():
+    def numbers() -> tuple[float, list[int], list[int]]:
+        source, order = getattr(trio._core._run, SOURCE), list(range(8))
+        source.shuffle(order)
+        return source.random(), [source.getrandbits(8) for _ in range(4)], order
+
+    with seeded_schedule(7):
+        expected = numbers()
+    with ThreadPoolExecutor(1) as other, seeded_schedule(7):
+        assert other.submit(numbers).result() != expected
+        assert numbers() == expected
+
+
 @pytest.mark.parametrize("name", [SWITCH, SOURCE])
 def test_a_trio_without_its_private_names_is_refused(monkeypatch, name):
     """If this fails with a new version of Trio, its scheduling has to be made repeatable in another way."""
@@ -123,7 +137,8 @@ def test_everything_is_as_before_afterwards():
     source = getattr(trio._core._run, SOURCE)
     state, was_on = source.getstate(), getattr(trio._core._run, SWITCH)
     with seeded_schedule(7):
-        source.random()
+        getattr(trio._core._run, SOURCE).random()
+    assert getattr(trio._core._run, SOURCE) is source
     assert (source.getstate(), getattr(trio._core._run, SWITCH)) == (state, was_on)
 
 
