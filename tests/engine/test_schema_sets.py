@@ -1,5 +1,5 @@
-"""Schemas as they are met in the world, in the style of JSONSchemaBench's groups (tests/schemas): each one that can be
-compiled gives JSON that the library `jsonschema` finds valid, from a model of random weights and from the real one."""
+"""Schemas in the style of JSONSchemaBench's groups (tests/schemas): each one is compiled and gives JSON that the
+library `jsonschema` finds valid, from a model of random weights and from the real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tokenizers
 import trio
 from tokenizers import decoders, models, pre_tokenizers
 
-from trioserve import FinishReason, InvalidRequest, SamplingParams, StructuredOutput, open_engine
+from trioserve import FinishReason, SamplingParams, StructuredOutput, open_engine
 from trioserve.bench.structured.judge import Judge, Verdict
 from trioserve.bench.structured.schema_set import NamedSchema, read_schemas
 from trioserve.engine.engine import Engine
@@ -23,7 +23,6 @@ from trioserve.testing import assert_all_free
 from trioserve.text.token_pieces import byte_alphabet
 
 SCHEMAS = read_schemas(Path(__file__).parents[1] / "schemas")
-REFUSED = {"github.jsonl[6]", "snowplow.jsonl[6]", "washington_post.jsonl[1]"}  # propertyNames, uniqueItems, oneOf
 MERGES = ['", ', '": ', '"}', '", "', "{", "true", "false", "null", "name", "type", "value", "item", "00", "in", "er"]
 CLOSING = ('"', '", ', '"}', "}", "]", '", "')
 ROOM = 200
@@ -75,14 +74,11 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def verdict_of(engine: Engine, judge: Judge, named: NamedSchema, **sampling: Any) -> Verdict:
     form = StructuredOutput.json(json.dumps(named.schema))
     text, reason = "", None
-    try:
-        async with engine.generate(f"{named.title}:", SamplingParams(structured=form, **sampling)) as stream:
-            async for delta in stream:
-                text += delta.text
-                reason = delta.finish_reason or reason
-                assert reason is not FinishReason.ERROR, (named.name, delta.message)
-    except InvalidRequest:
-        return Verdict.REFUSED
+    async with engine.generate(f"{named.title}:", SamplingParams(structured=form, **sampling)) as stream:
+        async for delta in stream:
+            text += delta.text
+            reason = delta.finish_reason or reason
+            assert reason is not FinishReason.ERROR, (named.name, delta.message)
     verdict, why = judge.judge(named.schema, text, is_cut=reason is FinishReason.LENGTH)
     assert verdict in (Verdict.VALID, Verdict.CUT), (named.name, why, text)
     return verdict
@@ -117,8 +113,6 @@ async def test_random_weights_write_valid_json(random_model: Path, more: dict[st
     async with open_engine(str(random_model), kv_cache_memory=0.05, **more) as engine:
         schemas = SCHEMAS[::3] if "cpu_kernels" in more else SCHEMAS  # plain torch takes ten times as long
         found = await verdicts(engine, schemas, max_tokens=ROOM, logit_bias=bias, temperature=1.0)
-    refused = {name for name, verdict in found.items() if verdict is Verdict.REFUSED}
-    assert refused == REFUSED & {schema.name for schema in schemas}
     assert sum(verdict is Verdict.VALID for verdict in found.values()) > 0.6 * len(schemas)
 
 
