@@ -153,3 +153,12 @@ async def test_allowed_tokens_and_bad_words(api: Any) -> None:
     assert re.fullmatch("a*b*", response["choices"][0]["text"])
     refused = await api.complete(allowed_token_ids=[97, 100_000])
     assert (refused.status, refused.json()["error"]["param"]) == (400, "allowed_token_ids")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_allowed_tokens_that_a_schema_excludes_are_a_400_before_anything_is_sent(api: Any, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    for ask in (api.chat, api.complete):
+        refused = await ask(allowed_token_ids=[97, 98], response_format=form, stream=stream)
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "allowed_token_ids")
+        assert "response_format" in refused.json()["error"]["message"]

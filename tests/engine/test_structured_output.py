@@ -270,6 +270,30 @@ async def test_only_allowed_tokens_come():
     assert (len(text), reason) == (20, FinishReason.LENGTH)
 
 
+async def test_allowed_tokens_that_the_form_excludes_are_refused_and_hold_nothing():
+    async with open_fake_engine() as engine:
+        params = SamplingParams(structured=StructuredOutput.json(PERSON), allowed_token_ids=tuple(b"0123456789"))
+        with pytest.raises(InvalidRequest, match="it can go on with"):
+            async with engine.generate("say", params):
+                pass
+        engine.assert_all_free()
+        assert engine.stats().steps_total == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculative_ngram": 4}, {"overlap_steps": True}])
+async def test_a_dead_end_of_form_and_bad_words_ends_its_request_alone(settings):
+    async with open_fake_engine(**settings) as engine:
+        dead = SamplingParams(structured=StructuredOutput.regex("a{40}b"), bad_words=("b",), logprobs=0)
+        free = SamplingParams(temperature=0.0, max_tokens=60)
+        async with engine.generate("say", dead) as stream, engine.generate("other", free) as other:
+            *_, last = [delta async for delta in stream]
+            count = sum([len(delta.token_ids) async for delta in other])
+        engine.assert_all_free()
+    assert last.finish_reason is FinishReason.ERROR
+    assert "under bad_words" in last.message
+    assert count == 60
+
+
 async def test_bad_words_are_not_written():
     async with open_fake_engine(next_token=lambda tokens: 97 + len(tokens) % 3) as engine:
         free, _ = await said(engine)

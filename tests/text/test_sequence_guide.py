@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
+from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.contracts.thinking import Thinking
@@ -114,6 +115,80 @@ def test_forced_tokens_are_the_only_ones_that_may_come(text):
     assert guide.is_over
     assert forced_total >= len('"a": "x, "b": [}') - 2
     assert json.loads(text)
+
+
+EXCLUDED = {
+    "the first token": ({"structured": JSON, "allowed_token_ids": tuple(b"0123")}, "at its beginning"),
+    "the second token": ({"structured": JSON, "allowed_token_ids": tuple(b"{}")}, "behind '{'"),
+    "a word": ({"structured": StructuredOutput.regex("abc"), "bad_words": ("b",)}, "behind 'a'"),
+    "a word in each branch": ({"structured": StructuredOutput.regex("(a|x)bc"), "bad_words": ("ab", "xb")}, "behind"),
+    "both fields together": (
+        {"structured": StructuredOutput.choice(["ab", "ba"]), "allowed_token_ids": (97, 98), "bad_words": ("b",)},
+        "allowed_token_ids and bad_words leave",
+    ),
+    "the form behind a thought": (
+        {
+            "structured": StructuredOutput.json(SCHEMA, free_until="</t>"),
+            "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
+            "allowed_token_ids": tuple(b"abc"),
+        },
+        "at its beginning",
+    ),
+    "everything, without a form": ({"allowed_token_ids": (97,), "bad_words": ("a",)}, "leave no token"),
+}
+
+
+@pytest.mark.parametrize(("sampling", "words"), EXCLUDED.values(), ids=EXCLUDED.keys())
+def test_restrictions_that_leave_no_way_to_write_the_form_are_refused(sampling, words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        guide_for(**sampling)
+    assert caught.value.param == next(name for name in ("allowed_token_ids", "bad_words") if name in sampling)
+
+
+POSSIBLE = {
+    "a way around a dead end": {"structured": StructuredOutput.regex("(a|x)bc"), "bad_words": ("ab",)},
+    "a form that may end at once": {"structured": StructuredOutput.regex("b*"), "allowed_token_ids": (97,)},
+    "a dead end behind max_tokens": {"structured": StructuredOutput.regex("abc"), "bad_words": ("c",), "max_tokens": 2},
+    "a dead end behind a stop string": {
+        "structured": StructuredOutput.regex("abc"),
+        "bad_words": ("c",),
+        "stop": ("b",),
+    },
+    "a dead end far away": {"structured": StructuredOutput.regex("a{40}b"), "bad_words": ("b",)},
+    "more branches than are tried": {"structured": StructuredOutput.regex("[a-z]{4}0"), "bad_words": ("0",)},
+}
+
+
+@pytest.mark.parametrize("sampling", POSSIBLE.values(), ids=POSSIBLE.keys())
+def test_restrictions_that_may_leave_a_way_are_accepted(sampling):
+    assert guide_for(**sampling).fault is None
+
+
+def test_a_dead_end_that_is_found_later_is_a_fault_that_names_the_fields():
+    guide = guide_for(structured=StructuredOutput.regex("a{40}b"), bad_words=("b",))
+    walked(guide, "a" * 40)
+    assert guide.fault is None
+    assert masks_of(guide) == [set()]
+    assert "bad_words" in guide.fault
+
+
+def test_a_dead_end_behind_a_draft_is_no_fault_yet():
+    guide = guide_for(structured=StructuredOutput.regex("(a{40}|c)b?"), bad_words=("ab",), max_tokens=60)
+    walked(guide, "a" * 39)
+    assert masks_of(guide, (97,)) == [{97}, {END_TOKEN_ID}]
+    guide = guide_for(structured=StructuredOutput.regex("a{40}b"), bad_words=("b",))
+    walked(guide, "a" * 39)
+    assert masks_of(guide, (97,)) == [{97}, set()]
+    assert guide.fault is None
+
+
+@pytest.mark.parametrize("stop_token_ids", [STOPS, frozenset()])
+def test_a_complete_form_ends_where_no_other_of_its_tokens_is_allowed(stop_token_ids):
+    sampling = {"structured": StructuredOutput.regex("a(c)?"), "allowed_token_ids": (97,)}
+    guide = guide_for(**sampling, stop_token_ids=stop_token_ids)
+    assert masks_of(walked(guide, "a")) == [{END_TOKEN_ID}]
+    assert guide.accept(END_TOKEN_ID)
+    assert guide.is_over
 
 
 def test_a_token_that_may_not_come_is_a_fault_in_words():

@@ -15,7 +15,15 @@ from llguidance import LLExecutor, LLMatcher
 
 from trioserve.text.bad_words import BadWords
 from trioserve.text.form_compiler import CompiledForm, in_one_line
-from trioserve.text.mask_bits import clear_bits, has_bit, keep_bits, set_all_bits, set_bits
+from trioserve.text.mask_bits import (
+    clear_bits,
+    has_any_bit,
+    has_bit,
+    is_row_empty,
+    keep_bits,
+    set_all_bits,
+    set_bits,
+)
 from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
 from trioserve.text.tokenizer import Tokenizer
 
@@ -151,6 +159,7 @@ class SequenceGuide:
         filled_from = None  # the row from which on the form's bits are there
         for row in range(1 + len(draft)):
             at = address + row * row_bytes
+            may_end = False  # the form is complete, as far as it has come
             if thought is not None and thought.forced:
                 ctypes.memset(at, 0, row_bytes)
                 set_bits(at, (thought.forced[0],))
@@ -165,11 +174,9 @@ class SequenceGuide:
                     if filled_from is None:
                         filled_from = row
                         self._fill_form(self._matcher, at, row_bytes, draft[row:])
-                    self._let_end(at)
-                if self._allowed is not None:
-                    keep_bits(at, self._allowed)
-                if self._bad_words is not None:
-                    self._bad_words.clear(at, words_per_row, written)
+                    may_end = self._let_end(at)
+                if self._allowed is not None or self._bad_words is not None:
+                    self._restrict(at, words_per_row, written, may_end=may_end, is_next=row == 0)
             if row < len(draft):
                 token_id = draft[row]
                 gate, thought = self._behind(token_id, self._tokenizer.token_bytes(token_id), gate, thought)
@@ -262,12 +269,49 @@ class SequenceGuide:
             self._note_fault(matcher)
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 
-    def _let_end(self, address: int) -> None:
-        """Where the form may end every stop token may come; and no end token that is to be ignored."""
-        row = (ctypes.c_uint32 * 1).from_address
-        if any(row(address + token_id // 32 * 4)[0] >> token_id % 32 & 1 for token_id in self._end_token_ids):
-            clear_bits(address, self._ignored_ids)
-            set_bits(address, self._stop_token_ids)
+    def _let_end(self, address: int) -> bool:
+        """Let every stop token come where the form may end, and no end token that is ignored.
+
+        Returns:
+            Whether the form may end here.
+        """
+        if not has_any_bit(address, self._end_token_ids):
+            return False
+        clear_bits(address, self._ignored_ids)
+        set_bits(address, self._stop_token_ids)
+        return True
+
+    def _restrict(self, address: int, words_per_row: int, written: int, *, may_end: bool, is_next: bool) -> None:
+        """Clear the tokens that allowed_token_ids leaves out or that bad_words bar.
+
+        Where the form is complete and none of its other tokens is left, the response ends: an end token comes.
+
+        Args:
+            address: Of a row that has every other bit.
+            written: The state of the bad words.
+            may_end: The form is complete here.
+            is_next: The row is that of the next token. If nothing is left in it, this guide has a fault.
+        """
+        if self._allowed is not None:
+            keep_bits(address, self._allowed)
+        if self._bad_words is not None:
+            self._bad_words.clear(address, words_per_row, written)
+        if not is_row_empty(address, words_per_row):
+            return
+        if may_end:
+            set_bits(address, self._stop_token_ids or self._end_token_ids)
+        elif is_next and self.fault is None:
+            what = "of the form of the response" if self._matcher is not None else "of the vocabulary"
+            self.fault = (
+                f"the response cannot go on: no token {what} may come next under {self._restrictions}; allow more "
+                "tokens, or change the form"
+            )
+
+    @property
+    def _restrictions(self) -> str:
+        """The fields that clear bits, for a message."""
+        fields = {"allowed_token_ids": self._allowed, "bad_words": self._bad_words}
+        return " and ".join(name for name, value in fields.items() if value is not None)
 
     def _note_fault(self, matcher: LLMatcher) -> None:
         assert self._form is not None
