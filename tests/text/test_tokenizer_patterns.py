@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.text import tokenizer_patterns
 from trioserve.text.gguf_vocabulary import KNOWN_SPLITS
-from trioserve.text.tokenizer_patterns import check_patterns
+from trioserve.text.tokenizer_patterns import check_patterns, check_tokenizer
 
 FILE = Path("tokenizer.json")
 
@@ -52,6 +52,62 @@ def test_ordinary_patterns_are_read() -> None:
         tokenizer = splitting(f"{pattern}|x")
         tokenizer.normalizer = normalizers.Replace(Regex(" {2,}"), "x")
         check_patterns(tokenizer, FILE)
+
+
+DOUBLING = normalizers.Replace("a", "aa")
+TWICE = processors.TemplateProcessing(single="$A $A", pair=None, special_tokens=[])
+
+
+def charsmap(*texts: str) -> bytes:
+    """A table of SentencePiece with an empty trie."""
+    return (4).to_bytes(4, "little") + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
+
+
+@pytest.mark.parametrize(
+    "part, value",
+    [
+        ("normalizer", normalizers.Sequence([DOUBLING] * 7)),
+        ("normalizer", normalizers.Precompiled(charsmap("a", "b" * 65))),
+        ("normalizer", normalizers.Replace(Regex("."), "a" * 65)),
+        ("decoder", decoders.Sequence([decoders.Replace("a", "aa")] * 30)),
+        ("post_processor", processors.Sequence([TWICE] * 30)),
+        ("post_processor", processors.TemplateProcessing(single=" ".join(["$A"] * 65), pair=None, special_tokens=[])),
+    ],
+    ids=["normalizers", "table", "regular expression", "decoders", "templates", "template"],
+)
+def test_a_tokenizer_that_makes_texts_very_long_is_refused(part: str, value: object) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    setattr(tokenizer, part, value)
+    with pytest.raises(ModelLoadError, match=f"tokenizer.json: with its {part}, a text may become more than 64 times"):
+        check_tokenizer(tokenizer, FILE)
+
+
+def test_growth_of_the_normalizer_and_of_the_template_is_multiplied() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([DOUBLING] * 5)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A $A $A", pair=None, special_tokens=[])
+    with pytest.raises(ModelLoadError, match="its normalizer and post_processor, a text may become more than 64 times"):
+        check_tokenizer(tokenizer, FILE)
+
+
+def test_words_without_bound_are_refused() -> None:
+    tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a", max_input_chars_per_word=10**9))
+    with pytest.raises(ModelLoadError, match="max_input_chars_per_word is 1000000000, allowed are 1000"):
+        check_tokenizer(tokenizer, FILE)
+
+
+def test_rules_of_real_tokenizers_are_read() -> None:
+    tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="a $A a", pair="a $A a $B:1 a:1", special_tokens=[("a", 0)]
+    )
+    check_tokenizer(tokenizer, FILE)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.Precompiled(charsmap("a", "b" * 18))]
+    )
+    check_tokenizer(tokenizer, FILE)
 
 
 def test_patterns_of_known_families_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
-from trioserve.text.tokenizer_patterns import check_patterns
+from trioserve.text.tokenizer_patterns import check_tokenizer
 
 __all__ = ["TokenizerDirectory"]
 
@@ -68,7 +68,7 @@ class TokenizerDirectory:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every fault of the file
             raise ModelLoadError(f"{path} cannot be read as a tokenizer ({error}): download it again") from error
-        check_patterns(backend, path)
+        check_tokenizer(backend, path)
         return backend
 
     def _read_json(self, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tries the regular expressions of a tokenizer.json before anything is tokenized with them.
+"""Checks a tokenizer.json before anything is tokenized with it: how far a text may grow, and how long patterns take.
 
 The library's engine goes back: a pattern such as (a+)+$ takes for ever with some texts, and nothing interrupts it. So
 patterns that are not those of known families are tried in a child process, which is killed after PROBE_SECONDS_MAX.
@@ -7,26 +7,39 @@ The texts make a pattern go back if it can: runs of its own characters, then one
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.text.gguf_vocabulary import KNOWN_SPLITS
 
-__all__ = ["check_patterns"]
+__all__ = ["check_patterns", "check_tokenizer"]
+
+GROWTH_MAX = 64  # times that a text may become longer; Unicode's NFKC, as SentencePiece stores it, reaches 18
+WORD_CHARACTERS_MAX = 1_000  # WordPiece takes time in the square of a word's length; real tokenizers have 100
 
 PROBE_SECONDS_MAX = 20.0  # an ordinary pattern takes under a second, the start of Python included
 PROBE_CHARACTERS = 1000  # of a text
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 COMMON = "aA1 \n中é'"
 OWN_CHARACTERS_MAX = 24  # of the patterns, that texts are made of
+
+# Of families whose tokenizers are made by transformers.
+KNOWN_PATTERNS = KNOWN_SPLITS | {
+    r"\s+",
+    " {2,}",
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+}
 
 GAVE_UP = 3  # the status of a child in which the library gave up, which is a panic of its own
 
@@ -48,6 +61,70 @@ for text in texts:
 """
 
 
+def check_tokenizer(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
+    """Check what a tokenizer may cost: see check_patterns, and the bounds of growth and of words above.
+
+    Args:
+        source: the file, for an error.
+
+    Raises:
+        ModelLoadError: a short text could take all memory, or a pattern or a word takes too long.
+    """
+    for names in (("normalizer", "post_processor"), ("decoder",)):
+        growths = {name: _growth(_state(tokenizer, name)) for name in names}
+        if math.prod(growths.values()) > GROWTH_MAX:
+            shown = " and ".join(name for name, growth in growths.items() if growth > 1)
+            raise ModelLoadError(
+                f"{source}: with its {shown}, a text may become more than {GROWTH_MAX} times as long, so a client could "
+                "take all memory: take another tokenizer"
+            )
+    word_characters = getattr(tokenizer.model, "max_input_chars_per_word", 0)
+    if word_characters > WORD_CHARACTERS_MAX:
+        raise ModelLoadError(
+            f"{source}: max_input_chars_per_word is {word_characters}, allowed are {WORD_CHARACTERS_MAX}: the file is "
+            "damaged"
+        )
+    check_patterns(tokenizer, source)
+
+
+def _state(tokenizer: tokenizers.Tokenizer, name: str) -> Any:
+    part = getattr(tokenizer, name)
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _growth(state: object) -> float:
+    """How many times longer a part of a tokenizer may make a text, the parts of sequences multiplied."""
+    growth, waiting = 1.0, [state]
+    while waiting and growth <= GROWTH_MAX:
+        found = waiting.pop()
+        if isinstance(found, list):
+            waiting += found
+        elif isinstance(found, dict):
+            kind = found.get("type")
+            if kind == "Sequence":
+                waiting += [inner for name, inner in found.items() if name != "type"]
+            elif kind == "Replace":
+                pattern = found["pattern"]
+                replaced = len(pattern.get("String", "")) or 1  # a regular expression may match one character
+                growth *= max(1.0, len(found["content"]) / replaced)
+            elif kind == "Precompiled":
+                growth *= _longest_replacement(base64.b64decode(found["precompiled_charsmap"]))
+            elif kind == "TemplateProcessing":
+                pieces = max(found["single"], found["pair"], key=len)
+                growth *= max(1, sum("Sequence" in piece for piece in pieces))
+    return growth
+
+
+def _longest_replacement(charsmap: bytes) -> int:
+    """Count the characters of the longest text that SentencePiece's table puts in the place of a character.
+
+    Args:
+        charsmap: the length of a trie, the trie, and then the texts, each of which a zero byte ends.
+    """
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+    return max(1, *(len(text.decode(errors="replace")) for text in texts))
+
+
 def check_patterns(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
     """Try the patterns of a tokenizer as its library has read them, those of known families left out.
 
@@ -59,9 +136,8 @@ def check_patterns(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
 
     Cost: nothing where all are known, otherwise about half a second in another process.
     """
-    found = {name: getattr(tokenizer, name) for name in PARTS}
-    parts = {name: None if part is None else json.loads(part.__getstate__()) for name, part in found.items()}
-    patterns = set(_patterns(parts)) - KNOWN_SPLITS
+    parts = {name: _state(tokenizer, name) for name in PARTS}
+    patterns = set(_patterns(parts)) - KNOWN_PATTERNS
     if not patterns:
         return
     try:
