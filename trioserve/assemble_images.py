@@ -30,6 +30,7 @@ from trioserve.model.diffusion.directory import ImageDirectory, check_image_extr
 from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.diffusion.weights_name import name_of_weights
 from trioserve.model.fingerprint import fingerprint_of
+from trioserve.text.tokenizer_patterns import check_tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.long_job import LongJob
@@ -257,7 +258,7 @@ class _Opening:
             if self._description is None:
                 self._on_progress(LoadProgress(f"loading {component} of {self._config.model}", 0))
 
-        runner = DiffusionRunner.load(directory, self._settings, progress=tell)
+        runner = DiffusionRunner.load(directory, self._settings, check_tokenizer=check_tokenizer, progress=tell)
         runners.append(runner)
         fingerprint = fingerprint_of(
             weights=weights,

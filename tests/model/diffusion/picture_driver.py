@@ -15,10 +15,12 @@ from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.runner import DiffusionRunner
 from trioserve.model.diffusion.settings import ImageModelSettings
+from trioserve.text.tokenizer_patterns import check_tokenizer
 
 
 def load(path: Path, **settings: object) -> DiffusionRunner:
-    return DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(**{"dtype": "float32", **settings}))
+    chosen = ImageModelSettings(**{"dtype": "float32", **settings})
+    return DiffusionRunner.load(ImageDirectory(path), chosen, check_tokenizer=check_tokenizer)
 
 
 def request(

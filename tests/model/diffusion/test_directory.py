@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import sentencepiece
+import transformers
 from safetensors.torch import load_file, save_file
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
@@ -15,6 +16,7 @@ from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, is_image_model
 from trioserve.model.diffusion.runner import DiffusionRunner
 from trioserve.model.diffusion.settings import ImageModelSettings
+from trioserve.text.tokenizer_patterns import check_tokenizer
 
 
 def describe_at(path):
@@ -72,7 +74,7 @@ def test_a_scheduler_that_is_not_had_here_leaves_the_samplers_that_are(changed):
 
 def test_a_scheduler_that_is_not_had_here_is_said_to_be_another(changed, caplog):
     path = changed("dit", "model_index.json", scheduler=["diffusers", "HeunDiscreteScheduler"])
-    DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+    DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
     assert "scheduler=HeunDiscreteScheduler sampler=ddim" in caplog.text
 
 
@@ -132,7 +134,7 @@ def test_what_is_not_served_says_what_came_and_what_is_taken(changed, fields, sa
 def test_a_scheduler_that_is_not_computed_here_is_refused(changed, fields, says):
     path = changed("dit", "scheduler/scheduler_config.json", **fields)
     with pytest.raises(ModelLoadError, match=says):
-        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 def test_a_network_that_takes_more_than_a_latent_is_refused(changed):
@@ -145,7 +147,7 @@ def test_weights_that_would_run_code_are_refused(changed):
     weights = path / "vae" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
     with pytest.raises(ModelLoadError, match="safe_serialization"):
-        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 def test_the_format_is_that_of_the_weights_that_are_loaded(changed):
@@ -165,7 +167,7 @@ def test_weights_that_were_not_downloaded_whole_say_so(changed, content):
     path = changed("dit", "model_index.json")
     (path / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"diffusion_pytorch_model.safetensors.*(complete|bytes)"):
-        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 def tensors_of(path):
@@ -182,7 +184,7 @@ def test_a_tensor_that_is_missing_is_not_made_up(changed, component):
     del tensors[name]
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=rf"{component} lacks 1 tensors of its weights, such as .*{name}"):
-        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae"])
@@ -191,7 +193,7 @@ def test_a_download_that_broke_off_says_so(changed, component):
     weights = tensors_of(path / component)
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     with pytest.raises(ModelLoadError, match=r"lies at bytes .* the file has"):
-        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +210,17 @@ def test_a_download_that_broke_off_says_so(changed, component):
 )
 def test_a_file_that_says_nonsense_is_named(changed, file, fields, says):
     with pytest.raises(ModelLoadError, match=says):
-        DiffusionRunner.load(ImageDirectory(changed("stable-diffusion", file, **fields)), ImageModelSettings())
+        DiffusionRunner.load(
+            ImageDirectory(changed("stable-diffusion", file, **fields)),
+            ImageModelSettings(),
+            check_tokenizer=check_tokenizer,
+        )
 
 
 def test_weights_of_another_shape_are_refused(changed):
     path = changed("dit", "transformer/config.json", num_layers=3, num_attention_heads=4)
     with pytest.raises(ModelLoadError, match="transformer cannot be loaded"):
-        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 def test_what_is_no_directory_of_this_kind_is_none(tmp_path):
@@ -263,7 +269,7 @@ def test_a_tokenizer_that_is_a_sentencepiece_model_is_read(checkpoint, driver, t
 
 
 def load(path):
-    return DiffusionRunner.load(ImageDirectory(path), ImageModelSettings())
+    return DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +318,36 @@ def test_a_network_is_not_made_beyond_what_its_weights_hold(changed, monkeypatch
         load(changed("stable-diffusion", f"{file}/config.json", **fields))
 
 
+STALLING = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"pre_tokenizer": STALLING}, "go back without end"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 8}}, "times as long"),
+    ],
+)
+def test_a_tokenizer_that_a_text_can_stall_is_refused(checkpoint, tmp_path, monkeypatch, changes, words):
+    def as_the_file_says(folder, **options):  # as transformers 4 reads it; 5 has the rules in its classes
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
+
+    monkeypatch.setattr(transformers.T5Tokenizer, "from_pretrained", as_the_file_says)
+    path = tmp_path / "changed"
+    shutil.copytree(checkpoint("pixart"), path)
+    file = path / "tokenizer" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelLoadError, match=words):
+        load(path)
+
+
+def test_a_very_large_file_of_a_tokenizer_is_refused(changed, monkeypatch):
+    monkeypatch.setattr(directory_file, "TOKENIZER_BYTES_MAX", 100)
+    with pytest.raises(ModelLoadError, match=r"tokenizer.* bytes, at most 100 are read"):
+        load(changed("stable-diffusion", "tokenizer/tokenizer_config.json"))
+
+
 def test_loading_can_be_ended_while_a_network_is_made(checkpoint):
     class Enough(Exception):
         """Raised by who waits."""
@@ -324,5 +360,10 @@ def test_loading_can_be_ended_while_a_network_is_made(checkpoint):
             raise Enough
 
     with pytest.raises(ModelLoadError):
-        DiffusionRunner.load(ImageDirectory(checkpoint("stable-diffusion")), ImageModelSettings(), progress=progress)
+        DiffusionRunner.load(
+            ImageDirectory(checkpoint("stable-diffusion")),
+            ImageModelSettings(),
+            check_tokenizer=check_tokenizer,
+            progress=progress,
+        )
     assert told[-1] == "unet"

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -18,6 +19,7 @@ import transformers
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import Family, Parts
+from trioserve.model.loading.checkpoint import one_line
 
 __all__ = ["load_parts", "make_family"]
 
@@ -32,21 +34,31 @@ def load_parts(
     directory: ImageDirectory,
     device: torch.device,
     dtype: torch.dtype,
+    check_tokenizer: Callable[[Any, Path], None],
     progress: Callable[[str], None] = lambda component: None,
 ) -> Parts:
-    """progress: told of each component before it is read; what it raises rises here. Nothing is downloaded, and no code
-    of the checkpoint is run. Raises ModelLoadError, also where a tensor is missing, of which transformers would make up
-    one."""
+    """Read all components. Nothing is downloaded, and no code of the checkpoint is run.
+
+    Args:
+        check_tokenizer: refuses a tokenizer of the tokenizers library, read from this folder, by a ModelLoadError.
+        progress: called before each component is read. What it raises ends the loading.
+
+    Raises:
+        ModelLoadError: a file is damaged, or a tensor is missing, of which transformers would make up one.
+    """
     components: dict[str, Any] = {}
     transformers.utils.logging.disable_progress_bar()  # of its own, on the terminal of whoever serves
     for name in directory.pipeline.classes:
         progress(name)
         try:
-            components[name] = _load(directory, name, device, dtype, functools.partial(progress, name))
+            if "tokenizer" in name:
+                components[name] = _tokenizer(directory, name, check_tokenizer)
+            else:
+                components[name] = _load(directory, name, device, dtype, functools.partial(progress, name))
         except ModelLoadError:
             raise
         except Exception as error:  # what a bad file makes of libraries that believe it: anything
-            raise ModelLoadError(f"{directory.path / name} cannot be loaded: {error}") from error
+            raise ModelLoadError(f"{directory.path / name} cannot be loaded: {one_line(str(error))}") from error
     return Parts(components, directory.options, device, dtype)
 
 
@@ -56,19 +68,29 @@ def make_family(directory: ImageDirectory, parts: Parts) -> Family:
     return family
 
 
+def _tokenizer(directory: ImageDirectory, name: str, check: Callable[[Any, Path], None]) -> Any:
+    directory.check_tokenizer_sizes(name)
+    tokenizer = _class_of(directory, name).from_pretrained(str(directory.path / name), local_files_only=True)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # tokenizers in Python, which transformers 4 has, take no rules from a file
+        check(backend, directory.path / name)
+    return tokenizer
+
+
+def _class_of(directory: ImageDirectory, name: str) -> Any:
+    library, class_name = directory.component(name)
+    return getattr(diffusers if library == "diffusers" else transformers, class_name)
+
+
 def _load(
     directory: ImageDirectory, name: str, device: torch.device, dtype: torch.dtype, check: Callable[[], None]
 ) -> Any:
-    library, class_name = directory.component(name)
-    kind = getattr(diffusers if library == "diffusers" else transformers, class_name)
     folder = str(directory.path / name)
-    if "tokenizer" in name:
-        return kind.from_pretrained(folder, local_files_only=True)
     if name == "vae" and dtype is torch.float16 and directory.vae.get("force_upcast"):
         dtype = torch.float32  # its numbers do not fit
     directory.check_sizes(name)
     with _bounded_network(folder, directory.stored_shapes(name), check):
-        network, found = kind.from_pretrained(
+        network, found = _class_of(directory, name).from_pretrained(
             folder,
             torch_dtype=dtype,
             local_files_only=True,

@@ -22,6 +22,7 @@ __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
 
 INDEX_NAME = "model_index.json"
 JSON_BYTES_MAX = 16 * 2**20  # a description is small; labels of some thousand classes are a tenth of this
+TOKENIZER_BYTES_MAX = 64 * 2**20  # of each file of a tokenizer; those of CLIP and T5 have up to 3 MB
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
 WHOLE_MAX = 65_536  # of a number in a description, if no tensor of the weights has a larger side
 SCHEDULER_WHOLE_MAX = 100_000  # timesteps that a scheduler was trained with are 1000
@@ -159,6 +160,16 @@ class ImageDirectory:
                         stored |= tensors_in_file(file, tuple(STORAGE_BYTES))
                     return [tuple(tensor.shape) for tensor in stored.values()]
         raise ModelLoadError(f"{folder}: the weights that its index names are missing: the directory is not complete")
+
+    def check_tokenizer_sizes(self, component: str) -> None:
+        """Compare the sizes of a tokenizer's files with what is allowed, before a library reads them.
+
+        Raises:
+            ModelLoadError: a file is larger.
+        """
+        for path in (self.path / component).iterdir():
+            if path.is_file() and (size := path.stat().st_size) > TOKENIZER_BYTES_MAX:
+                raise ModelLoadError(f"{path} has {size} bytes, at most {TOKENIZER_BYTES_MAX} are read: it is damaged")
 
     def check_sizes(self, component: str) -> None:
         """Compare the numbers of a component's description with its weights, before a library makes a network of them.

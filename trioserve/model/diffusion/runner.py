@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -85,9 +87,17 @@ class DiffusionRunner:
         directory: ImageDirectory,
         settings: ImageModelSettings,
         *,
+        check_tokenizer: Callable[[Any, Path], None],
         progress: Callable[[str], None] = lambda component: None,
     ) -> DiffusionRunner:
-        """Call it in the thread that will compute. progress: see load_parts. Raises ModelLoadError, StartupError."""
+        """Load a model. Call it in the thread that will compute.
+
+        Args:
+            check_tokenizer, progress: see load_parts.
+
+        Raises:
+            ModelLoadError, StartupError
+        """
         placing = settings.placing()
         device = pick_device(placing)
         set_torch_threads(placing)
@@ -103,7 +113,7 @@ class DiffusionRunner:
                 samplers[0],
             )
         solvers = {name: Solver(name, directory.scheduler) for name in samplers}
-        parts = load_parts(directory, place, TORCH_DTYPES[dtype], progress)
+        parts = load_parts(directory, place, TORCH_DTYPES[dtype], check_tokenizer, progress)
         runner = cls(
             make_family(directory, parts),
             parts,
