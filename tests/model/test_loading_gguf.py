@@ -264,6 +264,10 @@ DEEP = b"".join(struct.pack("<IQ", ARRAY, 1) for _ in range(50)) + struct.pack("
         (lambda at: write(at, entry("general.alignment", UINT32, struct.pack("<I", 0))), "general.alignment is 0"),
         (lambda at: write(at, entry("split.count", UINT32, struct.pack("<I", 4))), "one of 4 parts"),
         (lambda at: write(at, tensors=(tensor_entry("t", (4,)), tensor_entry("t", (4,)))), "'t' twice"),
+        (
+            lambda at: write(at, tensors=(tensor_entry("t", (4,)), tensor_entry("u", (4,)))),
+            "'t' and 'u' in the file share",
+        ),
         (lambda at: write(at, tensors=(tensor_entry("t", ()),)), "0 dimensions"),
         (lambda at: write(at, tensors=(tensor_entry("t", (1,) * 5),)), "5 dimensions"),
         (lambda at: write(at, tensors=(tensor_entry("t", (0,)),)), "which F32 cannot hold"),

@@ -12,6 +12,7 @@ __all__ = ["VisionConfig"]
 
 DIMENSION_MAX = 2**16
 IMAGE_SIZE_MAX = 4096
+TILE_PATCHES_MAX = 2**14  # attention takes memory in their square; real models have up to 5,184
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,5 +75,10 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError(
                 f"tiles of {tile_size} pixels are no whole number of patches of {self.patch_size} pixels, "
                 f"{self.scale_factor} of which become one row: the checkpoint's files are not of the same model"
+            )
+        if patches**2 > TILE_PATCHES_MAX:
+            raise ModelLoadError(
+                f"tiles of {tile_size} pixels have {patches**2} patches of {self.patch_size} pixels, allowed are "
+                f"{TILE_PATCHES_MAX}: the checkpoint's files are damaged"
             )
         return (patches // self.scale_factor) ** 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import reprlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeGuard, TypeVar
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "check_apart"]
 
 _INFINITY = {"__float__": "Infinity"}
 WHOLES_MAX = 65_536  # in one field; real ones have one for each layer or each end token
@@ -171,6 +171,25 @@ class Fields:
         if value is None:
             raise ModelLoadError(f"{self._source} lacks {self.spelling(name)}, which must be {wanted}")
         return value
+
+
+def check_apart(file_name: str, places: Iterable[tuple[int, int, str]]) -> None:
+    """Check that no two tensors of a file share bytes, so that reading them takes no more memory than the file has.
+
+    Args:
+        places: of each tensor, its first byte, the byte behind its last one, and its name.
+
+    Raises:
+        ModelLoadError: two tensors share bytes.
+    """
+    last_end, last_name = 0, ""
+    for first, end, name in sorted(place for place in places if place[0] < place[1]):
+        if first < last_end:
+            raise ModelLoadError(
+                f"the tensors {last_name[:80]!r} and {name[:80]!r} in {file_name} share bytes: it is damaged, fetch it "
+                "again"
+            )
+        last_end, last_name = end, name
 
 
 def _is_number(value: object) -> bool:

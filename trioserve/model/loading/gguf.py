@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import check_apart
 
 if TYPE_CHECKING:  # who reads metadata alone does without numpy
     from trioserve.model.loading.names import Shape, TensorPlace
@@ -202,6 +203,8 @@ class _Header:
                     f"{self._size} and aligns to {alignment}: it is damaged or incomplete, fetch it again"
                 )
             tensors[name] = GgufTensor(name, shape, storage, offset, byte_count, value_count)
+        places = ((tensor.offset, tensor.offset + tensor.byte_count, tensor.name) for tensor in tensors.values())
+        check_apart("the file", places)
         return tensors
 
     def _tensor_description(self) -> tuple[str, Shape, StorageType, int]:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.fields import Fields, check_apart
 from trioserve.model.loading.file_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor
 from trioserve.model.loading.hf_config import (
     has_head,
@@ -254,7 +254,10 @@ def tensors_in_file(path: Path, storages: Collection[str]) -> dict[str, FileTens
                 f"{path.name} stores {entry.dtype[:20]}; supported are {', '.join(storages)}: "
                 "take an unquantized checkpoint or a GGUF file"
             )
-    return {name: _file_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
+    tensors = {name: _file_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
+    places = ((tensor.offset, tensor.offset + tensor.byte_count, name) for name, tensor in tensors.items())
+    check_apart(path.name, places)
+    return tensors
 
 
 def _file_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> FileTensor:
