@@ -1,4 +1,4 @@
-"""Names of blocks: equal for equal prefixes, on every machine and at every start."""
+"""Block hashes are equal for equal prefixes, on every machine and after every start."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from trioserve.contracts.block_hash import hash_block, root_hash
 
 
 def chain(salt: str | None, *blocks: tuple[int, ...]) -> bytes:
-    name = root_hash(salt)
+    parent = root_hash(salt)
     for block in blocks:
-        name = hash_block(name, block)
-    return name
+        parent = hash_block(parent, block)
+    return parent
 
 
-def test_the_name_is_the_same_on_every_machine():
+def test_hashes_are_equal_on_every_machine():
     # Computed once from the definition: blake2b with 16 bytes over the parent and the tokens as little-endian uint32.
-    # Another value here means that engines and routers of different versions do not understand each other.
+    # If these values change, engines and routers of different versions no longer find each other's blocks.
     assert chain(None).hex() == "cae66941d9efbd404e4d88758ea67670"
     assert chain("tenant", (1, 2), (3, 4)).hex() == "b4993295c59f2e2f940c58050593c4a5"
 
@@ -36,14 +36,14 @@ def test_the_name_is_the_same_on_every_machine():
         ((None, (0,)), (None, (0, 0))),
     ],
 )
-def test_different_prefixes_have_different_names(first, second):
+def test_different_prefixes_have_different_hashes(first, second):
     assert chain(*first) != chain(*second)
 
 
-def test_lists_and_tuples_name_the_same_block():
+def test_lists_and_tuples_have_equal_hashes():
     assert hash_block(root_hash(None), [1, 2]) == hash_block(root_hash(None), (1, 2))
 
 
-def test_any_string_is_a_salt():
+def test_salt_may_be_any_string():
     assert len(root_hash("\ud800")) == 16
     assert len(chain("é" * 1000, (0, 2**32 - 1))) == 16

@@ -1,11 +1,11 @@
-"""What a client is told of its deadlines."""
+"""Messages about deadlines that have passed."""
 
 from __future__ import annotations
 
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 
 
-def test_a_deadline_that_was_shortened_says_which_limit_did_it() -> None:
+def test_message_names_the_limit_that_shortened_a_deadline() -> None:
     limits = Deadlines(timeout=5)
     asked = Deadlines(timeout=60, ttft_timeout=3).within(NO_DEADLINES, limits)
     total = passed_message(Deadline.TOTAL, asked.seconds(Deadline.TOTAL) or 0, limits)

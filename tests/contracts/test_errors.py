@@ -1,4 +1,4 @@
-"""Whose fault it was can be read off the type."""
+"""The exception tree: the type of an error says whose fault it is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TREE = """
 
 
 def parents() -> dict[str, str]:
-    """From the indented tree above: each name's parent."""
+    """Return the parent of each name in the indented tree above."""
     line_of: dict[int, str] = {-1: "Exception"}
     result = {}
     for line in TREE.strip("\n").splitlines():
@@ -50,7 +50,7 @@ def parents() -> dict[str, str]:
     return result
 
 
-def test_the_tree_is_the_one_above():
+def test_exception_classes_form_the_documented_tree():
     classes = {
         name: value
         for name, value in vars(errors).items()
@@ -61,12 +61,12 @@ def test_the_tree_is_the_one_above():
 
 
 @pytest.mark.parametrize("error", [errors.InvalidRequest, errors.ContextTooLong, errors.UnknownModel])
-def test_the_callers_errors_name_the_field(error):
+def test_errors_of_the_caller_name_the_field(error):
     assert error("no", param="prompt").param == "prompt"
     assert error("no").param is None
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.Draining])
-def test_refusals_say_why_and_when_to_come_back(error):
+def test_refusals_have_a_reason_and_a_retry_time(error):
     raised = error("no", reason="queue_full", retry_after_seconds=1.5)
     assert (str(raised), raised.reason, raised.retry_after_seconds) == ("no", "queue_full", 1.5)

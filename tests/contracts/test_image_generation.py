@@ -30,9 +30,9 @@ def picture(width: int, height: int) -> Picture:
         ("image", b"png"),
     ],
 )
-def test_what_no_model_could_do_is_refused_by_name(name: str, value: object) -> None:
+def test_invalid_parameters_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=name) as refused:
-        ImageParams(**{name: value})  # type: ignore[arg-type]  # that is what is tested
+        ImageParams(**{name: value})  # type: ignore[arg-type]  # wrong types are the purpose of this test
     assert refused.value.param == name
 
 
@@ -48,9 +48,7 @@ def test_what_no_model_could_do_is_refused_by_name(name: str, value: object) -> 
         ((2, 2, b"abc"), "rgb"),
     ],
 )
-def test_what_is_no_picture_is_refused_before_an_engine_computes_with_it(
-    fields: tuple[Any, Any, Any], param: str
-) -> None:
+def test_invalid_images_are_refused(fields: tuple[Any, Any, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=param) as refused:
         Picture(*fields)
     assert refused.value.param == param
@@ -63,24 +61,24 @@ def test_strength_is_above_0_and_up_to_1(strength: float) -> None:
     assert ImageParams(image=picture(8, 8), strength=1.0).strength == 1
 
 
-def test_what_belongs_to_an_image_needs_one() -> None:
+def test_mask_and_strength_require_an_image() -> None:
     for name, value in (("mask", picture(8, 8)), ("strength", 0.5)):
         with pytest.raises(InvalidRequest, match="without an image") as refused:
             ImageParams(**{name: value})  # type: ignore[arg-type]
         assert refused.value.param == name
 
 
-def test_a_mask_has_the_size_of_its_image() -> None:
+def test_mask_must_have_the_size_of_its_image() -> None:
     with pytest.raises(InvalidRequest, match="8x16"):
         ImageParams(image=picture(8, 16), mask=picture(16, 8))
 
 
-def test_limits_are_at_least_1() -> None:
+def test_limits_below_1_are_refused() -> None:
     with pytest.raises(StartupError, match="n_max is 0"):
         ImageRequestLimits(n_max=0)
 
 
-def test_numbers_of_another_library_become_pythons_own():
+def test_numpy_numbers_become_python_numbers():
     params = ImageParams(
         width=np.int64(16), n=np.uint8(2), seed=np.uint64(2**63), guidance=np.float32(2), strength=None
     )

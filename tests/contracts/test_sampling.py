@@ -1,4 +1,4 @@
-"""The ranges of the sampling parameters: what just fits is taken, what does not is named."""
+"""Sampling parameters: values in range are accepted, other values are refused by name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_each_value_has_its_range(name, allowed, refused):
         ("include_stop_str_in_output", ["no"]),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_name(name, wrong):
+def test_values_of_a_wrong_type_are_refused_by_name(name, wrong):
     for value in wrong:
         with pytest.raises(InvalidRequest, match=f"^{name} (is|holds) .*, allowed is ") as raised:
             SamplingParams(**{name: value})
@@ -91,24 +91,24 @@ def test_a_value_of_another_type_is_refused_by_name(name, wrong):
         ("logit_bias", {np.int32(3): np.float64(1.5)}, {3: 1.5}),
     ],
 )
-def test_other_libraries_numbers_become_pythons(name, given, kept):
+def test_numpy_numbers_and_lists_become_python_types(name, given, kept):
     own = getattr(SamplingParams(**{name: given}), name)
     assert repr(own) == repr(kept)
 
 
-def test_a_bias_that_its_caller_changes_later_stays_as_it_was_checked():
+def test_later_changes_of_the_callers_dict_do_not_change_logit_bias():
     bias = {1: 1.0}
     params = SamplingParams(logit_bias=bias)
     bias[-5] = "a"
     assert params.logit_bias == {1: 1.0}
 
 
-def test_a_number_that_cannot_be_written_is_refused_all_the_same():
+def test_numbers_with_too_many_digits_to_print_are_refused():
     check("seed", 10**5000, allowed=False)
     check("min_tokens", 10**5001, allowed=False, max_tokens=10**5000)
 
 
-def test_min_tokens_do_not_exceed_max_tokens():
+def test_min_tokens_above_max_tokens_are_refused():
     check("min_tokens", 5, allowed=True, max_tokens=5)
     check("min_tokens", 6, allowed=False, max_tokens=5)
 
@@ -123,6 +123,6 @@ def test_defaults_are_those_of_the_api():
     assert (params.n, params.temperature, params.top_p, params.max_tokens, params.stop) == (1, 1.0, 1.0, None, ())
 
 
-def test_values_do_not_change_once_they_were_checked():
+def test_parameters_are_immutable():
     with pytest.raises(AttributeError):
         SamplingParams().n = 0

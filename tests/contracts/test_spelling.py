@@ -1,4 +1,4 @@
-"""A misspelt name finds the one that was meant, and another word finds none."""
+"""A misspelled name finds the intended name. An unrelated word finds none."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ KNOWN = ("--max-model-len", "--max-num-seqs", "--port", "--host", "TRIOSERVE_API
         ("", None),
     ],
 )
-def test_the_closest_name_is_the_one_that_was_meant(written: str, meant: str | None):
+def test_closest_name_is_the_intended_name(written: str, meant: str | None):
     assert closest_name(written, KNOWN) == meant

@@ -1,4 +1,4 @@
-"""A LoRA adapter as requests and steps name it, and the salt of what is computed with it."""
+"""References to LoRA adapters in requests and steps, and the salt of blocks that are computed with an adapter."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ import msgspec
 __all__ = ["AdapterContent", "AdapterId", "AdapterRef", "adapter_salt"]
 
 AdapterId = NewType("AdapterId", int)
-"""One loading of an adapter. Counts from 1 and is never used twice while the engine lives."""
+"""Number of one load of an adapter. Counts from 1. Loading the same adapter again gives a new number."""
 
 _ADAPTER = "adapter:"
-_NONE = "none:"  # no digest, which has hexadecimal digits alone
+_NONE = "none:"  # cannot be a digest, which consists of hexadecimal digits
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
-    """digest: names the content, hexadecimal: the same wherever the same adapter is loaded, whatever it is called."""
+    """A loaded adapter.
+
+    Attributes:
+        id: Number of this load.
+        digest: Hash of the adapter's content, in hexadecimal. Equal content has an equal digest on every machine, under
+            any name.
+    """
 
     id: AdapterId
     digest: str
 
 
 class AdapterContent(Protocol):
-    """An adapter that was read, in host memory."""
+    """An adapter that was read into host memory."""
 
     @property
     def digest(self) -> str: ...
@@ -34,8 +40,15 @@ class AdapterContent(Protocol):
 
 
 def adapter_salt(salt: str | None, digest: str | None) -> str | None:
-    """The salt of blocks that are computed with an adapter, or without one (None). No two pairs give the same, whatever
-    salts callers choose; without an adapter nearly every salt stays as it is."""
+    """Return the salt of blocks that are computed with an adapter, or without one.
+
+    Different pairs of arguments give different salts, so callers cannot choose a salt that collides.
+
+    Args:
+        salt: Salt that the caller chose. None if there is none.
+        digest: Digest of the adapter. None without an adapter. Then a salt stays as it is, unless it looks like an
+            adapter's.
+    """
     if digest is None:
         return f"{_ADAPTER}{_NONE}{salt}" if salt is not None and salt.startswith(_ADAPTER) else salt
     return f"{_ADAPTER}{digest}" if salt is None else f"{_ADAPTER}{digest}={salt}"

@@ -1,7 +1,8 @@
-"""Values that a program hands over: each has the type that its parameter says, or is refused by name.
+"""Checks of values that a program passes to the API.
 
-Whole numbers and numbers of other libraries become Python's own, since what is kept travels far: to other threads, into
-hashes, into kernels.
+Each function returns a value of the declared type, or raises InvalidRequest that names the parameter. Numbers of other
+libraries (numpy) become Python's own int and float, because the values later cross threads and reach hashes and
+kernels.
 """
 
 from __future__ import annotations
@@ -18,33 +19,64 @@ SHOWN_CHARACTERS_MAX = 80
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, whatever it is, also where it cannot be written at all."""
+    """Return a short text of a value for an error message. Never raises.
+
+    Args:
+        value: Any object. Its repr is cut after SHOWN_CHARACTERS_MAX characters, or replaced by "..." if repr raises.
+    """
     try:
         text = repr(value)
-    except Exception:  # an int of too many digits, or a class of somebody else's; its type is told in any case
+    except Exception:  # an int with too many digits, or a faulty __repr__: the message names the type anyway
         text = "..."
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
 
 
 def refuse(param: str, value: object, allowed: str, *, verb: str = "is") -> NoReturn:
-    """Raises InvalidRequest that says what came and what is allowed. verb: "holds" for one entry of several."""
+    """Raise InvalidRequest for a value that is not allowed.
+
+    Args:
+        param: Name of the parameter, in the caller's spelling.
+        value: The received value.
+        allowed: Description of the allowed values.
+        verb: "is", or "holds" if the value is one entry of a list.
+    """
     raise InvalidRequest(f"{param} {verb} {shown(value)} ({type(value).__name__}), allowed is {allowed}", param=param)
 
 
 def to_int(param: str, value: object, allowed: str = "a whole number (int)", *, verb: str = "is") -> int:
-    """The value as an int; numpy's ints are taken, a bool is not. Raises InvalidRequest."""
+    """Return the value as an int. Accepts numpy's ints, but no bool.
+
+    Args:
+        param: Name of the parameter for the error message.
+        value: The received value.
+        allowed: Description of the allowed values for the error message.
+        verb: "is", or "holds" for one entry of a list.
+
+    Raises:
+        InvalidRequest: the value is not a whole number.
+    """
     if type(value) is int:
         return value
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         try:
             return int(operator.index(value))
-        except TypeError:  # such as an array of several
+        except TypeError:  # for example, an array with several numbers
             pass
     refuse(param, value, allowed, verb=verb)
 
 
 def to_float(param: str, value: object, allowed: str = "a number (float)", *, verb: str = "is") -> float:
-    """The value as a float; ints and numpy's numbers are taken, a bool is not. Raises InvalidRequest."""
+    """Return the value as a float. Accepts ints and numpy's numbers, but no bool.
+
+    Args:
+        param: Name of the parameter for the error message.
+        value: The received value.
+        allowed: Description of the allowed values for the error message.
+        verb: "is", or "holds" for one entry of a list.
+
+    Raises:
+        InvalidRequest: the value is not a number.
+    """
     if type(value) is float:
         return value
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):
@@ -56,22 +88,49 @@ def to_float(param: str, value: object, allowed: str = "a number (float)", *, ve
 
 
 def to_str(param: str, value: object, allowed: str = "a text (str)", *, verb: str = "is") -> str:
-    """Raises InvalidRequest for anything but a str."""
+    """Return the value if it is a str.
+
+    Args:
+        param: Name of the parameter for the error message.
+        value: The received value.
+        allowed: Description of the allowed values for the error message.
+        verb: "is", or "holds" for one entry of a list.
+
+    Raises:
+        InvalidRequest: the value is not a str.
+    """
     if isinstance(value, str):
         return value
     refuse(param, value, allowed, verb=verb)
 
 
 def to_bool(param: str, value: object) -> bool:
-    """Raises InvalidRequest for anything but True and False."""
+    """Return the value if it is True or False.
+
+    Args:
+        param: Name of the parameter for the error message.
+        value: The received value.
+
+    Raises:
+        InvalidRequest: the value is not a bool.
+    """
     if isinstance(value, bool):
         return value
     refuse(param, value, "True or False (bool)")
 
 
 def to_items(param: str, value: object, allowed: str, *, count_max: int) -> tuple[object, ...]:
-    """What a tuple or a list holds, also another library's; a text is one value and not several, and what has no order
-    or no length is no list. Nothing is looked at of one that holds too many. Raises InvalidRequest."""
+    """Return the items of a tuple, a list, or a similar sequence of another library.
+
+    Args:
+        param: Name of the parameter for the error message.
+        value: The received value. A str, a dict and a set are refused, see is_list.
+        allowed: Description of the allowed values for the error message.
+        count_max: Most items that are allowed. The items of a longer list are not read.
+
+    Raises:
+        InvalidRequest: the value is not a list, or has too many items.
+    """
     if not is_list(value):
         refuse(param, value, allowed)
     check_count(param, value, count_max)
@@ -79,18 +138,31 @@ def to_items(param: str, value: object, allowed: str, *, count_max: int) -> tupl
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether it holds several in an order, and knows how many: no text, no dict, no array without a dimension."""
+    """Return True if the value is an ordered collection with a length.
+
+    Args:
+        value: Any object. False for text, bytes, dicts, sets, and arrays without a dimension.
+    """
     is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set)
     if is_other or not isinstance(value, Sized) or not isinstance(value, Iterable):
         return False
     try:
         len(value)
-    except TypeError:  # such an array has the method all the same
+    except TypeError:  # numpy's array without a dimension has __len__, but it raises
         return False
     return True
 
 
 def check_count(param: str, value: Sized, count_max: int) -> None:
-    """Raises InvalidRequest for more entries than count_max."""
+    """Check that a value has at most count_max entries.
+
+    Args:
+        param: Name of the parameter for the error message.
+        value: The received value.
+        count_max: Most entries that are allowed.
+
+    Raises:
+        InvalidRequest: there are more entries.
+    """
     if len(value) > count_max:
         raise InvalidRequest(f"{param} has {len(value)} entries, at most {count_max} are allowed", param=param)

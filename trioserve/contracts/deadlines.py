@@ -1,4 +1,4 @@
-"""How long a request may wait, and for what. The ranges are checked here and nowhere else."""
+"""Deadlines of a request. Their ranges are checked only here."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines", "passed_message"]
 
-DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # a request that may take longer has no deadline
+DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # use no deadline for requests that may take longer
 
 
 class Deadline(enum.Enum):
-    """Which of a request's deadlines. The value is its name in the API, and the reason that clients are told."""
+    """One of a request's three deadlines. The value is its name in the API, and the reason that clients get."""
 
-    QUEUE = "queue_timeout"  # until it begins to run
-    FIRST_TOKEN = "ttft_timeout"  # until it has a token
+    QUEUE = "queue_timeout"  # until the request begins to run
+    FIRST_TOKEN = "ttft_timeout"  # until its first token is sampled
     TOTAL = "timeout"  # until its response is complete
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds from the moment a request is entered; None is no deadline.
+    """Seconds that a request may take, from the moment it enters the server.
 
-    Raises InvalidRequest, naming the field, for a value that is no number, or not above 0 and at most
-    DEADLINE_SECONDS_MAX.
+    Attributes:
+        queue_timeout: Until it begins to run. None is no deadline, here and below.
+        ttft_timeout: Until its first token.
+        timeout: Until its response is complete.
+
+    Raises:
+        InvalidRequest: a value is not a number, or not above 0 and at most DEADLINE_SECONDS_MAX. Names the field.
     """
 
     queue_timeout: float | None = None
@@ -53,7 +58,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
     def within(self, defaults: Deadlines, limits: Deadlines) -> Deadlines:
-        """These, where a request has none the default, and none beyond the limit."""
+        """Return these deadlines with defaults filled in, and cut to the limits.
+
+        Args:
+            defaults: Used for each deadline that the request did not set.
+            limits: Largest allowed values. A request without a deadline gets the limit.
+        """
         if self == defaults == limits == NO_DEADLINES:
             return self
         values: dict[str, float | None] = {}
@@ -65,7 +75,6 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_DEADLINES = Deadlines()
-"""What most requests have."""
 
 _LIMIT_OPTIONS = {
     Deadline.QUEUE: "--max-queue-timeout",
@@ -75,12 +84,12 @@ _LIMIT_OPTIONS = {
 
 
 def passed_message(deadline: Deadline, seconds: float, limits: Deadlines) -> str:
-    """What a client is told of a deadline that has passed.
+    """Return the message for a client whose deadline has passed.
 
     Args:
-        deadline: Which one.
-        seconds: How long the request had.
-        limits: The longest that any request may have, which shorten what a request asks for.
+        deadline: The deadline that passed.
+        seconds: Seconds that the request had.
+        limits: Largest values that the server allows. If the limit decided, the message names its option.
     """
     message = f"the request's {deadline.value} of {seconds:g} s has passed"
     limit = limits.seconds(deadline)

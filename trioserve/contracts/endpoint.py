@@ -1,4 +1,4 @@
-"""Anything that can serve a request, near or far, as the router sees it, and what it is told of a request."""
+"""Endpoints as the router sees them, and the request properties on which routing depends."""
 
 from __future__ import annotations
 
@@ -26,61 +26,79 @@ __all__ = [
 ]
 
 NOT_A_PAGE_HEADER = "sec-trioserve-client"
-"""Sent by our routers to their endpoints, and by our commands: both may know a server by any name. No browser lets a
-page set a header whose name begins with "Sec-" (Fetch standard, forbidden request-header), so no page can send it."""
+"""Header that our routers send to their endpoints, and our commands send to servers.
+
+Both may reach a server under any host name, so the server cannot tell them from a web page by that name. Browsers do
+not let a page set a header whose name begins with "Sec-" (Fetch standard, forbidden request-header). So no page can
+send this header.
+"""
 
 EndpointId = NewType("EndpointId", str)
-"""The router's name of an endpoint, chosen by the operator; unique among those that it knows."""
+"""The router's name of an endpoint. The operator chooses it. Unique within a router."""
 
 
 CONTINUATION_BYTES_MAX = 1024 * 1024
-"""Kept of one stream so that it can go on elsewhere: the ids of about 100,000 tokens. Most have some thousands."""
+"""Bytes of token ids kept for one stream, so that another endpoint can resume it.
+
+Enough for about 100,000 tokens. Most streams have some thousands.
+"""
 
 DISAGGREGATED_PROMPT_TOKENS_MIN = 32
-"""Of a prompt that a router has computed elsewhere: two blocks of the usual size. Less is computed in the time in which
-it would be fetched."""
+"""Fewest prompt tokens for which a router computes the prompt at another endpoint: two blocks of the usual size.
+
+A shorter prompt is computed in the time that a transfer takes.
+"""
 
 PREFIX_BLOCK_TOKENS = 32
-"""In a block of a prompt whose tokens nobody has counted: short enough for a common system prompt, and few names for a
-long prompt."""
+"""Estimated tokens of a prefix block, used for prompts whose tokens were not counted.
+
+Small enough to match a common system prompt, large enough that a long prompt has few hashes.
+"""
 
 
 class Stage(enum.Enum):
-    """A part of a request whose prompt is computed at one endpoint and whose response is made at another."""
+    """Part of a request that runs at two endpoints: one computes the prompt, the other the response."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class PairOutcome(enum.Enum):
-    """What became of a request that was to be served by two endpoints; the label of `pairs_total`. All but the first
-    and the last went on whole, at one endpoint."""
+    """Outcome of a request that was meant for two endpoints. The label of `pairs_total`.
+
+    After every outcome except PAIRED and LEFT, one endpoint serves the request alone.
+    """
 
     PAIRED = "paired"  # the second endpoint began to answer
-    NO_ENDPOINT = "no_endpoint"  # none was there any more for the part that was next
+    NO_ENDPOINT = "no_endpoint"  # no endpoint was left for the next part
     PREFILL_FAILED = "prefill_failed"
-    NOT_HELD = "not_held"  # the prompt is computed, but its blocks are not kept for anybody
-    FINISHED = "finished"  # the response was over with its first token
-    HOLD_LOST = "hold_lost"  # the blocks were kept, and are not any more
+    NOT_HELD = "not_held"  # the prompt was computed, but the endpoint did not hold its blocks
+    FINISHED = "finished"  # the response ended with its first token
+    HOLD_LOST = "hold_lost"  # the hold ended before the second endpoint read the blocks
     DECODE_FAILED = "decode_failed"
-    TRANSFER_FAILED = "transfer_failed"  # the second endpoint could not get at the blocks
-    LEFT = "left"  # it ended before: its client left, or it was refused
+    TRANSFER_FAILED = "transfer_failed"  # the second endpoint could not read the blocks
+    LEFT = "left"  # the request ended earlier: the client left, or the request was refused
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the choice of an endpoint may depend on.
+    """The properties of a request on which the choice of an endpoint may depend.
 
-    model: the name that the client asked for. tenant: who shares one turn with all others of that name.
-    priority: a lower number is sooner. sequences: how many it runs as. prompt_tokens: counted, or estimated from its
-    length. session: the client's key of a conversation. pinned: the one endpoint it may run at.
-    prefix: names of the prompt's leading blocks of bytes, from the first: for guesses. A block has PREFIX_BLOCK_TOKENS,
-    as far as one can guess.
-    blocks: by block size in tokens, the names of the prompt's leading blocks as an engine with such blocks has them
-    (see contracts/block_hash), as many as can be a hit; a size that is not there was not asked for, or nobody knows.
-    queue_deadline: the moment from which waiting in the queue is over for it.
-    can_be_disaggregated: its prompt may be computed at one endpoint and its response at another, if there are such two.
-    running_at: the endpoint where it runs already, sent there by a router that is gone: it has its lease there whatever
-    the limit says, since it has its slot.
+    Attributes:
+        model: Name of the model that the client asked for.
+        tenant: Requests of one tenant share one turn in the queue.
+        priority: A lower number runs sooner.
+        sequences: Number of sequences that the request runs as.
+        prompt_tokens: Counted, or estimated from the prompt's length.
+        session: The client's key of a conversation.
+        pinned: The only endpoint where the request may run. None if any may serve it.
+        prefix: Hashes of the prompt's leading blocks of text, first block first, for estimates of cache hits. A block
+            has about PREFIX_BLOCK_TOKENS tokens.
+        blocks: By block size in tokens, the hashes of the prompt's leading KV blocks (contracts/block_hash), as many as
+            can be cache hits. A missing size was not asked for or is not known.
+        queue_deadline: Time at which the request stops waiting in the queue. Default: never.
+        can_be_disaggregated: True if one endpoint may compute the prompt and another the response.
+        running_at: Endpoint where the request runs already, sent there by a router that has ended. The request gets a
+            lease there even above the limit, because it already has a slot.
     """
 
     model: str
@@ -98,15 +116,24 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint reports of itself. running, waiting: sequences. max_num_seqs: how many may run there, "seats" in
-    JSON; None if it does not say. kv_usage: 0 to 1. role: what it is meant for, if it can give KV to other engines or
-    take it; otherwise it is left out. fingerprint: names all that decides about the tokens of its responses; those of
-    one endpoint go on at another with the same one. Left out where nobody has looked. weight_version: of its weights,
-    once they were replaced. routers: those that say who they
-    are when they ask, and how many seconds ago each did so. clock, told_at: when it looked, in seconds of a clock of
-    its own that goes by this name; two reports by one clock tell how much time lies between them, and nothing else.
-    instance: names the process, from its start to its end. generated: tokens of all responses since it began; other
-    servers report it, ours send beats instead."""
+    """Load that an endpoint reports about itself.
+
+    Attributes:
+        running: Running sequences.
+        waiting: Waiting sequences.
+        max_num_seqs: Most sequences that may run at once, "seats" in JSON. None if the endpoint does not report it.
+        kv_usage: Share of the KV cache in use, 0 to 1.
+        role: Role of the engine, if it can send KV to other engines or load it from them. Unset otherwise.
+        fingerprint: Identifies everything that decides about output tokens. A response can resume at an endpoint with
+            an equal fingerprint. Unset if not computed.
+        weight_version: Version of the weights, once they were replaced.
+        routers: Routers that identify themselves when they ask, with the seconds since each asked last.
+        clock: Name of the endpoint's clock. Two reports with the same clock can be compared in time.
+        told_at: Time of the report, in seconds of that clock.
+        instance: Identifies the process, from its start to its end.
+        generated: Output tokens of all responses since the start. Other servers report it. Ours send heartbeats
+            instead.
+    """
 
     running: int
     waiting: int

@@ -1,4 +1,4 @@
-"""The whole exception tree. The type says whose fault it was; the message what came, what is allowed, what to do."""
+"""All exceptions. The type says whose fault it is. The message says what was received, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ __all__ = [
 
 
 class TrioserveError(Exception):
-    """Everything that trioserve raises on purpose."""
+    """Base class of all exceptions that trioserve raises on purpose."""
 
 
-# --- the caller's ---------------------------------------------------------------------------------------------------
+# --- the caller's fault ---------------------------------------------------------------------------------------------
 
 
 class InvalidRequest(TrioserveError):
-    """The request cannot be served as it stands. `param` names the field at fault, in the caller's spelling."""
+    """The request cannot be served in this form.
+
+    Args:
+        message: What was received, what is allowed and what to do.
+        param: Name of the wrong field, in the caller's spelling. None if no single field is wrong.
+    """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -55,21 +60,32 @@ class InvalidRequest(TrioserveError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt, or prompt and response together, do not fit the model's context. The message begins as OpenAI's does,
-    "This model's maximum context length is": clients look for it, and send less then."""
+    """The prompt, or prompt and response together, do not fit the model's context.
+
+    The message begins as OpenAI's does, "This model's maximum context length is". Clients search for this text, and
+    then shorten the request.
+    """
 
 
 class ResumeMismatch(InvalidRequest):
-    """A response cannot be gone on with, since its prompt is another one here: a chat template that prints today's date
-    does that."""
+    """A response cannot resume because the server computes another prompt for the request.
+
+    One cause is a chat template that prints today's date.
+    """
 
 
 class UnknownModel(InvalidRequest):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
 
 class AdapterRefused(InvalidRequest):
-    """A LoRA adapter cannot be loaded or unloaded as was asked. `reason` is short and machine-readable."""
+    """A LoRA adapter cannot be loaded or unloaded as requested.
+
+    Args:
+        message: What was received, what is allowed and what to do.
+        reason: Short machine-readable code.
+        param: Name of the wrong field.
+    """
 
     def __init__(self, message: str, *, reason: str, param: str | None = "lora_name") -> None:
         super().__init__(message, param=param)
@@ -81,23 +97,34 @@ class AlreadyEnded(InvalidRequest):
 
 
 class WrongLoop(TrioserveError, RuntimeError):
-    """Called outside of the loop that it belongs to: in an asyncio task, another thread or another run, where no loop
-    runs, or in a forked child of the process that opened the engine. The message says what to do."""
+    """A call came from outside of the loop that owns the object.
+
+    Examples: from an asyncio task, from another thread or another Trio run, without a running loop, or from a forked
+    child of the process that opened the engine. The message says what to do.
+    """
 
 
 class StartupError(TrioserveError):
-    """The server cannot start as configured (a port in use, a flag out of range). One sentence, no traceback."""
+    """The server cannot start as configured: a port is in use, or a flag is out of range. Printed as one sentence,
+    without a traceback.
+    """
 
 
 class ModelLoadError(StartupError):
-    """No model could be read from what was named: wrong path, no weights, a damaged file, an unknown architecture."""
+    """The model cannot be read: wrong path, missing weights, damaged file or unknown architecture."""
 
 
-# --- the world's ----------------------------------------------------------------------------------------------------
+# --- the fault of the environment: load, disk, network, other servers -----------------------------------------------
 
 
 class Overloaded(TrioserveError):
-    """Refused because a bound is reached; nothing is held. `reason` is short and machine-readable."""
+    """A request was refused because a limit is reached. The server keeps nothing of it.
+
+    Args:
+        message: The limit, its value, and what to do.
+        reason: Short machine-readable code.
+        retry_after_seconds: When a retry may succeed.
+    """
 
     def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -106,94 +133,104 @@ class Overloaded(TrioserveError):
 
 
 class Draining(Overloaded):
-    """Refused because the server is leaving; another one may take the request."""
+    """A request was refused because the server drains. Another server may accept it."""
 
 
 class StepOverdue(Overloaded):
-    """Refused because the engine's step in flight is older than it may get: nobody can say when it ends."""
+    """A request was refused because the engine's current step takes too long, and its end cannot be predicted."""
 
 
 class EngineReopening(Overloaded):
-    """Refused because the engine broke and is being opened anew."""
+    """A request was refused because the engine broke and is being restarted."""
 
 
 class NoEndpoint(Overloaded):
-    """Refused because no endpoint that serves the model takes requests now."""
+    """A request was refused because no endpoint of its model accepts requests now."""
 
 
 class QueueWaitOver(TrioserveError):
-    """The request's own time to wait in the queue has passed; nothing was sent anywhere."""
+    """The request's queue deadline passed. It was not sent to an endpoint."""
 
 
 class DeadlinePassed(TrioserveError):
-    """A deadline of the request has passed before all of its results were there."""
+    """A deadline of the request passed before its results were complete."""
 
 
 class RequestAborted(TrioserveError):
-    """Somebody has aborted the request by its id."""
+    """The request was aborted by its id."""
 
 
 class WeightsLost(TrioserveError):
-    """New weights came only in part, or what computes was opened anew while they came. The message says which weights
-    are there, and what to do."""
+    """New weights arrived only in part, or the executor restarted while they arrived.
+
+    The message says which weights are loaded now, and what to do.
+    """
 
 
 class StoreFull(TrioserveError):
-    """There is no room for what was to be kept: a bound is reached, or the disk is full. Nothing of it was kept."""
+    """An object cannot be stored: a limit is reached, or the disk is full. Nothing of it was stored."""
 
 
 class DiskFull(StoreFull):
-    """The store's disk is full. There may be room again later, without anybody asking the server for it."""
+    """The store's disk is full. Other programs may free space later, without any request to the server."""
 
 
 class EndpointLost(TrioserveError):
-    """The endpoint failed while it served this request, and no other could take it over."""
+    """The endpoint failed while it served this request, and no other endpoint could resume it."""
 
 
 class RequestPoisoned(EndpointLost):
-    """One endpoint after the other, or one engine again and again, broke while it served this request: nobody tries it
-    once more."""
+    """Several endpoints in a row, or one engine several times, broke while they served this request. There is no
+    retry.
+    """
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------
+# --- our fault ------------------------------------------------------------------------------------------------------
 
 
 class RequestFailed(TrioserveError):
-    """The engine could not go on with this one request. Others are not touched."""
+    """The engine could not continue this one request. Other requests are not affected."""
 
 
 class StoreFault(TrioserveError):
-    """What is kept could not be read or written. Nothing of what was to be written is there."""
+    """Stored content could not be read or written. A failed write leaves nothing behind."""
 
 
 class RankLost(TrioserveError):
-    """One of the processes that compute a model together has ended, hangs, or has other results than the rest."""
+    """One of the ranks has ended, hangs, or has results that differ from the other ranks."""
 
 
 class EngineFault(TrioserveError):
-    """The engine itself broke: it rises in the engine's own task and ends every request with an error."""
+    """The engine itself broke. The error leaves the engine's own task and ends every request with an error."""
 
 
-# --- of libraries ---------------------------------------------------------------------------------------------------
+# --- faults in libraries --------------------------------------------------------------------------------------------
 
 
 def is_library_panic(error: BaseException) -> bool:
-    """Whether Rust code of a library broke (tokenizers, llguidance, safetensors).
+    """Return True for a panic in a library's Rust code (tokenizers, llguidance, safetensors).
 
-    PyO3 derives its PanicException from BaseException, so `except Exception` lets it pass. Each library has a class of
-    its own, and none offers a name to catch it by.
+    PyO3 derives its PanicException from BaseException, so `except Exception` does not catch it. Each library has its
+    own class, and none exports a name to catch it by.
+
+    Args:
+        error: The exception that was caught.
     """
     return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
 
 
 def is_request_fault(error: BaseException) -> bool:
-    """Whether an error fails one request: an Exception or a panic, not a cancellation and no Ctrl-C."""
+    """Return True for an error that fails one request: an Exception or a panic, but no cancellation and no Ctrl-C.
+
+    Args:
+        error: The exception that was caught.
+    """
     return isinstance(error, Exception) or is_library_panic(error)
 
 
 @contextmanager
 def panics_become_failures() -> Iterator[None]:
-    """Raise RequestFailed where a library's Rust code panics, so that the panic fails one request alone.
+    """Raise RequestFailed if a library's Rust code panics, so that the panic fails only one request.
 
     Raises:
         RequestFailed: a library panicked.

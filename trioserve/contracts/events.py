@@ -1,4 +1,4 @@
-"""What an engine answers: tokens are ready, a request finished and why, what became of an abort."""
+"""Events that an engine core returns: new tokens, the end of a request and its reason, the outcome of an abort."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ __all__ = [
 
 
 class FinishReason(enum.Enum):
-    STOP = "stop"  # an end token, a stop token or a stop string; or its prompt is pooled
-    LENGTH = "length"  # output_tokens_max, or the model's context is full
-    ABORT = "abort"  # the client left, or somebody aborted it by id
+    """Why a request ended."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string. Also a pooling request that is complete.
+    LENGTH = "length"  # output_tokens_max is reached, or the model's context is full
+    ABORT = "abort"  # the client left, or the request was aborted by its id
     DEADLINE = "deadline"
     ERROR = "error"
-    HANDED_OVER = "handed_over"  # another engine goes on with it
+    HANDED_OVER = "handed_over"  # another engine resumes the request
 
 
 class HandOverOutcome(enum.Enum):
-    """What became of asking for a request to be given away to another engine."""
+    """Outcome of moving a request to another engine."""
 
     HANDED_OVER = "handed_over"
-    NOT_POSSIBLE = "not_possible"  # it does not run, or nobody could go on with it
+    NOT_POSSIBLE = "not_possible"  # the request does not run, or no engine could resume it
     UNKNOWN = "unknown"
 
 
 class Phase(enum.Enum):
-    """How far a request had come; the label of abort counters."""
+    """Progress of a request. The label of abort counters."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
@@ -52,7 +54,7 @@ class Phase(enum.Enum):
 
 
 class IterativePhase(enum.Enum):
-    """How far a request had come that takes a known number of steps."""
+    """Progress of a request that takes a known number of steps."""
 
     QUEUED = "queued"
     ENCODE = "encode"
@@ -61,7 +63,13 @@ class IterativePhase(enum.Enum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of one token, before temperature and filters, and of the most probable, best first."""
+    """Log probability of one token, and of the most probable tokens at its position.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its natural logarithm of probability, before temperature and filters.
+        top: The most probable tokens with their log probabilities, best first.
+    """
 
     token_id: int
     logprob: float
@@ -69,7 +77,13 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class TokensReady(msgspec.Struct, frozen=True):
-    """New output tokens of one request, in order. logprobs is None or as long as token_ids."""
+    """New output tokens of one request.
+
+    Attributes:
+        request_id: The sequence.
+        token_ids: In order.
+        logprobs: One for each token. None if not requested.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -77,26 +91,38 @@ class TokensReady(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Logprobs of prompt tokens, in order and without gaps; the first prompt token has none (None)."""
+    """Log probabilities of prompt tokens, in order and without gaps.
+
+    Attributes:
+        request_id: The sequence.
+        logprobs: One for each token. None for the first prompt token.
+    """
 
     request_id: RequestId
     logprobs: tuple[TokenLogprob | None, ...]
 
 
 class PooledReady(msgspec.Struct, frozen=True):
-    """What a request that is pooled gives, once. Its end comes next."""
+    """The result of a pooling request. Sent once, before RequestFinished."""
 
     request_id: RequestId
     pooled: Pooled
 
 
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The last event of a request. Its blocks are free when this is returned, or a connector holds them; or, where the
-    next step had been planned ahead and has it once more, they are when that one has come back.
+    """The last event of a request.
 
-    phase: where it was when it ended. stop_token_id: the end or stop token that ended it; it is the last of its tokens.
-    cached_token_count: prompt tokens that came from the prefix cache when it first ran. kv_transfer: how another engine
-    gets at the blocks that a connector holds of it.
+    The request's blocks are free when this event is returned, with two exceptions. A connector may hold them. Or the
+    next step was planned ahead and still contains the request: then the blocks are free after that step.
+
+    Attributes:
+        request_id: The sequence.
+        reason: Why it ended.
+        phase: Its progress when it ended.
+        stop_token_id: The end token or stop token that ended it, which is also its last token.
+        cached_token_count: Prompt tokens found in the prefix cache when it first ran.
+        message: Explanation for the client.
+        kv_transfer: How another engine can read the blocks that a connector holds.
     """
 
     request_id: RequestId
@@ -112,14 +138,21 @@ EngineEvent = TokensReady | PromptLogprobs | PooledReady | RequestFinished
 
 
 class AbortOutcome(enum.Enum):
+    """Outcome of aborting an id."""
+
     ABORTED = "aborted"
     ALREADY_FINISHED = "already_finished"
     UNKNOWN = "unknown"
 
 
 class AbortResult(msgspec.Struct, frozen=True):
-    """What one id's abort did. `finished` is set when its blocks are free already; otherwise a step in flight still
-    reads them, and the update of the last one that does returns the RequestFinished."""
+    """Effect of aborting one sequence.
+
+    Attributes:
+        outcome: Outcome for this id.
+        finished: Set if the sequence's blocks are free already. Otherwise a step in flight still reads them, and the
+            update of the last such step returns RequestFinished.
+    """
 
     outcome: AbortOutcome
     finished: RequestFinished | None = None

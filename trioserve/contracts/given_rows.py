@@ -1,4 +1,4 @@
-"""Rows of a prompt whose embeddings are given instead of looked up by their tokens: what an image is to a model."""
+"""Prompt rows whose embeddings are given instead of looked up by token. Images reach the model this way."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ __all__ = ["GivenRows", "rows_material"]
 
 
 class GivenRows(msgspec.Struct, frozen=True):
-    """The embeddings of the prompt's positions start .. start + count - 1, whatever tokens stand there.
+    """Embeddings of the prompt positions start .. start + count - 1, regardless of the tokens at these positions.
 
-    content: names them: equal for equal numbers alone, on every machine; 16 bytes. values: float32 [count,
-    hidden_size], whatever has a buffer, not to be changed; it is kept as long as a request has it.
+    Attributes:
+        start: First position.
+        count: Number of positions.
+        content: 16 bytes that identify the embeddings: equal only for equal numbers, on every machine.
+        values: Buffer of float32 [count, hidden_size]. Must not change. Kept as long as a request uses it.
     """
 
     start: int
@@ -28,12 +31,20 @@ class GivenRows(msgspec.Struct, frozen=True):
 
 
 def rows_material(given: Sequence[GivenRows], start: int, end: int) -> bytes:
-    """What a block of the positions start .. end - 1 is named by besides its tokens (contracts/block_hash.py); empty
-    where all its embeddings are those of its tokens. given: in the order of their positions."""
-    return b"".join(_places(given, start, end))
+    """Return the bytes that a block's hash depends on in addition to its tokens (contracts/block_hash.py).
+
+    Args:
+        given: Given rows, ordered by position.
+        start: First position of the block.
+        end: Position after the block.
+
+    Returns:
+        Bytes for with_material. Empty if all embeddings of the block are looked up by token.
+    """
+    return b"".join(_overlaps(given, start, end))
 
 
-def _places(given: Iterable[GivenRows], start: int, end: int) -> Iterable[bytes]:
+def _overlaps(given: Iterable[GivenRows], start: int, end: int) -> Iterable[bytes]:
     for rows in given:
         if rows.start < end and rows.end > start:
             yield rows.content + struct.pack("<q", rows.start - start)

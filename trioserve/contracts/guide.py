@@ -1,8 +1,8 @@
-"""What restrains the tokens of one sequence while it is made, and what writes its masks.
+"""Interfaces between the core and the code that restrains a sequence's tokens and fills its token masks.
 
-A guide is asked in the order in which a step goes: which tokens may come (fill_masks), what came (accept), and what
-has to come now (forced_tokens). It belongs to one sequence, and to the thread of the core. Only fill_masks is called in
-another thread, and from `MaskMaker.begin` until the masks are filled nothing else is asked of that guide.
+In each step, the core asks a guide for its token masks (fill_masks), reports the sampled tokens (accept), and asks for
+forced tokens (forced_tokens). A guide belongs to one sequence and to the core's thread. Only fill_masks runs in another
+thread. From `MaskMaker.begin` until the masks are filled, the core makes no other call to that guide.
 """
 
 from __future__ import annotations
@@ -18,48 +18,85 @@ __all__ = ["Guide", "GuidedRows", "MaskMaker"]
 
 
 class Guide(Protocol):
-    """Nothing here waits or raises.
-
-    is_over: no token may come any more, but one that ends the sequence. fault: why it cannot go on, as a sentence for
-    the client; None while it can. is_free_ahead: whatever the next token is, the one behind it is free: it can be
-    sampled before anybody has told of the next one. What is asked of the guide meanwhile waits for one token more.
-    """
+    """State of one sequence in its grammar. No method waits or raises."""
 
     @property
-    def is_free_ahead(self) -> bool: ...
+    def is_free_ahead(self) -> bool:
+        """Return True if the token after the next is free, whatever the next token is.
+
+        Then that token can be sampled before accept is called for the next token. The guide lags one token behind in
+        the meantime.
+        """
+        ...
 
     @property
-    def is_over(self) -> bool: ...
+    def is_over(self) -> bool:
+        """Return True if no further token is allowed except one that ends the sequence."""
+        ...
 
     @property
-    def fault(self) -> str | None: ...
+    def fault(self) -> str | None:
+        """Return why the sequence cannot continue, as a sentence for the client. None if it can."""
+        ...
 
     def accept(self, token_id: int) -> bool:
-        """This token has come. False: it may not, and the guide has a fault from now on."""
+        """Advance by one sampled token.
+
+        Args:
+            token_id: The token.
+
+        Returns:
+            False if the grammar does not allow the token. From then on, `fault` is set.
+        """
         ...
 
     def forced_tokens(self, count_max: int) -> tuple[int, ...]:
-        """The tokens that must come now, whatever the model would say, at most count_max of them. They have not come
-        by this: accept is to be told of each."""
+        """Return the tokens that the grammar forces next, whatever the model would choose.
+
+        Does not advance the guide: the caller calls accept for each token that it uses.
+
+        Args:
+            count_max: Most tokens to return.
+        """
         ...
 
     def acceptable_count(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come now, one after the other. None of them has come by this."""
+        """Return how many of these tokens the grammar allows next, one after the other. Does not advance the guide.
+
+        Args:
+            token_ids: Tokens in order, such as draft tokens.
+        """
         ...
 
     def wants_mask(self, draft: Sequence[int]) -> bool:
-        """Whether the next token, or one behind these draft tokens, is not free."""
+        """Return True if the next token, or a token after one of the draft tokens, is restrained.
+
+        Args:
+            draft: Draft tokens after the last accepted token.
+        """
         ...
 
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
-        """Write rows of a TokenMasks: at `address` which tokens may come now, and in each row behind it which may come
-        after one more token of the draft. The guide is the same afterwards. What it cannot fill it leaves without any
-        bit. Takes as long as it takes, in a thread of its own."""
+        """Write the masks of the next token and of the token after each draft token. Does not advance the guide.
+
+        Runs in a separate thread without a time limit. A row that cannot be filled is left without any bit.
+
+        Args:
+            address: Memory of the first row, see TokenMasks. The rows are consecutive.
+            words_per_row: uint32 words in a row.
+            draft: Draft tokens, which take one more row each.
+        """
         ...
 
 
 class GuidedRows(msgspec.Struct, frozen=True):
-    """One guide's rows of a step: 1 + len(draft), from `row` on."""
+    """The mask rows of one guide in a step: 1 + len(draft) rows.
+
+    Attributes:
+        guide: Guide that fills the rows.
+        row: Index of the first row.
+        draft: Draft tokens of the sequence.
+    """
 
     guide: Guide
     row: int
@@ -67,13 +104,23 @@ class GuidedRows(msgspec.Struct, frozen=True):
 
 
 class MaskMaker(Protocol):
-    """Makes the masks of one step after another."""
+    """Fills the token masks of one step after another."""
 
     def begin(self, guided: Sequence[GuidedRows], row_count: int) -> TokenMasks:
-        """Have the masks of a step filled; never waits. They have row_count rows, which `guided` cover."""
+        """Start to fill the masks of a step, and return at once.
+
+        Args:
+            guided: Guides and their rows, which cover all rows.
+            row_count: Number of rows.
+        """
         ...
 
     def end(self, masks: TokenMasks) -> None:
-        """The step has come back, or was given up: nobody reads these masks any more. They may still be filled: what
-        that needs is kept until it is over."""
+        """Release the masks of a step that has returned or was abandoned. Nothing reads them any more.
+
+        If they are still being filled, the memory stays until that is complete.
+
+        Args:
+            masks: Result of `begin`.
+        """
         ...

@@ -1,8 +1,7 @@
-"""Pictures that a model makes: what may be asked, what a model takes, and what comes of it, step by step.
+"""Image generation: request parameters, model descriptions, and results step by step.
 
-A request for n pictures is n things that are denoised, each with a seed of its own: that of the first, and one more for
-each further one. What an IterativeRequest carries for the executor is an ImageTask; what the executor gives back, as a
-partial result or as the output, is a Picture.
+A request for n images runs as n requests in the core. Image i has the seed of the request plus i. IterativeRequest
+carries an ImageTask to the executor. The executor returns partial and final images as Picture.
 """
 
 from __future__ import annotations
@@ -31,20 +30,35 @@ __all__ = [
     "network_steps",
 ]
 
-GUIDANCE_MAX = 100.0  # far beyond this every picture is saturated
-PARTIAL_IMAGES_MAX = 16  # each is decoded as a finished picture is
+GUIDANCE_MAX = 100.0  # images are saturated long before this
+PARTIAL_IMAGES_MAX = 16  # decoding one costs as much as decoding a finished image
 PNDM = "pndm"
-PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API; what the text encoder does not take of it is cut
+PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API. The text encoder truncates longer prompts to its own limit.
 
 
 def network_steps(sampler: str, steps: int) -> int:
-    """How often a sampler asks the network for a picture of so many steps: PNDM does the first of several twice."""
+    """Return the number of times that a sampler calls the network for one image.
+
+    PNDM repeats the first step if there are several.
+
+    Args:
+        sampler: Name of the sampler.
+        steps: Denoising steps.
+    """
     return steps + 1 if sampler == PNDM and steps > 1 else steps
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """rgb: three bytes for each pixel, row by row from the top left, width * height * 3 in all. Raises InvalidRequest
-    for what is none: programs make them, too, and what computes with one asks nothing any more."""
+    """An RGB image. Checks its values, because programs construct it and the executor relies on them.
+
+    Attributes:
+        width: In pixels, 1 or more.
+        height: In pixels, 1 or more.
+        rgb: Three bytes for each pixel, row by row from the top left: width * height * 3 bytes.
+
+    Raises:
+        InvalidRequest: a value has a wrong type, is out of range, or the byte count does not fit the size.
+    """
 
     width: int
     height: int
@@ -56,7 +70,7 @@ class Picture(msgspec.Struct, frozen=True):
             if side < 1:
                 refuse(name, side, "1 or more")
             msgspec.structs.force_setattr(self, name, side)
-        if not isinstance(self.rgb, bytes):  # no buffer that may change while another thread reads it
+        if not isinstance(self.rgb, bytes):  # other buffers may change while another thread reads them
             refuse("rgb", self.rgb, "bytes")
         if len(self.rgb) != 3 * self.width * self.height:
             raise InvalidRequest(
@@ -67,18 +81,29 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller asks for; None leaves it to the model. Raises InvalidRequest for what no model could do; what the
-    model at hand cannot do is refused on entering.
+    """Parameters of an image generation request. None selects the model's default.
 
-    width, height: in pixels; None of an image that is changed: its own size, as near as the model comes to it. steps:
-    denoising steps. guidance: how much more the prompt counts than no prompt (or the
-    negative one); 1 or less: the prompt alone. negative_prompt: what is not to be seen, with guidance above 1. n: how
-    many pictures. seed: of the first; picture i has the seed + i. None: a random one. sampler: one of the model's
-    samplers. partial_images: so many times, at even distances, what has become of each picture so far is wanted; fewer
-    times where it has fewer steps.
-    image: what is to be changed, with width and height of its own; mask: the same size, bright (128 and more, of the
-    mean of its colours) where it may change; None: everywhere. strength: above 0 to 1, how much of the image is lost
-    first; of the steps that part is done. None: 0.8, or all of what a mask lets change.
+    Values that no model supports are refused here. Values that the loaded model does not support are refused when the
+    request enters the engine.
+
+    Attributes:
+        width: In pixels. None with an image: the image's own width, rounded to a size that the model supports.
+        height: In pixels. None with an image: as width.
+        steps: Denoising steps.
+        guidance: Weight of the prompt against the negative or empty prompt. At 1 or less, only the prompt is used.
+        negative_prompt: Content to avoid. Has an effect only with guidance above 1.
+        n: Number of images.
+        seed: Seed of the first image. Image i has the seed plus i. None draws one.
+        sampler: Name of one of the model's samplers.
+        partial_images: Number of partial images to return of each image, at even distances. Fewer if there are fewer
+            steps.
+        image: Image to change.
+        mask: Image of equal size. A pixel may change where the mean of its colors is 128 or more. None: everywhere.
+        strength: Above 0 to 1: share of the image that is replaced by noise first. Only that share of the steps is
+            computed. None: 0.8 without a mask, 1 with a mask.
+
+    Raises:
+        InvalidRequest: a value has a wrong type or is out of range. Names the field.
     """
 
     width: int | None = None
@@ -131,7 +156,7 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _keep(self, name: str, to_number: Callable[[str, object], int | float]) -> None:
-        """As a number of Python's own: it travels far. None stays what it is where it may be left out."""
+        """Replace a number of another library by Python's own. Keep None if the field may be left out."""
         value = getattr(self, name)
         if value is not None or name in ("n", "partial_images"):
             number = to_number(name, value)
@@ -140,11 +165,19 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor has to know of one picture beside its seed and its steps: ImageParams, each with its value.
+    """Parameters of one image that the executor needs in addition to seed and steps. See ImageParams.
 
-    prompt: or the index of a class, for a model that knows classes and no texts. step_count: of the whole schedule,
-    counted by network_steps; of an image that is changed with a strength below 1 the first of them are left out, so
-    that its request has fewer.
+    Attributes:
+        prompt: Text, or the index of a class for a model with classes instead of prompts.
+        negative_prompt: Content to avoid. None if there is none.
+        width: In pixels.
+        height: In pixels.
+        step_count: Steps of the whole schedule, counted by network_steps. With an image and a strength below 1, the
+            request leaves out the first of them.
+        guidance: Weight of the prompt.
+        sampler: Name of the sampler.
+        image: Image to change. None to start from noise.
+        mask: Mask of the image. None if all of it may change.
     """
 
     prompt: str | int
@@ -159,11 +192,16 @@ class ImageTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one of a request's pictures.
+    """Progress of one image of a request.
 
-    index: which of the n. steps_done of step_count denoising steps. picture: with a finish_reason the picture (STOP);
-    without one, what it is so far, if that was wanted; None: there is none, or nothing new of it. message and
-    stop_reason: of an end that is not the picture's own.
+    Attributes:
+        index: Image 0 .. n - 1.
+        steps_done: Denoising steps that are done.
+        step_count: All denoising steps.
+        picture: The image, if finish_reason is STOP. Before that, a partial image if requested. None if nothing is new.
+        finish_reason: Set on the last delta of the image.
+        message: Explanation of an early end.
+        stop_reason: Machine-readable reason of an early end.
     """
 
     index: int
@@ -176,26 +214,41 @@ class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unread_size(self) -> int:
-        """Nothing is copied when two deltas are joined, so they are joined at once and one image is held."""
+        """Return 0: joining two deltas copies nothing, so they are joined at once and only one image is kept."""
         return 0
 
     @property
     def alternative_count(self) -> int:
-        """Log probabilities in the delta: none."""
+        """Return 0: an image has no log probabilities."""
         return 0
 
 
 class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model that makes pictures is, and takes.
+    """Properties, defaults and limits of an image model.
 
-    served_names: the first is its name. family: such as "dit", "stable-diffusion", "flux". width, height, steps,
-    guidance, samplers: what it does by itself, the first of the samplers. side_multiple: width and height are
-    multiples of it. side_min, side_max: of each. steps_max: so many noise levels it was trained with. classes: the
-    names of what it can make; None: it takes texts. takes_guidance: whether the prompt can count more.
-    has_guided_rows: whether that takes a second row in each step; otherwise the model is told the number.
-    takes_negative: of texts. takes_images: it can change one. created_at: seconds since 1970. fingerprint: names
-    weights and arithmetic; None: nobody compares. pixels_per_work: so many pixels cost one unit of an
-    IterativeRequest's work. encode_work: what a prompt costs.
+    Attributes:
+        served_names: Names in the API. The first is the main name.
+        source: Path or name that the model was loaded from.
+        family: For example "dit", "stable-diffusion" or "flux".
+        width: Default width in pixels.
+        height: Default height in pixels.
+        steps: Default number of denoising steps.
+        guidance: Default guidance.
+        samplers: Supported samplers. The first is the default.
+        side_multiple: Width and height must be multiples of it.
+        side_min: Smallest width and height.
+        side_max: Largest width and height.
+        steps_max: Number of noise levels in training.
+        classes: Names of the classes that the model can draw. None: the model takes text prompts.
+        takes_guidance: True if guidance has an effect.
+        has_guided_rows: True if guidance computes a second row in each step. False if the network gets guidance as an
+            input.
+        takes_negative: True if the model takes a negative prompt.
+        takes_images: True if the model can change an image.
+        created_at: Seconds since 1970.
+        fingerprint: Identifies weights and arithmetic. None if not computed.
+        pixels_per_work: Pixels for each unit of an IterativeRequest's work.
+        encode_work: Work of encoding a prompt.
     """
 
     served_names: tuple[str, ...]
@@ -225,15 +278,28 @@ class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return self.served_names[0]
 
     def picture_work(self, width: int, height: int) -> int:
-        """What a row of such a picture costs in a denoising step, and what decoding it costs."""
+        """Return the work of one row in a denoising step, which is also the work of decoding.
+
+        Args:
+            width: In pixels.
+            height: In pixels.
+        """
         return math.ceil(width * height / self.pixels_per_work)
 
 
 class ImageRequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is taken of callers beside what the model takes. pixels_max: width times height of one picture. steps_max,
-    n_max: of one request. Raises StartupError."""
+    """The server's limits for image requests, in addition to the model's limits.
 
-    pixels_max: int = 4 * 2**20  # 2048 x 2048: four times what most models were made for
+    Attributes:
+        pixels_max: Width times height of one image.
+        steps_max: Denoising steps of one request.
+        n_max: Images of one request.
+
+    Raises:
+        StartupError: a limit is below 1.
+    """
+
+    pixels_max: int = 4 * 2**20  # 2048 x 2048: four times the size for which most models were trained
     steps_max: int = 250
     n_max: int = 10  # as in OpenAI's API
 

@@ -1,4 +1,4 @@
-"""What is known of images before and behind the model that sees them: how they are cut, and what they become."""
+"""Images as model input: preprocessing, limits, and the encoder interface."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ __all__ = ["ImageEncoder", "ImageLimits", "ImageProcessing", "Tiles"]
 
 
 class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model wants its images, as the files around its weights say it.
+    """Preprocessing of a vision model's images, as read from the model's configuration files.
 
-    longest_edge: pixels of an image's longer side, before it is cut. tile_size: pixels of either side of a tile.
-    splits: an image is cut into tiles, and all of it is one more; otherwise it is one tile. resample: Pillow's number
-    of the filter. mean, std, rescale_factor: a number becomes (number * rescale_factor - mean) / std of its colour.
-    tile_tokens: rows that a tile is to the model. embedding_size: numbers of a row. image_token_id: the token that
-    stands in the prompt for each of them.
+    Attributes:
+        longest_edge: Pixels of the image's longer side before tiling.
+        tile_size: Pixels of each side of a tile.
+        splits: True to cut an image into tiles, followed by one tile of the whole image. False for one tile.
+        resample: Pillow's number of the resampling filter.
+        mean: For each color. A pixel value becomes (value * rescale_factor - mean) / std.
+        std: For each color.
+        rescale_factor: Factor of the formula above.
+        tile_tokens: Rows of one tile in the prompt.
+        embedding_size: Numbers in a row.
+        image_token_id: Placeholder token in the prompt for each row.
     """
 
     longest_edge: int
@@ -35,17 +41,24 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tile_bytes(self) -> int:
-        """What the rows of one tile take, in float32."""
+        """Return the bytes of one tile's rows in float32."""
         return 4 * self.tile_tokens * self.embedding_size
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is taken of clients.
+    """Limits for images that clients send.
 
-    images_max: of one prompt. image_bytes_max: as it is sent, before it is decoded. pixels_max: width times height;
-    it sets the memory limit of the processes that decode. side_max: pixels of either side. decode_seconds_max: of one
-    image; the largest ones take about three seconds on a slow core. outputs_bytes_max: what the model has made of
-    images, of all requests together; what nobody uses any more is kept as long as there is room. Raises StartupError.
+    Attributes:
+        images_max: Images of one prompt, 0 to 1000.
+        image_bytes_max: Bytes of an encoded image.
+        pixels_max: Width times height. Sets the memory limit of the decoder processes.
+        side_max: Pixels of each side.
+        decode_seconds_max: Time for one image. The largest images take about three seconds on a slow core.
+        outputs_bytes_max: Bytes of encoder output kept for all requests together. Unused output stays until the space
+            is needed.
+
+    Raises:
+        StartupError: a limit is out of range.
     """
 
     images_max: int = 8
@@ -66,17 +79,30 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tiles(Protocol):
-    """uint8 [count, tile_size, tile_size, 3]: an image's tiles row by row, and all of it behind them."""
+    """The tiles of an image, row by row, followed by the tile of the whole image. uint8 [count, tile_size,
+    tile_size, 3].
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 class ImageEncoder(Protocol):
-    """What makes rows of tiles, as seen from the event loop."""
+    """Turns tiles into embedding rows. Called from the event loop."""
 
     def encode(self, tiles: Tiles) -> Coroutine[Any, Any, object]:
-        """float32 [count * tile_tokens, embedding_size], whatever has a buffer. Between two pieces of it, each of which
-        takes about as long as a step, steps are computed; a cancelled caller leaves at once. Raises AlreadyEnded when
-        the engine is closed or opened anew."""
+        """Compute the embeddings of an image's tiles.
+
+        The work is split into pieces that take about as long as a step, with steps in between. A cancelled caller
+        leaves at once.
+
+        Args:
+            tiles: Tiles of one image.
+
+        Returns:
+            Buffer of float32 [count * tile_tokens, embedding_size].
+
+        Raises:
+            AlreadyEnded: the engine was closed or restarted.
+        """
         ...

@@ -1,7 +1,7 @@
-"""Requests that take a known number of steps: what is asked, what one forward pass computes, and what comes of it.
+"""Requests with a known number of steps, such as images: requests, plans, results and events.
 
-A request is encoded once, denoised step_count times, and decoded once, in this order. What it has between two of these
-lies in its latent slot: the encoded prompt, the latent, and whatever the model caches for it.
+A request is encoded once, denoised step_count times, and decoded once, in this order. Its latent slot keeps its state
+between the phases: the encoded prompt, the latent, and the model's caches.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ __all__ = [
 
 
 class IterativeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to be made, such as an image.
+    """One object to generate, such as an image.
 
-    step_count: denoising steps, at least 1. seed: 0 <= seed < 2**64: with the step it fixes all randomness, whatever
-    else runs. priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner. is_guided: a denoising step computes
-    two rows of it, with the prompt and without, in the same forward pass. encode_work, denoise_work, decode_work: what
-    each phase costs, of a denoising step each row, at least 1; in units of the caller's, which only have to be those of
-    IterativeSettings.step_work_max. partial_every: after so many denoising steps, each time, what has become of it so
-    far is wanted; None: never. task: what the executor has to know besides; the core does not look at it.
+    Attributes:
+        id: The engine's own name of the request.
+        step_count: Denoising steps, at least 1.
+        seed: 0 <= seed < 2**64. Seed and step determine all randomness, regardless of other requests.
+        priority: PRIORITY_MIN to PRIORITY_MAX. A lower number runs sooner.
+        is_guided: True if a denoising step computes two rows in one forward pass: with the prompt and without.
+        encode_work: Work of encoding, at least 1. The unit is that of IterativeSettings.step_work_max.
+        denoise_work: Work of each row in a denoising step, at least 1.
+        decode_work: Work of decoding, at least 1.
+        partial_every: Denoising steps between two partial results. None for no partial results.
+        task: Parameters for the executor. The core does not read them.
     """
 
     id: RequestId
@@ -51,7 +56,11 @@ class IterativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     task: object = None
 
     def work(self, phase: IterativePhase) -> int:
-        """What it adds to a forward pass of this phase."""
+        """Return the work that the request adds to a forward pass.
+
+        Args:
+            phase: Phase of the forward pass. Not QUEUED.
+        """
         if phase is IterativePhase.ENCODE:
             return self.encode_work
         if phase is IterativePhase.DECODE:
@@ -61,8 +70,14 @@ class IterativeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatentWork(msgspec.Struct, frozen=True):
-    """What one request computes in one forward pass. slot: its latent slot. step: of a denoising step which one it is,
-    0 to step_count - 1; 0 in the other phases. wants_partial: what has become of it behind this step is wanted."""
+    """The computation of one request in one forward pass.
+
+    Attributes:
+        request: The request.
+        slot: Its latent slot.
+        step: Denoising step, 0 to step_count - 1. 0 in the other phases.
+        wants_partial: True if a partial result is needed after this step.
+    """
 
     request: IterativeRequest
     slot: int
@@ -71,18 +86,32 @@ class LatentWork(msgspec.Struct, frozen=True):
 
 
 class LatentMove(msgspec.Struct, frozen=True):
-    """All that slot `source` holds is to be in slot `target`."""
+    """Move the whole content of one latent slot to another.
+
+    Attributes:
+        source: Slot to read.
+        target: Slot to overwrite.
+    """
 
     source: int
     target: int
 
 
 class IterativePlan(msgspec.Struct, frozen=True):
-    """One forward pass of one phase. step_index counts from 0. moves: done before anything is computed, in this order,
-    also where nobody waits for the rest. freed: slots that nobody has any more since the plan before; what lies there
-    is let go first. work_count: of all works together. admitted and preempted name requests that got a slot, or had to
-    leave theirs, when this plan was made. Slots are those of running requests first, and behind them those of kept
-    latents."""
+    """One forward pass of one phase.
+
+    Slots of running requests have the lowest numbers. Slots of kept latents follow.
+
+    Attributes:
+        step_index: Counts from 0.
+        phase: Phase of all works.
+        works: Requests to compute.
+        work_count: Sum of their work.
+        moves: Done in this order before the computation, even if the step is abandoned.
+        admitted: Requests that got a slot when this plan was made.
+        preempted: Requests that lost their slot when this plan was made.
+        freed: Slots that were freed since the previous plan. Their content is dropped first.
+    """
 
     step_index: int
     phase: IterativePhase
@@ -95,8 +124,13 @@ class IterativePlan(msgspec.Struct, frozen=True):
 
 
 class IterativeResult(msgspec.Struct, frozen=True):
-    """The response to a plan. outputs: of each request that was decoded. partials: of each that wanted one. errors:
-    requests that cannot go on, with a sentence for the client; the others are not touched."""
+    """The results of a plan.
+
+    Attributes:
+        outputs: Output of each request that was decoded.
+        partials: Partial result of each work with wants_partial.
+        errors: Requests that cannot continue, each with a sentence for the client. Other requests are not affected.
+    """
 
     outputs: dict[RequestId, object] = {}
     partials: dict[RequestId, object] = {}
@@ -104,21 +138,37 @@ class IterativeResult(msgspec.Struct, frozen=True):
 
 
 class IterativeExecutor(Protocol):
-    """Computes plans, one at a time, in whichever thread calls it. What it knows of a request lies in that one's slot:
-    a request that is not in the next plan may be gone."""
+    """Computes plans, one at a time, in the thread that calls it.
+
+    All state of a request is in its latent slot. A request that is missing in the next plan may have ended.
+    """
 
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
-        """Let go what is freed, do the moves, and compute the works. A result does not depend on what else is in the
-        plan: in float32 it has the same bytes. Raises only for a fault of the engine itself. Once is_abandoned says so,
-        nobody waits for the result, and None may be returned when the moves are done. What the works have written is
-        not looked at again.
+        """Drop the freed slots, do the moves, and compute the works.
+
+        A result does not depend on the other works of the plan: in float32, its bytes are equal.
+
+        Args:
+            plan: The forward pass.
+            is_abandoned: True once no request waits for the result. Its writes are then never read.
+
+        Returns:
+            The results. May be None for an abandoned plan, after the moves are done.
+
+        Raises:
+            Exception: a fault of the engine itself. A fault of one request goes into `errors`.
         """
         ...
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """A denoising step of a request is done. steps_done: so many are by now. partial: what has become of it, where that
-    was wanted."""
+    """A denoising step of a request is done.
+
+    Attributes:
+        request_id: The request.
+        steps_done: Denoising steps done so far.
+        partial: Partial result. None if not requested.
+    """
 
     request_id: RequestId
     steps_done: int
@@ -126,7 +176,7 @@ class StepDone(msgspec.Struct, frozen=True):
 
 
 class OutputReady(msgspec.Struct, frozen=True):
-    """What a request gives, once. Its end comes next."""
+    """The output of a request. Sent once, before RequestFinished."""
 
     request_id: RequestId
     output: object
@@ -136,9 +186,19 @@ IterativeEvent = StepDone | OutputReady | RequestFinished
 
 
 class IterativeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. slots_used of slots_total belong to requests that run, and of kept_total slots for the latents of
-    preempted requests kept_used are taken. The *_total figures of what came to pass only grow: steps, denoising steps
-    of all requests, and preemptions."""
+    """A snapshot of an iterative engine. Values ending in _total, except the two slot totals, only grow.
+
+    Attributes:
+        running_count: Requests with a slot.
+        waiting_count: Requests without one.
+        slots_total: Slots for running requests.
+        slots_used: Slots of running requests in use.
+        kept_total: Slots for the latents of preempted requests.
+        kept_used: Those slots in use.
+        steps_total: Steps.
+        denoised_total: Denoising steps, summed over requests.
+        preemptions_total: Preemptions.
+    """
 
     running_count: int
     waiting_count: int

@@ -1,10 +1,10 @@
-"""What an engine tells of the blocks in its prefix cache, so that a router can send a prompt to where its beginning is.
+"""Events about the blocks in an engine's prefix cache, by which a router finds the endpoint that has a prompt's prefix.
 
-The events of one stream are a snapshot, in one part or several, and then the changes since, in order. Each change has a
-number: that of the first hash in its event, the next hash's is one more. A snapshot holds what came to pass before
-`sequence`, and the first change behind it has that number. Whoever finds another number, or a second snapshot, has
-missed something: the snapshot counts, or else the stream is to be read anew. A new epoch is another engine: numbers and
-blocks of the one before mean nothing any more.
+A stream begins with a snapshot, in one or more parts. The changes since then follow in order. Changes are numbered by
+hash: `sequence` is the number of the first hash of an event, and each further hash counts one more. A snapshot contains
+all changes before its `sequence`, and the next change has that number. A reader that finds another number, or a second
+snapshot, has missed changes. It uses the new snapshot, or reads the stream again from the start. A new epoch means that
+the engine restarted: earlier numbers and blocks are void.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ import msgspec
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointLoad
 
-__all__ = ["BlocksRemoved", "BlocksStored", "KvEvent", "ResidencySnapshot"]
+__all__ = ["BlocksRemoved", "BlocksStored", "KvEvent", "LoadReported", "ResidencySnapshot"]
 
 
 class ResidencySnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """All blocks that can be found. hashes: some of them, those of the parts before left out; left: how many are still
-    to come, 0 in the last part. model: as requests name it. block_size: tokens in each block. hash_scheme: how blocks
-    are named (contracts/block_hash). window_tokens: where every layer of the model has a sliding window the largest of
-    them: a prefix is there if the blocks are that the token behind it sees, whatever became of those before them."""
+    """Part of the list of all blocks that can be found.
+
+    Attributes:
+        epoch: Identifies the engine's run.
+        sequence: Number of the next change.
+        model: Name of the model in requests.
+        block_size: Tokens in a block.
+        hash_scheme: How blocks are named (contracts/block_hash).
+        hashes: Blocks of this part. No block is in two parts.
+        left: Blocks in the parts that follow. 0 in the last part.
+        window_tokens: Largest sliding window, if every layer has one. None otherwise. With a window, a prefix counts as
+            cached if the blocks within the window of the next token are cached.
+    """
 
     epoch: str
     sequence: int
@@ -34,21 +43,21 @@ class ResidencySnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot
 
 
 class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
-    """These can be found from now on."""
+    """Blocks that can be found from now on."""
 
     sequence: int
     hashes: list[BlockHash]
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, tag="removed"):
-    """These can be found no longer."""
+    """Blocks that can no longer be found."""
 
     sequence: int
     hashes: list[BlockHash]
 
 
-class LoadTold(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """How much there is to do, where only that is asked for: when it has changed, and once in a while."""
+class LoadReported(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Load of an endpoint, for a reader that asks only for the load. Sent after changes, and at long intervals."""
 
     load: EndpointLoad
 

@@ -1,45 +1,46 @@
-"""The connector contract: who may call what, how often and in which order, while KV blocks travel between engines.
+"""The connector contract: which calls the core makes, how often and in which order, while KV blocks move between
+engines.
 
-A connector is the synchronous half of a transport. The core asks it and tells it; it answers at once, and does its
-moving elsewhere. What it has to report comes later, as TransferEvents that it keeps until it is asked for its progress.
+A connector is the synchronous half of a transport. The core calls it, and the connector answers at once and moves data
+elsewhere. It reports later, by TransferEvents that `progress` returns.
 
     the core calls                      how often, per request
     num_matched_tokens                  any number of times before it runs for the first time
     start_load                          at most once, after a match
     load_abandoned                      at most once, while a load is out
-    request_finished                    exactly once, before its blocks are let go
-    request_aborted_after_finish        at most once, while it holds blocks of a finished request
-    hold_expired                        at most once for each hold, and then nothing more about that hold
+    request_finished                    exactly once, before its blocks are freed
+    request_aborted_after_finish        at most once, while the connector holds blocks of a finished request
+    hold_expired                        at most once for each hold. No other call about that hold follows.
 
-    transfer_params                     at most once, right after request_finished was answered with True
-    progress                            once a step, and whenever the connector has called `wake`
+    transfer_params                     at most once, right after request_finished returned True
+    progress                            once in a step, and whenever the connector has called `wake`
 
     progress reports                    how often
-    Released                            once for each request_finished that it answered with True
+    Released                            once for each request_finished that returned True
     StillRead                           any number of times before that
     Loaded or LoadFailed                once for each start_load, also after load_abandoned
-    nothing                             about a hold after hold_expired
+    no report                           about a hold after hold_expired
 
-A hold is what keeps blocks of a request that is over from being used for anything else: SEND while the connector reads
-them, LOAD while it may still write a load that nobody waits for. Every hold ends by its report or by its deadline,
-whichever comes first; a sign of life from whoever reads a SEND (StillRead) moves the deadline. Nobody is raised at for
-a broken promise: it is counted (TransferFault), logged once, and life goes on.
+A hold prevents the reuse of a finished request's blocks. SEND: the connector reads the blocks. LOAD: the connector may
+still write an abandoned load. Every hold ends by its report or by its deadline, whichever comes first. A StillRead
+report extends the deadline of a SEND. A connector that breaks a rule does not raise an error: the core counts a
+TransferFault, logs it once, and continues.
 
-Where every layer of the model has a sliding window (ConnectorSetup.window_tokens), a request has no blocks behind it:
-the first places of a block table may be NO_BLOCK. A connector that keeps to these rules has `knows_windows`; an engine
-with such a model refuses to start with any other.
+If every layer of the model has a sliding window (ConnectorSetup.window_tokens), a request has no blocks behind the
+window: the first entries of a block table may be NO_BLOCK. A connector that follows the rules below sets
+`knows_windows`. An engine with such a model refuses to start with any other connector.
 
-    request_finished    there is a block in each place that the token before the last of `tokens` sees. What is not
-                        there cannot be held, saved or sent; a far reader that asks for it is refused.
-    num_matched_tokens  so many tokens can be loaded if the blocks are to be had that the window reaches from their end,
-                        and that the request does not have yet, whatever became of those before them.
-    start_load          there is a block in each place that the token behind the load sees. Nothing is loaded to where
-                        there is none.
-    Loaded              the count is from the start of the load as ever. If the window reaches further back from there
-                        than what was loaded, the core takes nothing of it.
+    request_finished    The block table has a block for each position that the token before the last of `tokens` sees.
+                        Missing blocks cannot be held, saved or sent. A remote reader that asks for one is refused.
+    num_matched_tokens  Counts tokens that can be loaded. Their blocks must be available within the window from their
+                        end, unless the request already has them. Earlier blocks do not matter.
+    start_load          The block table has a block for each position that the token after the load sees. The connector
+                        loads nothing for entries without a block.
+    Loaded              The count begins at the start of the load, as without windows. If the window reaches further
+                        back from there than the loaded tokens, the core discards the load.
 
-A connector is made by a factory, `ConnectorFactory`, which is found by its name among the entry points of the group
-`trioserve.connectors`. What waits (sockets, threads) belongs into its `run`, a task of the engine.
+A factory, `ConnectorFactory`, makes connectors. The engine finds it by name among the entry points of the group
+`trioserve.connectors`. Waiting (sockets, threads) belongs into the connector's `run`, a task of the engine.
 """
 
 from __future__ import annotations
@@ -74,38 +75,53 @@ __all__ = [
 ]
 
 EngineRole = Literal["prefill", "decode", "both"]
-"""What an engine is meant for when prompts are computed in one place and responses in another. It is a router's hint:
-an engine of any role can do everything, so that a transfer that fails costs time and not a response."""
+"""Purpose of an engine when prompts and responses are computed in different engines. A hint for routers.
+
+An engine of any role can do everything, so a failed transfer costs time but no response.
+"""
 
 
 class HoldKind(enum.Enum):
+    """Why the blocks of a request are held."""
+
     SEND = "send"  # the connector reads blocks of a finished request
     LOAD = "load"  # the connector may still write into blocks whose load was abandoned
 
 
 class Released(msgspec.Struct, frozen=True):
-    """The connector reads no block of this finished request any more."""
+    """The connector no longer reads blocks of this finished request."""
 
     request_id: RequestId
 
 
 class StillRead(msgspec.Struct, frozen=True):
-    """Somebody still waits for the blocks of this finished request, or reads them: the hold's deadline starts anew."""
+    """A remote engine still waits for the blocks of this finished request, or reads them. The hold's deadline starts
+    again.
+    """
 
     request_id: RequestId
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The load is over, and nothing more is written. token_count: how many tokens arrived, in order and without gaps
-    from the start of the load; at most as many as were asked for. What is missing is computed."""
+    """A load has ended. Nothing more is written.
+
+    Attributes:
+        request_id: The request.
+        token_count: Tokens that arrived, in order and without gaps from the start of the load. At most the requested
+            count. The engine computes the missing tokens.
+    """
 
     request_id: RequestId
     token_count: int
 
 
 class LoadFailed(msgspec.Struct, frozen=True):
-    """The load is over, nothing of it counts, and nothing more is written. message: why, for the log and for the
-    client."""
+    """A load has failed. Its content is not used, and nothing more is written.
+
+    Attributes:
+        request_id: The request.
+        message: The reason, for the log and the client.
+    """
 
     request_id: RequestId
     message: str = "no reason was given"
@@ -115,30 +131,37 @@ TransferEvent = Released | StillRead | Loaded | LoadFailed
 
 
 class TransferFault(enum.Enum):
-    """What went wrong between core and connector; the label of `transfer_faults_total`."""
+    """A fault between core and connector. The label of `transfer_faults_total`."""
 
-    LOAD_FAILED = "load_failed"  # reported so by the connector
-    LOAD_EXPIRED = "load_expired"  # nothing was reported until the request's patience ended
-    HOLD_EXPIRED = "hold_expired"  # nothing was reported until the hold's deadline
-    LATE = "late"  # a report about a hold that had expired
-    DOUBLE = "double"  # a report about something that was reported before
-    UNKNOWN = "unknown"  # a report about something that the core never heard of, or has forgotten
-    BAD_COUNT = "bad_count"  # a number of tokens that cannot be
+    LOAD_FAILED = "load_failed"  # the connector reported a failure
+    LOAD_EXPIRED = "load_expired"  # no report before the load's deadline
+    HOLD_EXPIRED = "hold_expired"  # no report before the hold's deadline
+    LATE = "late"  # a report about an expired hold
+    DOUBLE = "double"  # a second report about one transfer
+    UNKNOWN = "unknown"  # a report about a request that the core does not know, or has forgotten
+    BAD_COUNT = "bad_count"  # an impossible number of tokens
     RAISED = "raised"  # the connector raised instead of answering
 
 
 class KVConnector(Protocol):
-    """What the core needs of a connector. Every call is synchronous, short, and must not call the core back.
+    """The calls that the core makes to a connector.
 
-    A request is named by its id, which is never used twice while one of its transfers is out.
+    Every call is synchronous and short, and must not call the core. A request is named by its id, which is not reused
+    while one of its transfers is out.
     """
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """How many tokens of the prompt, from position `computed_count` on, the connector could load; 0: none.
+        """Return the number of prompt tokens that the connector could load.
 
-        Has no side effect and may be called again, with the same or another computed_count. A larger number than the
-        prompt has is cut: at least the last token is always computed here. What comes back and is no count is taken for
-        0.
+        Has no side effect. The core may call it several times, with any computed_count.
+
+        Args:
+            request: The request.
+            computed_count: First position to load. Earlier positions are computed already.
+
+        Returns:
+            Tokens from position computed_count on. 0 if none. The core reduces too large a count, because it always
+            computes the last token itself. It treats a result that is not a count as 0.
         """
         ...
 
@@ -147,17 +170,26 @@ class KVConnector(Protocol):
     ) -> None:
         """Begin to load the KV of positions computed_count .. computed_count + token_count - 1.
 
-        block_table: the request's blocks, position p in block_table[p // block_size]; computed_count is a multiple of
-        the block size. The connector may write to these positions, and to nothing else, until it reports Loaded or
-        LoadFailed, or is told hold_expired. If it raises instead, the core takes that for a load that is out and will
-        never be reported.
+        The connector may write to these positions only, until it reports Loaded or LoadFailed, or until hold_expired.
+        If this method raises, the core assumes a load that never reports.
+
+        Args:
+            request: The request.
+            block_table: The request's blocks. Position p is in block_table[p // block_size].
+            computed_count: First position, a multiple of the block size.
+            token_count: Number of positions.
         """
         ...
 
     def load_abandoned(self, request_id: RequestId) -> None:
-        """Nobody waits for this load any more: the request was aborted, or it took too long. Stop what can be stopped,
-        and report Loaded or LoadFailed once nothing more is written. Until then, or until hold_expired, the blocks that
-        it may write to are held. A request that goes on computes its prompt in other blocks."""
+        """Stop a load for which the request no longer waits, because it was aborted or the load took too long.
+
+        The connector stops what it can. It reports Loaded or LoadFailed when nothing more is written. Until then, or
+        until hold_expired, the core holds the blocks. If the request continues, it computes its prompt in other blocks.
+
+        Args:
+            request_id: The request.
+        """
         ...
 
     def request_finished(
@@ -167,47 +199,78 @@ class KVConnector(Protocol):
         tokens: Sequence[int],
         reason: FinishReason,
     ) -> bool:
-        """The request is over, whatever became of it. Called for every request, also for one that never ran.
+        """Accept or decline the blocks of a request that has ended.
 
-        block_table: the blocks that hold the KV of `tokens`, the first tokens of prompt and output; both are empty when
-        nothing was computed. True: the connector holds these blocks; it may read them until it reports Released or is
-        told hold_expired. False: they are let go when this returns. An exception is taken for False.
-        A load that was still out has been abandoned before this call.
+        The core calls it for every request and every reason, also for a request that never ran. A load that was still
+        out was abandoned before.
+
+        Args:
+            request: The request.
+            block_table: Blocks with the KV of `tokens`. Empty if nothing was computed.
+            tokens: The first tokens of prompt and output. Empty if nothing was computed.
+            reason: Why the request ended.
+
+        Returns:
+            True if the connector holds the blocks. It may read them until it reports Released, or until hold_expired.
+            False to free the blocks at once. An exception counts as False.
         """
         ...
 
     def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
-        """What the other side has to know to read the blocks that are held of this request; the client gets it with the
-        end of its response. None: nobody has to know anything."""
+        """Return the parameters by which another engine reads the held blocks of a request.
+
+        The client gets them at the end of the response.
+
+        Args:
+            request_id: The request.
+
+        Returns:
+            None if no other engine needs parameters.
+        """
         ...
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
-        """Somebody aborted a finished request whose blocks the connector holds (SEND): nobody wants the transfer any
-        more. Stop what can be stopped, and report Released as always."""
+        """Stop a transfer (SEND) because its finished request was aborted.
+
+        The connector stops what it can, and reports Released as usual.
+
+        Args:
+            request_id: The request.
+        """
         ...
 
     def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
-        """The deadline has passed, and the core takes the blocks back: they will hold another request's KV soon.
+        """End a hold whose deadline passed. The core reuses the blocks for other requests.
 
-        From this return on the connector must neither read nor write them, and must see to it that a far reader which
-        is in the middle of it notices (an epoch, a checksum) and throws away what it has got.
+        After this call, the connector must not read or write the blocks. If a remote reader is reading them, the
+        connector must make sure that the reader notices (by an epoch or a checksum) and discards its data.
+
+        Args:
+            request_id: The request.
+            kind: Kind of the hold.
         """
         ...
 
     def progress(self) -> Iterable[TransferEvent]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         ...
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV lies in a block: for each layer [block_size, part_count, kv_head_count, head_dim] numbers of `dtype`, so
-    that a token's numbers in a layer are token_bytes side by side.
+    """Layout of KV in a block.
 
-    layer_count: of layers that keep something; those that see what another one keeps do not count.
-    part_count: 2, keys at index 0 and values at index 1; 1, latents from which both are computed.
-    model: tells models apart whose shapes are equal; engines exchange KV only if they agree on it.
-    dtype: float32, bfloat16 or float16; or int8 or fp8, where a head's numbers have their scale behind them, a
-    bfloat16.
+    Each layer of a block is [block_size, part_count, kv_head_count, head_dim] numbers of `dtype`. So the numbers of one
+    token in one layer are token_bytes consecutive bytes.
+
+    Attributes:
+        model: Distinguishes models with equal shapes. Engines exchange KV only if it is equal.
+        layer_count: Layers that store KV. A layer that reuses the KV of another layer does not count.
+        block_size: Tokens in a block.
+        kv_head_count: KV heads.
+        head_dim: Numbers in a head.
+        dtype: float32, bfloat16, float16, int8 or fp8. For int8 and fp8, a bfloat16 scale follows the numbers of each
+            head.
+        part_count: 2 for keys (index 0) and values (index 1). 1 for latents from which both are computed.
     """
 
     model: str
@@ -220,14 +283,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in one layer."""
+        """Return the bytes of one token in one layer."""
         if self.dtype in ("int8", "fp8"):
             return self.part_count * self.kv_head_count * (self.head_dim + 2)
         return self.part_count * self.kv_head_count * self.head_dim * (4 if self.dtype == "float32" else 2)
 
 
 class KVPages(Protocol):
-    """The KV cache of an engine as bytes. Whoever reads or writes a block must have it, by the rules above."""
+    """The KV cache of an engine as bytes. Readers and writers of a block must hold it by the rules of this module."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -236,49 +299,91 @@ class KVPages(Protocol):
     def block_count(self) -> int: ...
 
     def view(self, layer: int, block: BlockIndex) -> memoryview | None:
-        """One block of one layer, block_size * token_bytes bytes, to be read and written where it lies; None where it
-        is on a device that the host cannot address."""
+        """Return the memory of one block in one layer, to read and write in place.
+
+        Args:
+            layer: Index of the layer.
+            block: Index of the block.
+
+        Returns:
+            block_size * token_bytes bytes. None if the host cannot address the device's memory.
+        """
         ...
 
     def read(self, layer: int, block: BlockIndex) -> memoryview:
-        """The same bytes, to be read only; a copy where `view` is None."""
+        """Return the bytes of one block in one layer, read-only.
+
+        Args:
+            layer: Index of the layer.
+            block: Index of the block.
+
+        Returns:
+            block_size * token_bytes bytes. A copy if `view` returns None.
+        """
         ...
 
     def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
-        """Put bytes into a block, from byte `start` of it on."""
+        """Write bytes into a block.
+
+        Args:
+            layer: Index of the layer.
+            block: Index of the block.
+            start: First byte within the block.
+            content: The bytes.
+        """
         ...
 
 
 class Started(Protocol):
-    """How a task says that it is ready; trio's TaskStatus."""
+    """Reports that a task is ready. Trio's TaskStatus has this method."""
 
     def started(self, value: Any = None) -> None: ...
 
 
 class RunningConnector(KVConnector, Protocol):
-    """A connector with a life of its own beside the synchronous calls. knows_windows: it keeps to the rules for models
-    whose layers all have a sliding window."""
+    """A connector with a background task.
+
+    Attributes:
+        knows_windows: True if the connector follows the rules for models whose layers all have a sliding window.
+    """
 
     knows_windows: bool
 
     def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:
-        """Runs as a task of the engine from before its first step until it is cancelled, after its last; the calls
-        above may come at any time in between, from the same thread. Says `started` when it can be reached; raises
-        StartupError before that. What it raises later is a fault of the engine, so what happens to one transfer or one
-        peer must end there."""
+        """Run the connector as a task of the engine, from before the first step until it is cancelled after the last
+        step.
+
+        The synchronous calls may come at any time in between, from the same thread. An exception after the start is a
+        fault of the engine. So a fault of one transfer or one peer must be handled inside.
+
+        Args:
+            task_status: `started` is called when other engines can reach the connector.
+
+        Raises:
+            StartupError: the connector cannot start.
+        """
         ...
 
     def counts(self) -> Mapping[str, float]:
-        """Totals since the start: blocks and bytes sent and received, and what else there is, by their names in
-        metrics/catalogue.py without "kv_transfer_"."""
+        """Return totals since the start, such as blocks and bytes sent and received.
+
+        The keys are the metric names in metrics/catalogue.py without "kv_transfer_".
+        """
         ...
 
 
 class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a factory gets. engine_id: new with each start of an engine. pages: its KV cache. options:
-    kv_connector_extra_config, as it was given. window_tokens: where every layer of the model has a sliding window the
-    largest of them, else None: the token at p sees positions p - window_tokens + 1 to p. wake: to be called, in the
-    engine's thread, when `progress` has something to tell."""
+    """Arguments of a connector factory.
+
+    Attributes:
+        engine_id: Changes with each start of the engine.
+        role: Purpose of the engine.
+        pages: KV cache of the engine.
+        options: Value of kv_connector_extra_config.
+        wake: Call it in the engine's thread when `progress` has events.
+        window_tokens: Largest sliding window, if every layer of the model has one. None otherwise. The token at p sees
+            positions p - window_tokens + 1 to p.
+    """
 
     engine_id: str
     role: EngineRole
@@ -289,4 +394,4 @@ class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ConnectorFactory = Callable[[ConnectorSetup], RunningConnector]
-"""Raises StartupError for options that it does not know or cannot use."""
+"""Makes a connector. Raises StartupError for unknown or wrong options."""

@@ -1,4 +1,4 @@
-"""What client, router and engines tell each other about a transfer of KV blocks: the shape on the wire."""
+"""The JSON fields by which client, router and engines agree on a transfer of KV blocks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ __all__ = ["KVTransferParams"]
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`kv_transfer_params` in requests and responses, in the shape of vLLM's NIXL flow. Fields that are not known are
-    ignored.
+    """Value of `kv_transfer_params` in requests and responses, compatible with vLLM's NIXL connector.
 
-    To the prefill side goes do_remote_decode: compute the prompt, and hold its blocks for somebody else. Its response
-    has all the rest and do_remote_prefill, and is passed on to the decode side as it is.
+    Unknown fields are ignored. A request to the prefill engine sets do_remote_decode. The response of that engine sets
+    do_remote_prefill and the remaining fields. The router or client copies this response into the request to the decode
+    engine.
 
-    remote_engine_id: of the engine that holds the blocks, new with each start. remote_request_id: its name for the
-    request. remote_block_ids: the blocks there, in order, 2147483647 where there is none behind a sliding window; a
-    list for each cache group where there are groups.
-    remote_host, remote_port: where its connector listens. remote_block_size, remote_num_tokens: tokens in a block
-    there, and tokens whose KV is in the blocks. tp_size: how many machines share its heads. traceparent: of the request
-    there, where it is traced (W3C Trace Context), so that whoever takes the KV is found in the same trace.
-    remote_signature: by it a connector of ours sees that an engine of its own group has named host, port, engine and
-    request; see connectors/stream/signature.
+    Attributes:
+        do_remote_prefill: True if another engine holds the blocks of the prompt.
+        do_remote_decode: True to compute the prompt and hold its blocks for another engine.
+        remote_engine_id: Engine that holds the blocks. Changes with each start.
+        remote_request_id: That engine's name of the request.
+        remote_block_ids: Blocks in that engine, in order. 2147483647 for a block that a sliding window no longer needs.
+            A list for each cache group if there are groups.
+        remote_host: Host where that engine's connector listens.
+        remote_port: Port where that engine's connector listens.
+        remote_block_size: Tokens in a block of that engine.
+        remote_num_tokens: Tokens whose KV is in the blocks.
+        tp_size: Machines that share that engine's attention heads.
+        traceparent: Trace of the request in that engine (W3C Trace Context), so that the transfer joins the trace.
+        remote_signature: Proof that an engine of the same group set host, port, engine and request. See
+            connectors/stream/signature.
     """
 
     do_remote_prefill: bool = False

@@ -1,4 +1,4 @@
-"""What may be seen of a request while it lives."""
+"""Snapshots of requests that are in the engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ __all__ = ["LiveImageView", "LiveRequestView"]
 
 
 class LiveRequestView(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of one request, its choices taken together.
+    """A snapshot of one request, with all of its choices.
 
-    id: the caller's. state: "preparing" (being tokenized), "waiting", "running" (at least one choice computes),
-    "finished" (answered, and its reader still there) or "held" (answered, and its blocks are kept for another engine,
-    whether or not its reader is there). phase: how far the furthest choice has come. age_seconds: since it was entered.
-    Token counts: of the prompt, and of all responses so far. block_count: KV blocks in use or held, shared ones counted
-    once for each choice.
+    Attributes:
+        id: The caller's id.
+        state: "preparing" (tokenization), "waiting", "running" (at least one choice computes), "finished" (complete,
+            but its reader has not left) or "held" (complete, and its blocks are held for another engine).
+        phase: Phase of the choice that is furthest.
+        priority: A lower number runs sooner.
+        age_seconds: Since the request entered.
+        prompt_token_count: Tokens of the prompt.
+        completion_token_count: Output tokens of all choices so far.
+        block_count: KV blocks in use or held. A block that choices share counts once for each choice.
     """
 
     id: str
@@ -30,9 +35,19 @@ class LiveRequestView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveImageView(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of a request for pictures, these taken together. phase: how far the furthest of them has come.
-    steps_done of step_count: denoising steps of all pictures. slot_count: latent slots in use, those of preempted
-    pictures included."""
+    """A snapshot of one image request, with all of its images.
+
+    Attributes:
+        id: The caller's id.
+        state: See LiveRequestView.
+        phase: Phase of the image that is furthest.
+        priority: A lower number runs sooner.
+        age_seconds: Since the request entered.
+        picture_count: Number of images.
+        steps_done: Denoising steps done, summed over images.
+        step_count: All denoising steps, summed over images.
+        slot_count: Latent slots in use, including those of preempted images.
+    """
 
     id: str
     state: str

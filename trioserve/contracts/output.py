@@ -1,4 +1,4 @@
-"""What a caller sees of a response: text that is safe to show, piece by piece."""
+"""Deltas: the pieces of a response that a caller receives, with text that is safe to show."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 
 
 REQUEST_POISONED = "request_poisoned"
-"""The stop_reason of a request that was ended since the engine broke whenever it was computed."""
+"""stop_reason of a request that was ended because the engine broke each time it computed the request."""
 
 EVENT_ALTERNATIVES_MAX = 4000
-"""Log probabilities in one joined delta: as many are encoded in a few milliseconds."""
+"""Most log probabilities in a joined delta. Encoding this number takes a few milliseconds."""
 
 
 class AnyDelta(Protocol):
-    """What is new of one of the things that a request asked for: of a text a Delta, of a picture an ImageDelta."""
+    """New output of one choice of a request: a Delta for text, an ImageDelta for an image."""
 
     @property
     def index(self) -> int: ...
@@ -49,16 +49,21 @@ class AnyDelta(Protocol):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of one choice (index 0 .. n - 1).
+    """New output of one choice.
 
-    text: may be empty while a character or a possible stop string is incomplete; the pieces join to the whole response.
-    token_ids: the tokens that arrived since the last delta, end token included; logprobs: None, or one per token.
-    finish_reason: set on the choice's last delta, and on no other. stop_reason: the stop string or stop token id that
-    ended it, the name of the deadline that passed, of one that may go on elsewhere "server_stopping", of one that
-    nobody is to try once more REQUEST_POISONED; None for the model's own end token. message: says what happened when
-    finish_reason is ERROR, ABORT or DEADLINE. kv_transfer: on the last delta, how another engine gets at the KV of this
-    choice, if it is held for that. weight_versions: which weights sampled token_ids; empty as long as the engine has
-    those that it was opened with.
+    Attributes:
+        index: Choice 0 .. n - 1.
+        text: New text. The texts of all deltas join to the whole response. Empty while a character is incomplete, or
+            while the text may be the start of a stop string.
+        token_ids: Tokens since the last delta, including the end token.
+        logprobs: One for each token. None if not requested.
+        finish_reason: Set only on the last delta of the choice.
+        stop_reason: More about the end. The stop string or the stop token id, or the name of the deadline that passed.
+            "server_stopping" if another server may resume the choice. REQUEST_POISONED if the request must not be
+            retried. None for the model's own end token.
+        message: Explanation for the client if finish_reason is ERROR, ABORT or DEADLINE.
+        kv_transfer: Set on the last delta if KV is held: how another engine reads it.
+        weight_versions: Versions of the weights that sampled token_ids. Empty while the engine has its initial weights.
     """
 
     index: int
@@ -73,12 +78,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unread_size(self) -> int:
-        """What a copy of the delta costs."""
+        """Return the cost of copying the delta, in tokens."""
         return len(self.token_ids)
 
     @property
     def alternative_count(self) -> int:
-        """Log probabilities in the delta."""
+        """Return the number of log probabilities in the delta."""
         return len(self.logprobs) * (1 + len(self.logprobs[0].top)) if self.logprobs else 0
 
 
@@ -86,15 +91,16 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
 def hold_unread(held: list[DeltaT], delta: DeltaT, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
-    """Add a delta to those of its choice that a slow reader has not fetched yet.
+    """Add a delta to the unread deltas of its choice, for a reader that is slower than the model.
 
-    Each delta is joined only to smaller or equal ones, so a token is copied as often as the logarithm of their count,
-    not once for every later token. The list has about as many items as that logarithm, and one more for every
+    A delta is joined only to smaller or equal deltas. So the number of copies of a token grows with the logarithm of
+    the token count, not with the count. The list has about as many items as that logarithm, plus one for every
     EVENT_ALTERNATIVES_MAX log probabilities.
 
     Args:
-        held: Earliest first. Changed in place.
-        merge: Joins two deltas that follow each other.
+        held: Unread deltas, earliest first. Changed in place.
+        delta: The new delta.
+        merge: Joins two consecutive deltas.
     """
     while held and held[-1].unread_size <= delta.unread_size and _fits_one_event(held[-1], delta):
         delta = merge(held.pop(), delta)
@@ -102,7 +108,12 @@ def hold_unread(held: list[DeltaT], delta: DeltaT, merge: Callable[[DeltaT, Delt
 
 
 def take_unread(held: list[DeltaT], merge: Callable[[DeltaT, DeltaT], DeltaT]) -> DeltaT:
-    """Remove the first deltas, and join as many as one event may have. `held` is not empty."""
+    """Remove the first deltas and join as many as fit into one event.
+
+    Args:
+        held: Unread deltas, earliest first, not empty. Changed in place.
+        merge: Joins two consecutive deltas.
+    """
     delta = held.pop(0)
     while held and _fits_one_event(delta, held[0]):
         delta = merge(delta, held.pop(0))
@@ -110,7 +121,15 @@ def take_unread(held: list[DeltaT], merge: Callable[[DeltaT, DeltaT], DeltaT]) -
 
 
 def join_unread(held: list[DeltaT] | None, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> DeltaT | None:
-    """Join all deltas, and leave the list as it is. None if there are none."""
+    """Join all deltas without changing the list.
+
+    Args:
+        held: Unread deltas, earliest first.
+        merge: Joins two consecutive deltas.
+
+    Returns:
+        None if there are no deltas.
+    """
     if not held:
         return None
     delta = held[-1]

@@ -1,4 +1,4 @@
-"""What the live page shows of a server, at one moment. Values; who makes them and who sends them is elsewhere."""
+"""The values that the live page shows about a server at one moment."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 
 HISTORY_POINTS_MAX = 180
-"""A quarter of an hour at one in 5 seconds."""
+"""Points of a quarter of an hour, with one point in 5 seconds."""
 
-REQUESTS_SHOWN_MAX = 512  # the newest: more than anybody looks at, about 150 KB of JSON
-ENDED_SECONDS = 30.0  # so long one that has left can still be seen
+REQUESTS_SHOWN_MAX = 512  # the newest requests, about 150 KB of JSON
+ENDED_SECONDS = 30.0  # an ended request stays visible for this time
 
 
 class BlockState(enum.IntEnum):
-    """Of a KV block, as a number that stands for it in a map of all of them. See core/kv_blocks."""
+    """State of a KV block, as a number in the page's map of all blocks. See core/kv_blocks."""
 
     FREE = 0
     CACHED = 1
@@ -38,8 +38,13 @@ class BlockState(enum.IntEnum):
 
 
 class Freed(msgspec.Struct, frozen=True):
-    """What it was to cancel a request: of its blocks, how many nobody used or held then, after how many steps of the
-    engine and how many seconds. Those that others share stay."""
+    """Effect of cancelling a request.
+
+    Attributes:
+        blocks: Blocks of the request that became unused. Shared blocks stay in use and do not count.
+        steps: Engine steps until then.
+        seconds: Seconds until then.
+    """
 
     blocks: int
     steps: int
@@ -47,14 +52,28 @@ class Freed(msgspec.Struct, frozen=True):
 
 
 class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, its choices taken together.
+    """One request, with all of its choices. Times are seconds of the server's clock, None if not reached yet.
 
-    id: its caller's, which others may bear, too. state: "queued" (it waits for a lease), "preparing", "waiting",
-    "running", "held" or "finished". phase: how far the furthest choice has come. Times are seconds of the server's
-    clock; None: not yet. deadline_at: the next of its deadlines. outcome: None while it lives; "finished", "cancelled",
-    "deadline", "handed_over" or "error". tenant: a short name. blocks: runs of block indices (first, count), as its
-    choices have them, each block once; of one that is held, those that are. freed: once it was cancelled.
-    endpoint: where a router has sent it.
+    Attributes:
+        id: The caller's id. Other requests may have the same id.
+        state: "queued" (waits for a lease), "preparing", "waiting", "running", "held" or "finished".
+        phase: Phase of the choice that is furthest.
+        entered_at: Time of entering.
+        running_at: Time at which it began to run.
+        first_token_at: Time of its first token.
+        ended_at: Time of its end.
+        outcome: "finished", "cancelled", "deadline", "handed_over" or "error". None before the end.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Output tokens of all choices.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        deadline_at: The next of its deadlines.
+        tenant: Short name of its tenant.
+        priority: A lower number runs sooner.
+        choices: Number of choices.
+        blocks: Runs of block indices (first, count). Each block appears once. For a held request: the held blocks.
+        held_until: End of its hold.
+        endpoint: Endpoint to which a router sent it.
+        freed: Effect of its cancellation, once it was cancelled.
     """
 
     id: str
@@ -79,9 +98,25 @@ class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What hardly changes. kind: "engine" or "router". executor: what computes; None: nothing here does, or nobody has
-    said. sees: whether the reader sees all requests, or its own. process: of a router of several processes, which one
-    this is, such as "1 of 2"; only its requests are shown."""
+    """Properties of the server that rarely change.
+
+    Attributes:
+        kind: "engine" or "router".
+        model: Name of the model.
+        version: Version of this program.
+        executor: Code that computes steps. None if there is none, or if it is not known.
+        max_num_seqs: Most sequences that run at once.
+        max_model_len: Most tokens of prompt and output.
+        block_size: Tokens in a block.
+        block_count: Blocks in the pool.
+        role: Role of the engine in transfers of KV.
+        is_draining: True while the server drains.
+        restarts: Number of engine restarts.
+        sees: Whether the reader may see all requests, or only the reader's own.
+        started_at: Time of the start.
+        process: Which process of a router with several processes this is, such as "1 of 2". The page shows only the
+            requests of this process.
+    """
 
     kind: str
     model: str
@@ -100,7 +135,7 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsShown(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of the last second or so, and where their time went."""
+    """The steps of about the last second, and the time of their parts."""
 
     count: int
     schedule_seconds: float
@@ -110,8 +145,14 @@ class StepsShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Points at equal distances in time, the oldest first, the last one at `at`; None: nothing was measured then.
-    number: of the last one, counted from the first that there ever was."""
+    """Measurements at regular intervals, oldest first.
+
+    Attributes:
+        interval_seconds: Between two points.
+        at: Time of the last point.
+        number: Number of the last point, counted from the first point since the start.
+        series: Points by name. None if there was no measurement.
+    """
 
     interval_seconds: float
     at: float
@@ -120,9 +161,21 @@ class HistoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """blocks: one byte for each, a BlockState; None: not for this reader. requests: by a name that is theirs alone, the
-    newest of those that the reader may see. request_count: how many there are to be seen and live. stats: numbers by
-    name. The others are None where there is nothing of the kind, or where it is not for this reader."""
+    """All values of the page at one moment. Parts that do not exist, or that the reader may not see, are None.
+
+    Attributes:
+        now: Time of the snapshot.
+        server: Properties of the server.
+        blocks: One byte for each block, a BlockState.
+        requests: The newest requests that the reader may see, by a unique name.
+        request_count: All live requests that the reader may see.
+        stats: Numbers by name.
+        steps: Recent steps.
+        history: Measurements of the last minutes.
+        transfers: Transfers of KV.
+        endpoints: Endpoints of a router, by id.
+        queues: Queues of a router.
+    """
 
     now: float
     server: ServerShown

@@ -1,4 +1,4 @@
-"""What there is of a request that was cut off: what its reader was given, choice by choice, and how it goes on."""
+"""Partial results: the output that a stopped request has delivered, choice by choice, and the state to resume it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ __all__ = ["CutOff", "Partial", "PartialChoice"]
 
 
 class PartialChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the deltas of one choice hold, taken together, those that are still to be read included.
+    """All deltas of one choice joined, including those that were not read yet.
 
-    logprobs: None where they were not asked for, or not kept. weight_versions: see Delta. finish_reason: STOP and
-    LENGTH where it was complete; None: its request has failed.
+    Attributes:
+        token_ids: Output tokens.
+        logprobs: One for each token. None if not requested, or not kept.
+        weight_versions: See Delta.
+        finish_reason: STOP or LENGTH for a complete choice. None if the request failed.
     """
 
     token_ids: tuple[int, ...]
@@ -25,16 +28,25 @@ class PartialChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Partial(msgspec.Struct, frozen=True, kw_only=True):
-    """choices: in the order of their indices; each has no tokens where the request waited in the queue. resume: with it
-    the same request goes on behind all of them."""
+    """Partial result of one request.
+
+    Attributes:
+        choices: Ordered by index. Empty choices if the request was still in the queue.
+        resume: State to resume all choices with the same request.
+    """
 
     choices: tuple[PartialChoice, ...]
     resume: Resume
 
 
 class CutOff(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an id. partials: one for each request that bears it and whose reader has not left, in the order
-    in which they came; of one that is pooled there is none."""
+    """Result of stopping all requests with one id.
+
+    Attributes:
+        outcome: Outcome for the id.
+        partials: One for each request with this id whose reader has not left, in order of arrival. Pooling requests
+            have none.
+    """
 
     outcome: AbortOutcome
     partials: tuple[Partial, ...] = ()

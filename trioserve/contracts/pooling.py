@@ -1,4 +1,4 @@
-"""What is asked of a prompt that is to become a vector or a score instead of being continued, and what comes of it."""
+"""Pooling: parameters of requests that turn a prompt into a vector or scores, and their results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "TextPair",
 ]
 
-INPUTS_MAX = 2048  # of one request, as in OpenAI's API
-DIMENSIONS_MAX = 2**24  # no model's vectors are as long; the model's own limit is checked where it is known
+INPUTS_MAX = 2048  # inputs of one request, as in OpenAI's API
+DIMENSIONS_MAX = 2**24  # above all models. The engine checks the limit of its model.
 
 PoolingMethod = Literal["last", "mean", "cls"]
 PoolingTask = Literal["embed", "score", "labels"]
@@ -35,15 +35,19 @@ TASKS: tuple[PoolingTask, ...] = ("embed", "score", "labels")
 
 
 class TextPair(msgspec.Struct, frozen=True):
-    """Two texts that are judged together, such as a query and a document."""
+    """Two texts that a model scores together, such as a query and a document."""
 
     first: str
     second: str
 
 
 class LabelledPrompt(msgspec.Struct, frozen=True):
-    """A prompt, and the labels of which one is to come next: each adds exactly one token to the prompt's, and no two
-    add the same one."""
+    """A prompt, and the labels that may come next.
+
+    Attributes:
+        prompt: The prompt.
+        labels: Each label must add exactly one token to the prompt. No two labels may add the same token.
+    """
 
     prompt: str | ChatPrompt
     labels: tuple[str, ...]
@@ -53,13 +57,18 @@ PooledInput = Prompt | TextPair | LabelledPrompt
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller asks for. Raises InvalidRequest for what no model could do.
+    """Parameters of a pooling request.
 
-    task: "embed" gives a vector for each prompt; "score" gives the number that a model with a head for it gives to a
-    pair of texts; "labels" gives the natural logarithm of the probability of each label of a prompt, among all tokens.
-    method: which of the prompt's hidden states become the vector: that of its last token, of its first
-    one, or the mean of all; None: the model's own. normalize: the vector is given length 1; None: as the model says.
-    dimensions: only so many of its first numbers, for models that were made for that; None: all.
+    Attributes:
+        task: "embed" returns a vector for each prompt. "score" returns the score of a pair of texts, for models with a
+            scoring head. "labels" returns the natural logarithm of each label's probability among all tokens.
+        method: Which hidden states become the vector: "last" token, "cls" (first token), or the "mean" of all. None for
+            the model's own method.
+        normalize: True to scale the vector to length 1. None for the model's own setting.
+        dimensions: Number of leading vector entries to keep, for models that support it. None for all.
+
+    Raises:
+        InvalidRequest: a value that no model supports.
     """
 
     task: PoolingTask = "embed"
@@ -84,11 +93,17 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """The same for one sequence, when the model is known, as the engine's core and the executor need it.
+    """Pooling of one sequence, with the model's defaults filled in. Read by the core and the executor.
 
-    is_whole: all of the prompt is computed in one step, since every row of it is needed at once; otherwise it comes in
-    chunks like any other. first_segment_tokens: of a pair of texts, the tokens of the first one, for models that tell
-    the two apart; None: there is one text. label_token_ids: of the task "labels", at least one.
+    Attributes:
+        task: See PoolingParams.
+        method: See PoolingParams.
+        normalize: See PoolingParams.
+        dimensions: See PoolingParams.
+        is_whole: True if one step must compute the whole prompt, because the method needs all rows at once. False to
+            compute it in chunks.
+        first_segment_tokens: Tokens of the first text of a pair, for models with token types. None for a single text.
+        label_token_ids: Tokens of the labels. At least one for the task "labels".
     """
 
     task: PoolingTask
@@ -101,20 +116,28 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooled(msgspec.Struct, frozen=True):
-    """What came of one prompt. data: its numbers, float32, in little-endian order."""
+    """Result for one prompt.
+
+    Attributes:
+        data: float32 numbers, little-endian.
+    """
 
     data: bytes
 
     @classmethod
     def of(cls, values: list[float]) -> Pooled:
-        """Rounds to float32."""
+        """Pack numbers, rounded to float32.
+
+        Args:
+            values: The numbers.
+        """
         numbers = array.array("f", values)
         if sys.byteorder == "big":
             numbers.byteswap()
         return cls(numbers.tobytes())
 
     def __len__(self) -> int:
-        """How many numbers."""
+        """Return the count of numbers."""
         return len(self.data) // 4
 
     def values(self) -> list[float]:

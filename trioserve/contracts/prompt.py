@@ -1,4 +1,4 @@
-"""What a caller may ask to be continued: text, token ids, or a chat."""
+"""The kinds of prompts: text, token ids, and chats."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ __all__ = ["ChatPrompt", "Cut", "Prompt"]
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages to be rendered with the model's chat template.
+    """Messages that the model's chat template turns into a prompt.
 
-    messages: plain dicts as in OpenAI's API (role, content, ...), content as a string or a list of text parts.
-    continue_final_message: the last message is the beginning of the response (then add_generation_prompt is off).
+    Attributes:
+        messages: Dicts as in OpenAI's API (role, content, ...). The content is a string or a list of parts.
+        tools: Tool definitions for the template. None if there are none.
+        add_generation_prompt: True to end the prompt with the start of an assistant message.
+        continue_final_message: True if the last message is the beginning of the response. add_generation_prompt must be
+            False.
+        chat_template: Template to use instead of the model's own.
+        template_arguments: Further variables for the template.
     """
 
     messages: list[dict[str, Any]]
@@ -26,11 +32,16 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Prompt = str | Sequence[int] | ChatPrompt
-"""Text and chats get the model's special tokens as its tokenizer or template says; token ids are taken as they are."""
+"""For text and chats, the tokenizer or the template adds special tokens. Token ids are used unchanged."""
 
 
 class Cut(NamedTuple):
-    """tokens_max: what is left of a longer text. side: where tokens are cut off."""
+    """Truncation of a long text.
+
+    Attributes:
+        tokens_max: Tokens to keep.
+        side: Side where tokens are removed.
+    """
 
     tokens_max: int
     side: Literal["left", "right"] = "right"

@@ -1,4 +1,4 @@
-"""What is asked of an engine core: one sequence to be continued, or to be pooled."""
+"""Request to an engine core: one sequence to continue or to pool."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from trioserve.contracts.sampling import SamplingParams
 
 __all__ = ["EngineRequest", "PRIORITY_MAX", "PRIORITY_MIN"]
 
-PRIORITY_MIN = -100  # each level in use is a queue of its own, so their number is bounded
+PRIORITY_MIN = -100  # each priority in use has its own queue, so the range is limited
 PRIORITY_MAX = 100
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence. A request with n choices is n of these.
+    """One sequence. A request with n choices is n sequences.
 
-    prompt_token_ids: at least one. output_tokens_max: at least one, and prompt and output fit the model's context.
-    stop_token_ids: every token that ends it, the model's end tokens included unless they are to be ignored.
-    seed: 0 <= seed < 2**64, always set: with the position it fixes the randomness of each token, whatever else runs.
-    priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner.
-    cache_salt: requests share cached prefix blocks only when their salts are equal. With an adapter, its content is in
-        it (adapter_salt).
-    adapter: what is added to the model's weights for it; None: nothing is.
-    kv_transfer: what a connector is to do for it; None: nothing.
-    guide: what restrains its tokens, which belongs to this sequence alone; None: nothing does.
-    known_output: the first tokens of its output, where it began elsewhere. They are computed as the prompt is, and
-        count as output in everything else. Fewer than output_tokens_max, and none of them ends it. A guide has been
-        told of them.
-    pooling: the prompt is computed, and what its last chunk gives is a vector or a score in the place of a token: with
-        that it ends. output_tokens_max is 0 then, and of sampling and seed nothing is looked at. None: it is continued.
-    given: rows of the prompt whose embeddings are given, in the order of their positions, none in two. Blocks are
-        shared only where these are equal, too; no connector is told of such a request.
+    Attributes:
+        id: The engine's own name of the sequence.
+        prompt_token_ids: At least one token.
+        sampling: Sampling parameters.
+        output_tokens_max: At least 1, or 0 for pooling. Prompt and output must fit the model's context.
+        stop_token_ids: All tokens that end the sequence. Includes the model's end tokens unless they are ignored.
+        seed: 0 <= seed < 2**64. Seed and position determine the randomness of each token, regardless of other requests.
+        priority: PRIORITY_MIN to PRIORITY_MAX. A lower number runs sooner.
+        cache_salt: Requests share cached prefix blocks only if their salts are equal. Includes the adapter's content
+            (adapter_salt).
+        kv_transfer: Task for the connector. None if there is none.
+        guide: Restrains the tokens of this sequence only. None without a grammar.
+        known_output: First output tokens of a resumed response. Computed like the prompt, but counted as output. Fewer
+            than output_tokens_max, and no end token. The guide has accepted them.
+        pooling: The last chunk of the prompt gives a vector or scores instead of a token, and the sequence ends.
+            sampling and seed have no effect. None to continue the prompt.
+        given: Prompt rows with given embeddings, ordered by position, without overlap. Blocks are shared only if these
+            are equal too. Connectors do not see such a request.
+        adapter: Adapter to add to the model's weights. None for none.
     """
 
     id: RequestId
@@ -56,5 +59,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:
-        """All that is there before the first step."""
+        """Return the tokens that are known before the first step: the prompt and the known output."""
         return self.prompt_token_ids + self.known_output if self.known_output else self.prompt_token_ids

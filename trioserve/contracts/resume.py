@@ -1,4 +1,4 @@
-"""What is known of a response that began elsewhere, or in an engine that broke, and is to go on from there."""
+"""State of a response that began in another engine, or before an engine restart, and resumes from there."""
 
 from __future__ import annotations
 
@@ -29,22 +29,27 @@ _VERSIONS = "a list of lists of pairs: a version (str), and how many tokens it s
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """The response so far, for a request that is otherwise the same. RequestStream.resume_state() gives one.
+    """The response so far, added to an otherwise unchanged request. RequestStream.resume_state() returns one.
 
-    Known output is computed as a prompt is. But it counts, stops and penalizes as output, and what follows is sampled
-    as if nothing had happened: a token's randomness is a function of the seed and its place.
+    The engine computes known output like a prompt. But it counts, stops and penalizes that output as output. The next
+    tokens are those of an uninterrupted response, because a token's randomness depends only on the seed and its
+    position.
 
-    token_ids: of each of the n choices, in the order of their indices, all tokens so far, also those whose text was not
-        shown. finished: of each choice, whether it has ended; nothing more comes of it.
-    prompt_digest: of the prompt's tokens (digest_of): where the prompt turns out to be another one the request is
-        refused, since its continuation would be another text. None: nobody looks.
-    seed: that of the response. None: sampling's own, or a new one.
-    end_thinking: its thoughts were ended by hand (Engine.end_thoughts): one that goes on ends with the next token.
-    logprobs: of each choice, those of its tokens, as they were drawn; the response is given with them. None: they are
-        not known, and only those of new tokens are given.
-    weight_versions: of each choice, which weights sampled its tokens (see Delta), so that those of new tokens are
-        joined to them. None: nobody has told, or none were ever replaced.
-    Raises InvalidRequest, naming the field, when a value is of another type or out of range.
+    Attributes:
+        token_ids: Output tokens of each choice, by index, including tokens whose text was not shown.
+        finished: For each choice, True if it has ended. It gets no more tokens.
+        prompt_digest: Digest of the prompt's tokens (digest_of). The engine refuses the request if its prompt has
+            another digest. None to skip the check.
+        seed: Seed of the response. None: the seed in the sampling parameters, or a new one.
+        end_thinking: True if the reasoning was ended by hand (Engine.end_thoughts). Reasoning that is still open ends
+            with the next token.
+        logprobs: Log probabilities of the output tokens of each choice. The response then includes them. None: only new
+            tokens have log probabilities.
+        weight_versions: For each choice, the versions of the weights that sampled its tokens (see Delta). The versions
+            of new tokens are appended. None if not known, or if the weights were never replaced.
+
+    Raises:
+        InvalidRequest: a value has a wrong type or is out of range. Names the field.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -85,8 +90,13 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
             self._check_counts("weight_versions", [count if runs else len(ids) for runs, count, ids in given])
 
     def without_last(self, index: int, count: int, *, has_end: bool) -> Resume:
-        """The same without so many of the last tokens of a choice. has_end: it ended with what is left out, if it
-        did."""
+        """Return a copy without the last tokens of one choice.
+
+        Args:
+            index: The choice.
+            count: Tokens to remove.
+            has_end: True if the removed part includes the end of a finished choice, which then counts as unfinished.
+        """
         kept = len(self.token_ids[index]) - count
         logprobs, versions = self.logprobs, self.weight_versions
         return msgspec.structs.replace(
@@ -119,8 +129,12 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest_of(token_ids: Sequence[int], images: Iterable[bytes] = ()) -> str:
-    """The name of a prompt: 32 hexadecimal digits, the same for the same tokens and images, in any process. images: the
-    name of each."""
+    """Return the digest of a prompt: 32 hexadecimal digits, equal in every process.
+
+    Args:
+        token_ids: Tokens of the prompt.
+        images: Digest of each image.
+    """
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -138,7 +152,7 @@ def _checked(token_ids: object) -> tuple[int, ...]:
     if not is_list(token_ids):
         refuse("resume.token_ids", token_ids, _TOKEN_IDS, verb="holds")
     try:
-        checked = tuple(map(operator.index, token_ids))  # type: ignore[arg-type]  # that is the question
+        checked = tuple(map(operator.index, token_ids))  # type: ignore[arg-type]  # checked by operator.index
     except TypeError:
         refuse("resume.token_ids", token_ids, _TOKEN_IDS, verb="holds")
     if checked and min(checked) < 0:
@@ -156,7 +170,7 @@ def _checked_logprobs(entries: object) -> tuple[TokenLogprob, ...]:
     wrong = next((entry for entry in entries if not isinstance(entry, TokenLogprob)), None)
     if wrong is not None:
         refuse("resume.logprobs", wrong, _LOGPROBS, verb="holds")
-    return tuple(entries)  # type: ignore[arg-type]  # that was the question
+    return tuple(entries)  # type: ignore[arg-type]  # checked above
 
 
 def _checked_versions(runs: object) -> WeightVersions:
@@ -174,7 +188,7 @@ def _checked_versions(runs: object) -> WeightVersions:
 
 
 def _first_versions(runs: WeightVersions, count: int) -> WeightVersions:
-    """Of so many tokens at the beginning."""
+    """Return the versions of the first `count` tokens."""
     first = []
     for version, own_count in runs:
         if count > 0:

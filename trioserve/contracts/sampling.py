@@ -1,5 +1,4 @@
-"""How the next token is chosen and when to stop. The ranges are written and checked here; who describes them reads
-SAMPLING_RANGES."""
+"""Sampling parameters of a request, and their ranges. SAMPLING_RANGES is the only place of the ranges."""
 
 from __future__ import annotations
 
@@ -14,30 +13,40 @@ from trioserve.contracts.thinking import Thinking
 
 __all__ = ["CHOICES_MAX", "SAMPLING_RANGES", "Range", "SamplingParams"]
 
-CHOICES_MAX = 128  # n, as in OpenAI's API; each choice is a sequence of its own and takes a place in the batch
-STOP_STRINGS_MAX = 16  # every one is searched for in every delta
-STOP_STRING_CHARACTERS_MAX = 256  # this much text may have to be held back from the client
+CHOICES_MAX = 128  # n, as in OpenAI's API. Each choice is one sequence in the batch.
+STOP_STRINGS_MAX = 16  # each delta is searched for each of them
+STOP_STRING_CHARACTERS_MAX = 256  # the server may delay this much text of a response
 STOP_TOKENS_MAX = 128
-ALLOWED_TOKENS_MAX = 65_536  # a bit each; half of a large vocabulary
+ALLOWED_TOKENS_MAX = 65_536  # half of a large vocabulary, one bit each
 BAD_WORDS_MAX = 1024
 BAD_WORD_CHARACTERS_MAX = 256
-BAD_WORDS_CHARACTERS_MAX = 32_768  # of all together; a tenth of a second to prepare, once for each request
+BAD_WORDS_CHARACTERS_MAX = 32_768  # sum of all texts. Preparing them takes a tenth of a second, once per request.
 LOGIT_BIAS_MAX = 1024  # entries are copied into the logits at every step
 LOGPROBS_MAX = 20  # as in OpenAI's API
 TEMPERATURE_MAX = 100.0  # above this every distribution is flat in practice
 TOKEN_ID_MAX = 2**31 - 1
-TEMPERATURE_MIN = 0.01  # a positive temperature below this is greedy in all but rounding; it is raised to this
+TEMPERATURE_MIN = 0.01  # smaller positive temperatures are raised to this: they differ from greedy only by rounding
 
 
 class Range(msgspec.Struct, frozen=True):
-    """low to high, both allowed, but low only if not is_low_excluded. high is None: as large as one likes."""
+    """Allowed values of a number.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value, which is allowed. None for no limit.
+        is_low_excluded: True if `low` itself is not allowed.
+    """
 
     low: float
     high: float | None
     is_low_excluded: bool = False
 
     def holds(self, value: float) -> bool:
-        """False for NaN."""
+        """Return True if the value is in the range. False for NaN.
+
+        Args:
+            value: The value to check.
+        """
         is_above = value > self.low if self.is_low_excluded else value >= self.low
         return is_above and (self.high is None or value <= self.high)
 
@@ -65,26 +74,46 @@ SAMPLING_RANGES = {
     "logprobs": Range(0, LOGPROBS_MAX),
     "prompt_logprobs": Range(0, LOGPROBS_MAX),
 }
-"""Of every number in SamplingParams, by field; of each entry where the field has several (of logit_bias, each bias)."""
+"""Range of each number in SamplingParams, by field. For a field with several entries, the range of each entry. For
+logit_bias, the range of each bias.
+"""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's sampling. Names and meanings are those of OpenAI's API and of vLLM.
+    """Sampling parameters of one request. Names and meanings are those of OpenAI's API and of vLLM.
 
-    Numbers may be those of numpy, and lists are as good as tuples; Python's own are kept.
+    Accepts lists instead of tuples, and numpy's numbers. Stores Python's own types.
 
-    temperature: 0 is greedy. top_k: 0 or -1 is off. seed: None draws one when the request is made.
-    max_tokens: None means as many as fit the context. clamp_max_tokens: if max_tokens do not fit beside the prompt, as
-    many tokens as fit are allowed; without it the request is refused.
-    min_tokens: until then no end token is sampled, no stop counts.
-    logprobs: None is off; N also gives the N most probable alternatives (0: only the chosen token's).
-    prompt_logprobs: the same for the prompt's own tokens; such a request does not use the prefix cache.
-    stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
-    ignore_eos: the model's own end tokens do not stop the request; stop_token_ids still do.
-    structured: the form that the response is to have. Where it is complete the request ends, also with ignore_eos.
-    allowed_token_ids: no others come, end tokens neither. bad_words: these texts are not written; each is compared as
-    the tokens that it has by itself, and behind a space. thinking: where thoughts end, and when they have to.
-    Raises InvalidRequest, naming the field, when a value is of another type or out of range.
+    Attributes:
+        n: Number of choices.
+        temperature: 0 is greedy.
+        top_p: Keep the most probable tokens up to this total probability.
+        top_k: Keep this many of the most probable tokens. 0 or -1 for all.
+        min_p: Keep tokens with at least this share of the highest probability.
+        presence_penalty: Subtracted once from the logit of each token that the output contains.
+        frequency_penalty: Subtracted for each occurrence in the output.
+        repetition_penalty: Factor against tokens of prompt and output. 1 is off.
+        seed: None draws a seed when the request enters.
+        max_tokens: Most output tokens. None for as many as fit the context.
+        clamp_max_tokens: True to reduce max_tokens to the rest of the context. False to refuse the request instead.
+        min_tokens: Before this number of output tokens, no end token is sampled and no stop condition applies.
+        stop: Strings that end the text. The output includes them only with include_stop_str_in_output.
+        stop_token_ids: Tokens that end the output.
+        include_stop_str_in_output: True to keep the stop string in the output.
+        ignore_eos: True to ignore the model's own end tokens. stop_token_ids still apply.
+        skip_special_tokens: True to leave special tokens out of the text.
+        logit_bias: Added to the logits of these tokens.
+        logprobs: Number of alternatives with log probabilities. 0 for the sampled token only. None for off.
+        prompt_logprobs: As logprobs, for the prompt's tokens. Such a request does not use the prefix cache.
+        structured: Grammar or schema of the output. The request ends when the output is complete, also with ignore_eos.
+        allowed_token_ids: The only tokens that may be sampled. They must include end tokens if the output may end
+            early.
+        bad_words: Texts that the output must not contain. Each is matched as its own tokens, with and without a space
+            before.
+        thinking: Markers and budget of the reasoning.
+
+    Raises:
+        InvalidRequest: a value has a wrong type or is out of range. Names the field.
     """
 
     n: int = 1
@@ -179,7 +208,7 @@ def _instance(kind: type) -> Callable[[str, object], object]:
 
 
 def _to_logit_bias(name: str, value: object) -> dict[int, float] | None:
-    """A copy: what the caller does with its own later changes nothing here."""
+    """Return a copy, so that later changes of the caller's dict have no effect."""
     allowed = "a dict of token ids (int) and numbers (float)"
     if not isinstance(value, Mapping):
         refuse(name, value, allowed)
@@ -206,7 +235,7 @@ _TYPES = [
     (field.name, field.default, _BY_TYPE[SamplingParams.__annotations__[field.name]])
     for field in msgspec.structs.fields(SamplingParams)
 ]
-"""Of each field its name, its default, which is not looked at again, and what makes a value of its type."""
+"""Name, default and converter of each field. A value that is the default itself is not converted."""
 
 
 def _check_range(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""What somebody may have meant who wrote a name that there is not."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from collections.abc import Iterable
 
 __all__ = ["closest_name"]
 
-LIKENESS_MIN = 0.7  # of 1; a name with every fourth letter wrong is still found, another word is not
+LIKENESS_MIN = 0.7  # of 1. Finds a name with every fourth letter wrong, but no unrelated word.
 
 
 def closest_name(written: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like it; None if none is like it. - and _ are the same, and so are a and A."""
-    import difflib  # for mistakes alone
+    """Return the known name that is most similar to a written name.
+
+    Ignores upper and lower case, and treats - and _ as equal.
+
+    Args:
+        written: The misspelled name.
+        known: Valid names.
+
+    Returns:
+        None if no name is similar.
+    """
+    import difflib  # imported late: only errors need it
 
     spelled = {_plain(name): name for name in known}
     found = difflib.get_close_matches(_plain(written), spelled, n=1, cutoff=LIKENESS_MIN)

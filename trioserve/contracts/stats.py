@@ -1,4 +1,4 @@
-"""What an engine says of itself, at one moment."""
+"""Statistics of an engine at one moment."""
 
 from __future__ import annotations
 
@@ -12,16 +12,34 @@ __all__ = ["EngineStats"]
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot. blocks_free + blocks_cached + blocks_used + blocks_held == blocks_total, always.
 
-    Cached blocks are used by nobody and can be had at once. Held ones are used by no live request, but a connector may
-    still read or write them. remote_kv_count: of those that wait, how many wait for KV from elsewhere. The *_total
-    figures only grow: preemptions, blocks that requests gave back while they ran, since no layer's sliding window
-    reached them any more (given_back), steps, prompt tokens that were looked up in the prefix cache (queries), found
-    there (hits) and loaded from elsewhere, drafts that were verified, their tokens, those of them that were right
-    (accepted), tokens that were forced by a guide and so taken without being sampled, requests that asked to be held
-    and were not, since too much was held already, and what went wrong with the connector, by kind (empty without one).
+    Fields whose names end in _total, except blocks_total, states_total and snapshots_total, only grow.
 
-    Where the model has layers that keep a state: states_used of states_total slots belong to requests, and of
-    snapshots_total slots for copies snapshots_kept hold what the prefix cache can find. 0 elsewhere.
+    Attributes:
+        running_count: Running sequences.
+        waiting_count: Waiting sequences.
+        blocks_total: Blocks in the pool.
+        blocks_free: Blocks without content.
+        blocks_cached: Blocks in the prefix cache that no request uses. Can be reused at once.
+        blocks_used: Blocks of live requests.
+        blocks_held: Blocks of ended requests that a connector may still read or write.
+        remote_kv_count: Waiting sequences that wait for KV from another engine or a file.
+        preemptions_total: Preemptions.
+        blocks_given_back_total: Blocks that running requests freed because every layer's sliding window had passed
+            them.
+        steps_total: Steps.
+        prefix_query_tokens_total: Prompt tokens looked up in the prefix cache.
+        prefix_hit_tokens_total: Prompt tokens found there.
+        loaded_tokens_total: Prompt tokens loaded by the connector.
+        drafts_total: Drafts that were verified.
+        draft_tokens_total: Their draft tokens.
+        accepted_tokens_total: Draft tokens that the model accepted.
+        forced_tokens_total: Tokens that a grammar forced, so that they were not sampled.
+        holds_refused_total: Requests that asked for a hold, and did not get one because too many blocks were held.
+        transfer_faults_total: Faults of the connector by kind. Empty without a connector.
+        states_total: Slots for the state of recurrent layers. 0 for models without such layers, here and below.
+        states_used: Those slots in use by requests.
+        snapshots_total: Slots for copies of such states.
+        snapshots_kept: Those slots with a copy that the prefix cache can find.
     """
 
     running_count: int
@@ -51,5 +69,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pool that live requests use or a connector holds: 0 to 1; 0 where there is no pool."""
+        """Return the share of the pool that is used or held, 0 to 1. 0 without a pool."""
         return 0.0 if not self.blocks_total else (self.blocks_used + self.blocks_held) / self.blocks_total

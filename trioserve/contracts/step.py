@@ -1,4 +1,4 @@
-"""StepPlan, StepResult, and the executor interface that turns one into the other."""
+"""Step plans, step results, and the executor interface that turns a plan into a result."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ __all__ = [
 
 
 class StateSpan(msgspec.Struct, frozen=True):
-    """Some of a chunk's tokens, `count` of them, and where the state of layers that keep one lies before and behind
-    them. reads: its slot before the first token; None: nothing came before, and the state is zeros. writes: its slot
-    behind the last. With a count of 0 one is a copy of the other."""
+    """Consecutive tokens of a chunk, with the slots of the recurrent layers' state before and after them.
+
+    Attributes:
+        count: Number of tokens. 0 to copy the state from `reads` to `writes`.
+        reads: Slot of the state before the first token. None for the first token of a sequence: the state is zeros.
+        writes: Slot of the state after the last token.
+    """
 
     count: int
     reads: int | None
@@ -39,11 +43,15 @@ class StateSpan(msgspec.Struct, frozen=True):
 
 
 class DraftTask(msgspec.Struct, frozen=True):
-    """What a draft model computes for a decode when the step has sampled.
+    """Work of the draft model for a decode, after the step has sampled.
 
-    It has KV of its own for positions 0 .. start - 1, in the same blocks. end: it computes that of the tokens before
-    this position, all of them known, and proposes nothing. None: of every token that is known then, and proposes
-    token_count tokens, or fewer, that may come next.
+    The draft model has its own KV for positions 0 .. start - 1, in the same blocks.
+
+    Attributes:
+        start: First position to compute.
+        end: Compute the KV of known tokens before this position, and propose nothing. None: compute the KV of all
+            tokens that are known after sampling, and propose draft tokens.
+        token_count: Most draft tokens to propose.
     """
 
     start: int
@@ -52,7 +60,13 @@ class DraftTask(msgspec.Struct, frozen=True):
 
 
 class DraftTimes(msgspec.Struct, frozen=True):
-    """What a step took: the model itself, and behind it the draft model, which computed pass_count times."""
+    """Times of a step with a draft model.
+
+    Attributes:
+        step_seconds: Time of the model itself.
+        draft_seconds: Time of the draft model, which runs after it.
+        pass_count: Forward passes of the draft model.
+    """
 
     step_seconds: float
     draft_seconds: float
@@ -60,22 +74,33 @@ class DraftTimes(msgspec.Struct, frozen=True):
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True):
-    """What one request computes in one step: the tokens at positions start .. start + count - 1.
+    """Computation of one request in one step: the tokens at positions start .. start + count - 1.
 
-    tokens: every known token of the request, prompt and then output. block_table: the KV blocks that hold positions 0
-    .. start + count - 1; position p lies in block_table[p // block_size] at offset p % block_size. Both are views of
-    the core's own lists, stable until update_from_output: read them, never change them. Where every layer of the model
-    has a sliding window, the first places may be NO_BLOCK: all that nobody sees from `start` on. samples: the chunk
-    reaches the last known token, so its last row gives the next token. awaits_token: its one token, at `start`, is what
-    the step before it samples for this request, and was not known when the plan was made. Then `tokens` ends before it,
-    and gets it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a
-    prefix hit is a chunk whose start is above 0. A request that is pooled never samples. draft: tokens that may come
-    after the last known one, computed in the same step at the positions behind it. Only a decode has one. A token is
-    sampled after the last known token and after each draft token, as if all before it were known. The block table
-    covers the draft, too. mask_row: the row of the plan's masks that says which tokens may come next; each draft token
-    has one more, behind it. None: all may. states: of a model with layers that keep a state: its tokens, in spans that
-    follow one another. No other chunk of the plan reads or writes a slot that one of these writes. draft_task: for the
-    draft model, where there is one; None: nothing.
+    A decode is a chunk with count 1 that samples. After a prefix cache hit, the first chunk has a start above 0.
+    `tokens` and `block_table` are views of the core's own lists. They are stable until update_from_output, and must not
+    be changed.
+
+    Attributes:
+        request: The request.
+        tokens: Every known token of the request: the prompt, then the output.
+        start: First position.
+        count: Number of known tokens to compute.
+        block_table: Blocks of all positions so far, including the draft. Position p is in block_table[p // block_size]
+            at offset p % block_size. If every layer of the model has a sliding window, the first entries may be
+            NO_BLOCK: no token from `start` on sees them.
+        samples: True if the chunk includes the last known token, so that its last row gives the next token. Never for
+            pooling.
+        draft: Draft tokens after the last known token, computed in this step at the positions after it. Only for a
+            decode. The step samples a token after the last known token and after each draft token, as if the tokens
+            before it were right.
+        awaits_token: True if the chunk's one token, at `start`, is sampled by the previous step, which was in flight
+            when the plan was made. Then `tokens` ends before it. The core appends this token, and no other, when that
+            step's result arrives.
+        mask_row: Row of the plan's masks for the next token. Each draft token has one more row after it. None if every
+            token is allowed.
+        states: For models with recurrent layers: all tokens of the chunk, in consecutive spans. No other chunk of the
+            plan reads or writes a slot that one of these spans writes.
+        draft_task: Work of the draft model. None if there is none.
     """
 
     request: EngineRequest
@@ -92,28 +117,36 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 
     @property
     def row_count(self) -> int:
-        """Tokens that it computes, known and drafted."""
+        """Return the number of tokens to compute, known tokens and draft tokens."""
         return self.count + len(self.draft)
 
     @property
     def pools(self) -> bool:
-        """Whether its request is pooled, and this is the last chunk of the prompt."""
+        """Return True if the request is a pooling request and this is the last chunk of its prompt."""
         request = self.request
         return request.pooling is not None and self.start + self.count == len(request.prompt_token_ids)
 
     @property
     def row_tokens(self) -> Sequence[int]:
-        """These tokens; of one that awaits its token, nothing that can be relied on."""
+        """Return the tokens to compute. Not reliable if the chunk awaits its token."""
         known = self.tokens[self.start : self.start + self.count]
         return [*known, *self.draft] if self.draft else known
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass. step_index counts from 0. token_count: what all chunks compute, drafts included. admitted and
-    preempted name requests that started, or lost their blocks, when this plan was made. One request may be in both: it
-    lost its blocks, and with nothing else left to compute it starts over in the same plan, as a chunk of its own.
-    is_ahead: it was made while the step before it was in flight, as if every request of that one went on; nobody is
-    preempted then. masks: of the chunks that have a mask_row; None where none has."""
+    """One forward pass.
+
+    Attributes:
+        step_index: Counts from 0.
+        chunks: Computations of the requests.
+        token_count: Tokens of all chunks, including draft tokens.
+        admitted: Requests that started when this plan was made.
+        preempted: Requests that lost their blocks when this plan was made. A request may be in both lists: if no other
+            request is left to compute, it restarts in the same plan with its own chunk.
+        is_ahead: True if the plan was made while the previous step was in flight, assuming that no request ends in it.
+            Such a plan preempts no request.
+        masks: Token masks of the chunks with a mask_row. None if no chunk has one.
+    """
 
     step_index: int
     chunks: tuple[ScheduledChunk, ...]
@@ -125,16 +158,21 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The response to a plan.
+    """The results of a plan.
 
-    token_ids: one per chunk, in the plan's order, what follows its last known token; None for a chunk that does not
-    sample, that failed, or whose request failed in the step before. logprobs: by request, for those that asked.
-    prompt_logprobs: by request that asked; the entry of a chunk holds the logprobs of the tokens at positions start + 1
-    .. start + count, as far as these are prompt tokens. errors: requests that cannot go on, with a sentence for the
-    client; the others are not touched. draft_token_ids: by request with a draft, what follows each draft token, if the
-    draft tokens up to it are right; shorter than the draft where no token could be chosen. draft_logprobs: as long, for
-    those that asked. pooled: of each chunk that pools, by request. proposed: by request whose draft_task was done, what
-    the draft model says may come next. draft_times: None without a draft model.
+    Attributes:
+        token_ids: For each chunk, in the plan's order, the token after its last known token. None if the chunk does not
+            sample or failed, or if its request failed in the previous step.
+        logprobs: By request, if requested.
+        prompt_logprobs: By request, if requested: log probabilities of the tokens at positions start + 1 .. start +
+            count that are prompt tokens.
+        errors: Requests that cannot continue, each with a sentence for the client. Other requests are not affected.
+        draft_token_ids: By request with a draft: the token after each draft token, if the draft is right up to there.
+            Shorter than the draft if no token could be sampled.
+        draft_logprobs: One for each of draft_token_ids, if requested.
+        pooled: By request, for chunks that pool.
+        proposed: By request with a draft_task: the draft tokens of the draft model.
+        draft_times: None without a draft model.
     """
 
     token_ids: tuple[int | None, ...]
@@ -149,9 +187,16 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class IsAbandoned:
-    """Whether nobody waits for a step any more; may be asked at any time, in any thread. waited_for: one C int, how
-    many of its requests are waited for. What computes without the GIL reads that: to take the GIL costs more.
-    on_abandoned: called once, when that is so, for whoever has to tell somebody elsewhere."""
+    """Tells the executor whether a step was abandoned. May be called at any time, in any thread.
+
+    Args:
+        request_count: Requests of the step.
+
+    Attributes:
+        waited_for: Array of one C int: requests that still wait for the step. Native code reads it without the GIL,
+            because taking the GIL costs more.
+        on_abandoned: Called once when the count reaches 0, to notify other ranks. None if not needed.
+    """
 
     __slots__ = ("on_abandoned", "waited_for")
 
@@ -160,7 +205,7 @@ class IsAbandoned:
         self.on_abandoned: Callable[[], None] | None = None
 
     def leave(self) -> None:
-        """One of its requests is not waited for any more."""
+        """Note that one request no longer waits for the step."""
         self.waited_for[0] -= 1
         if self.waited_for[0] == 0 and self.on_abandoned is not None:
             self.on_abandoned()
@@ -170,7 +215,7 @@ class IsAbandoned:
 
     @property
     def address(self) -> int:
-        """Of waited_for, valid as long as this object."""
+        """Return the address of waited_for. Valid while this object exists."""
         return self.waited_for.buffer_info()[0]
 
 
@@ -178,26 +223,44 @@ never_abandoned = IsAbandoned(1)
 
 
 class Executor(Protocol):
-    """Computes plans, one at a time, in whichever thread calls it. Keeps nothing about a request between two plans that
-    it cannot do without: a request that is not in the next plan may be gone. What the last plan gave is kept for the
-    next one, which may be ahead of its result: there the awaited tokens are filled in, and a request that was in the
-    last plan and failed there, or was abandoned with it, is left out, without an error."""
+    """Computes plans, one at a time, in the thread that calls it.
+
+    Between two plans, an executor keeps only necessary state of a request: a request that is missing in the next plan
+    may have ended. It keeps the last result for the next plan, which may be made ahead of it. In such a plan, the
+    executor fills in the awaited tokens. It skips a request that failed or was abandoned in the last plan, without an
+    error.
+    """
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
-        """Write the KV of every chunk's tokens, attend, and sample where a chunk samples. Raises only for a fault of
-        the engine itself; a fault of one request goes into StepResult.errors.
+        """Write the KV of all chunks, attend, and sample for each chunk that samples.
 
-        Once is_abandoned says so, nobody waits for the result,
-        and None may be returned instead of finishing. What the step has written by then is not looked at again.
+        Args:
+            plan: The forward pass.
+            is_abandoned: True once no request waits for the result. The writes of an abandoned step are never read.
+
+        Returns:
+            The results. May be None for an abandoned plan.
+
+        Raises:
+            Exception: a fault of the engine itself. A fault of one request goes into StepResult.errors.
         """
         ...
 
 
 class LaunchingExecutor(Executor, Protocol):
-    """An executor whose device computes by itself: a step can be begun while the one before it is not over."""
+    """An executor whose device computes asynchronously, so that a step can begin before the previous step has ended."""
 
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
-        """Begin what execute does; what comes back waits for it and gives the response. Steps are finished in the order
-        in which they were begun, and at most two have not been. May leave all of it to the finishing, where a step
-        needs to know what the one before it sampled."""
+        """Begin to execute a plan.
+
+        Steps are finished in the order in which they began. At most two are unfinished. An implementation may do all
+        work in the returned function, if the step needs the tokens of the previous step.
+
+        Args:
+            plan: The forward pass.
+            is_abandoned: See `execute`.
+
+        Returns:
+            A function that waits for the step and returns its results.
+        """
         ...

@@ -1,4 +1,4 @@
-"""What form a response is to have, as its caller says it. What a form means token by token is decided in text."""
+"""Structured output as a caller requests it: a schema, a regex, choices, a grammar. The package text compiles it."""
 
 from __future__ import annotations
 
@@ -18,44 +18,52 @@ FREE_UNTIL_CHARACTERS_MAX = 256
 
 
 class FormKind(enum.Enum):
+    """Kind of structured output. The value is its name in the API or in messages."""
+
     JSON_OBJECT = "json_object"  # any JSON object
     JSON_SCHEMA = "json_schema"  # JSON that a schema accepts
     REGEX = "regex"
-    CHOICE = "choice"  # one of some texts
-    GRAMMAR = "grammar"  # Lark, llguidance's dialect, or GBNF
-    TOOL_CALLS = "form of tool calls"  # as a grammar in Lark, which is made here and sent by nobody
-    STRUCTURAL_TAG = "structural_tag"  # free text, and after each trigger what a schema accepts
+    CHOICE = "choice"  # one of several texts
+    GRAMMAR = "grammar"  # Lark in llguidance's dialect, or GBNF
+    TOOL_CALLS = "grammar of tool calls"  # Lark. The server makes it, clients cannot send it.
+    STRUCTURAL_TAG = "structural_tag"  # free text, with a schema after each trigger
 
 
-# Compiling takes up to 10 microseconds a character, and a level of its stack for every rule.
+# Compiling takes up to 10 microseconds per character, and one level of the compiler's stack per rule.
 SOURCE_CHARACTERS_MAX = {
     FormKind.JSON_OBJECT: 0,
     FormKind.JSON_SCHEMA: 262_144,
     FormKind.REGEX: 8192,
     FormKind.CHOICE: 262_144,
     FormKind.GRAMMAR: 65_536,
-    FormKind.TOOL_CALLS: 262_144,  # schemas, most of it, and few rules
+    FormKind.TOOL_CALLS: 262_144,  # mostly schemas, few rules
     FormKind.STRUCTURAL_TAG: 262_144,
 }
 
 
 class HasJsonSchema(Protocol):
-    """Such as a class of pydantic."""
+    """A class that can describe itself as a JSON schema, such as a pydantic model."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, object]: ...
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One form. Hashable: equal values share one compiled grammar.
+    """One schema or grammar. Hashable: equal values share one compiled grammar.
 
-    source: the schema or the structural tag as JSON text; the regex or grammar itself; the choices as a JSON array of
-    texts; empty for JSON_OBJECT. free_until: the response is free until it has written this text, and has the form
-    from there on (the end of a thought); empty: from its first token. param: the field of the request that a fault in
-    it is told of. strict: refuse a JSON schema that has a keyword which no grammar can express. Otherwise ignore the
-    keyword.
-    Raises InvalidRequest for a source or a free_until that is too long. Whether the source can be compiled is seen when
-    the request is entered.
+    Constructors check only lengths. Compile errors are found when the request enters.
+
+    Attributes:
+        kind: Kind of `source`.
+        source: Schema or structural tag as JSON text, the regex or grammar itself, or the choices as a JSON array.
+            Empty for JSON_OBJECT.
+        free_until: The output is unrestrained until it contains this text, such as the end of reasoning. Empty to
+            restrain it from the first token.
+        param: Field of the request that errors name.
+        strict: True to refuse a JSON schema with keywords that a grammar cannot express. False to ignore such keywords.
+
+    Raises:
+        InvalidRequest: `source` is empty or too long, or `free_until` is too long.
     """
 
     kind: FormKind
@@ -73,7 +81,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.source and self.kind is not FormKind.JSON_OBJECT:
             raise InvalidRequest(
-                f"the {self.kind.value} is empty: say what form the response is to have", param=self.param
+                f"the {self.kind.value} is empty: describe the structure of the response", param=self.param
             )
         if len(self.free_until) > FREE_UNTIL_CHARACTERS_MAX:
             raise InvalidRequest(
@@ -90,11 +98,16 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         param: str = "structured",
         strict: bool = True,
     ) -> Self:
-        """JSON that a schema accepts.
+        """Return the structured output for JSON that matches a schema.
 
         Args:
-            schema: JSON text, a dict, or a class of pydantic.
-            strict: refuse a schema that has a keyword which no grammar can express. False: ignore such keywords.
+            schema: JSON text, a dict, True or False, or a pydantic class.
+            free_until: See StructuredOutput.
+            param: See StructuredOutput.
+            strict: See StructuredOutput.
+
+        Raises:
+            InvalidRequest: the schema cannot be written as JSON, is empty, or is too long.
         """
         if isinstance(schema, type):
             schema = schema.model_json_schema()
@@ -103,17 +116,37 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def json_object(cls, *, free_until: str = "", param: str = "structured") -> Self:
-        """Any JSON object."""
+        """Return the structured output for any JSON object.
+
+        Args:
+            free_until: See StructuredOutput.
+            param: See StructuredOutput.
+        """
         return cls(kind=FormKind.JSON_OBJECT, free_until=free_until, param=param)
 
     @classmethod
     def regex(cls, pattern: str, *, free_until: str = "", param: str = "structured") -> Self:
-        """A text that all of a regular expression matches, in the syntax of Rust's regex crate."""
+        """Return the structured output for text that matches a regular expression as a whole.
+
+        Args:
+            pattern: Syntax of Rust's regex crate.
+            free_until: See StructuredOutput.
+            param: See StructuredOutput.
+        """
         return cls(kind=FormKind.REGEX, source=to_str(param, pattern), free_until=free_until, param=param)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, free_until: str = "", param: str = "structured") -> Self:
-        """One of these texts. Raises InvalidRequest for none, an empty one, or too many."""
+        """Return the structured output for one of several texts.
+
+        Args:
+            choices: 1 to CHOICES_MAX texts. None of them may be empty.
+            free_until: See StructuredOutput.
+            param: See StructuredOutput.
+
+        Raises:
+            InvalidRequest: there is no choice, an empty choice, or too many.
+        """
         allowed = f"a list of 1 to {CHOICES_MAX} texts (str), none of them empty"
         if not is_list(choices) or not 1 <= len(choices) <= CHOICES_MAX:
             refuse(param, choices, allowed)
@@ -125,7 +158,13 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def grammar(cls, grammar: str, *, free_until: str = "", param: str = "structured") -> Self:
-        """What a context-free grammar makes: Lark in llguidance's dialect, or GBNF."""
+        """Return the structured output for text of a context-free grammar.
+
+        Args:
+            grammar: Lark in llguidance's dialect, or GBNF.
+            free_until: See StructuredOutput.
+            param: See StructuredOutput.
+        """
         return cls(kind=FormKind.GRAMMAR, source=to_str(param, grammar), free_until=free_until, param=param)
 
     @classmethod
@@ -137,14 +176,20 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         param: str = "structured",
         strict: bool = True,
     ) -> Self:
-        """Free text in which every trigger begins a part with a form: {"structures": [{"begin", "schema", "end"}],
-        "triggers": [...]}. strict: as in json."""
+        """Return the structured output for free text with restrained parts. A trigger begins each part.
+
+        Args:
+            tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or JSON text.
+            free_until: See StructuredOutput.
+            param: See StructuredOutput.
+            strict: See StructuredOutput.
+        """
         source = tag if isinstance(tag, str) else _as_json("the structural tag", tag, param)
         return cls(kind=FormKind.STRUCTURAL_TAG, source=source, free_until=free_until, param=param, strict=strict)
 
 
 def _as_json(name: str, value: object, param: str) -> str:
-    """The order of keys stays: it is that of the response."""
+    """Encode as JSON. Keeps the order of keys, which becomes the order of the response."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""The thoughts of a response: where they end, and when they have to."""
+"""Reasoning of a response: its markers and its token budget."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ THINKING_TOKENS_MAX = 2**31 - 1
 
 
 class ThoughtOutcome(enum.Enum):
-    """Of asking that a request's thought end now."""
+    """Outcome of ending a request's reasoning by hand."""
 
-    ENDING = "ending"  # its end is written next
-    NO_THOUGHT = "no_thought"  # it writes none, or is through with it, or has ended
-    UNKNOWN = "unknown"  # no such request lives
+    ENDING = "ending"  # the end marker comes next
+    NO_THOUGHT = "no_thought"  # the request has no open reasoning, or has ended
+    UNKNOWN = "unknown"  # no live request has this id
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """Thoughts that can be ended from outside: by a budget, or by hand while the request runs.
+    """Markers and budget of the reasoning. A budget, or a call while the request runs, can end it early.
 
-    end: the text that ends a thought ("</think>"). begin: the text that begins one, in the last turn of the prompt
-    or at the beginning of the response; empty: the response begins inside of a thought. If `end` is the last marker in
-    the prompt's last turn, the thought is over.
-    tokens_max: the most tokens of thought; then the end is forced. None: as many as the model likes.
-
-    Together with a form that is free until the thought's end: a response that begins without a thought has the form
+    With structured output that is free until the reasoning ends: a response that begins without reasoning is restrained
     from its first token.
-    Raises InvalidRequest when a value is out of range.
+
+    Attributes:
+        end: Text that ends the reasoning ("</think>"). If it is the last marker in the prompt's last turn, the
+            reasoning is over.
+        begin: Text that begins the reasoning, in the prompt's last turn or at the start of the response. Empty if the
+            response begins inside of the reasoning.
+        tokens_max: Most tokens of reasoning. Then the server forces the end marker. None for no limit.
+
+    Raises:
+        InvalidRequest: a value is out of range.
     """
 
     end: str
@@ -42,8 +46,9 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= len(self.end) <= THINKING_TEXT_CHARACTERS_MAX or len(self.begin) > THINKING_TEXT_CHARACTERS_MAX:
             raise InvalidRequest(
-                f"the end of a thought has {len(self.end)} characters and its beginning {len(self.begin)}, allowed are "
-                f"1 to {THINKING_TEXT_CHARACTERS_MAX}, and 0 to {THINKING_TEXT_CHARACTERS_MAX}",
+                f"the end marker of the reasoning has {len(self.end)} characters and its begin marker "
+                f"{len(self.begin)}, allowed are 1 to {THINKING_TEXT_CHARACTERS_MAX} and 0 to "
+                f"{THINKING_TEXT_CHARACTERS_MAX}",
                 param="thinking",
             )
         if self.tokens_max is not None and not 0 <= self.tokens_max <= THINKING_TOKENS_MAX:

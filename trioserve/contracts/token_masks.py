@@ -1,4 +1,4 @@
-"""Which tokens may come next in the rows of one step that are not free: bits in memory that C and tensors can read."""
+"""Token masks of one step, as bits in memory that native code and tensors can read."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from typing import Protocol
 
 __all__ = ["BITS", "TokenMasks", "mask_words"]
 
-BITS = 32  # of a word
+BITS = 32  # bits in a word
 
 
 class TokenMasks(Protocol):
-    """A bit for each token of the vocabulary, for each row. They may still be filled, in a thread without the GIL,
-    while the step that uses them is computed; whoever chooses tokens waits for that.
+    """One bit for each token of the vocabulary, in each restrained row of a step.
 
-    address: of uint32 [row_count, words_per_row], contiguous: token i of a row may come if bit i % 32 of its word
-    i // 32 is set. Bits beyond the vocabulary are not set. A row without any bit is one that could not be filled: its
-    request cannot go on. filled_address: of one C int, which is 0 until all rows are filled, and then 1. Both are good
-    as long as this object.
+    A thread without the GIL may still fill the masks while the step is computed. The sampler waits for it.
+
+    Attributes:
+        row_count: Number of rows.
+        words_per_row: uint32 words in a row.
+        address: Address of uint32 [row_count, words_per_row], contiguous. Token i of a row is allowed if bit i % 32 of
+            word i // 32 is set. Bits above the vocabulary are 0. A row without any bit could not be filled, and its
+            request must fail. Valid while this object exists.
+        filled_address: Address of one C int: 0 until all rows are filled, then 1. Valid while this object exists.
     """
 
     row_count: int
@@ -25,10 +29,14 @@ class TokenMasks(Protocol):
     filled_address: int
 
     def wait(self) -> None:
-        """Returns when all rows are filled. Blocks the calling thread."""
+        """Block the calling thread until all rows are filled."""
         ...
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of a row."""
+    """Return the number of words in a row.
+
+    Args:
+        vocab_size: Tokens in the vocabulary.
+    """
     return (vocab_size + BITS - 1) // BITS

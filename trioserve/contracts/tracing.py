@@ -1,7 +1,7 @@
-"""What a request tells of itself while it lives, for whoever follows it across servers. Here: telling nobody.
+"""Interface of tracing, with an implementation that records nothing.
 
-A trace is a tree of spans; a span has a beginning, an end, attributes, and events between. Nothing here knows who
-collects them. Never in a span: what was asked or answered.
+A trace is a tree of spans. A span has a start, an end, attributes, and events in between. Prompts and responses are
+never part of a span. This module does not depend on the collector of the spans.
 """
 
 from __future__ import annotations
@@ -13,44 +13,65 @@ __all__ = ["NO_SPAN", "NO_TRACER", "Attributes", "Span", "SpanKind", "Tracer"]
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 SpanKind = Literal["server", "client", "internal"]
-"""Of what a client asked for, of what is asked of another server, and of what happens in between."""
+"""server: a request from a client. client: a request to another server. internal: work in between."""
 
 
 class Span:
-    """One that nobody follows. Every method may be called at any time; after the end they do nothing."""
+    """A span that records nothing. Every method may be called at any time. After the end, calls have no effect."""
 
     __slots__ = ()
 
     @property
     def trace_id(self) -> str | None:
-        """32 hexadecimal digits; None where there is no trace."""
+        """Return 32 hexadecimal digits. None without a trace."""
         return None
 
     @property
     def is_recording(self) -> bool:
-        """Whether anybody will see what it is told."""
+        """Return True if events and attributes are recorded."""
         return False
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Something happens now."""
+        """Record an event now.
+
+        Args:
+            name: Name of the event.
+            attributes: Attributes of the event.
+        """
 
     def note(self, attributes: Attributes) -> None:
-        """Something is known of it."""
+        """Add attributes to the span.
+
+        Args:
+            attributes: Attributes to add.
+        """
 
     def child(self, name: str, *, kind: SpanKind = "internal", attributes: Attributes | None = None) -> Span:
-        """A part of it begins now, and is to be ended by itself."""
+        """Start a child span. The caller must end it.
+
+        Args:
+            name: Name of the child span.
+            kind: Kind of the child span.
+            attributes: First attributes.
+        """
         return self
 
     def headers(self) -> list[tuple[str, str]]:
-        """What tells another server whose part its work is (W3C Trace Context); empty where there is no trace."""
+        """Return HTTP headers that make another server's work part of this span (W3C Trace Context). Empty without a
+        trace.
+        """
         return []
 
     def end(self, error: str | None = None) -> None:
-        """It is over. error: the name of what it failed with."""
+        """End the span.
+
+        Args:
+            error: Name of the error with which the work failed. None for success.
+        """
 
 
 class Tracer:
-    """One that begins no trace."""
+    """A tracer that starts no traces."""
 
     def begin(
         self,
@@ -62,8 +83,16 @@ class Tracer:
         tracestate: str | None = None,
         attributes: Attributes | None = None,
     ) -> Span:
-        """A span begins now. parent: whose part it is; one without a trace counts as none. traceparent, tracestate: the
-        same as another server said it; where there is a parent as well, that is only linked to."""
+        """Start a span.
+
+        Args:
+            name: Name of the span.
+            kind: Kind of the span.
+            parent: Parent span in this process. A span without a trace counts as None.
+            traceparent: Header of another server. It becomes the parent if `parent` is None, and a link otherwise.
+            tracestate: Header of another server.
+            attributes: First attributes.
+        """
         return NO_SPAN
 
 

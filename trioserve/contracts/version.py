@@ -1,4 +1,4 @@
-"""Which version of this program runs."""
+"""The version of this program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["VERSION"]
 def _version() -> str:
     try:
         return version("trioserve")
-    except PackageNotFoundError:  # run from a source tree
+    except PackageNotFoundError:  # runs from a source tree, not installed
         return "unknown"
 
 

@@ -1,5 +1,6 @@
-"""Which weights computed what: an engine's weights have a version, every token knows the one that sampled it, and no
-block of KV is found by requests of another one."""
+"""Versions of model weights. Each token records the version that sampled it. Requests find only KV blocks of their
+version.
+"""
 
 from __future__ import annotations
 
@@ -24,38 +25,50 @@ __all__ = [
 ]
 
 INITIAL_WEIGHTS = "default"
-"""The version of the weights that an engine was opened with, as SGLang calls it."""
+"""Version of the weights that the engine loaded at its start. SGLang's name."""
 
 _WEIGHTS = "weights:"
 
 WEIGHT_GROUP = "weight_update_group"
-"""What SGLang calls a group that has no other name."""
+"""SGLang's name of the default group."""
 
 WeightVersions: TypeAlias = tuple[tuple[str, int], ...]
-"""Of tokens in a row: a version and how many of them it sampled, again and again. Versions are compared by equality
-only. The counts add up to the number of tokens; or it is empty: all of them are of INITIAL_WEIGHTS, as nearly all
-responses are."""
+"""Runs of consecutive tokens: a version, and the number of tokens that it sampled.
+
+Versions are compared only for equality. The counts add up to the number of tokens. Empty if all tokens are from
+INITIAL_WEIGHTS, as in most responses.
+"""
 
 
 class ReplacementState(enum.Enum):
-    """How far new weights are in the places of the old ones. BEGUN: what is there is of both, if it ends so. GONE: what
-    computes with them has ended, and nothing is there any more."""
+    """Progress of replacing weights."""
 
-    CHECKED = "checked"
-    BEGUN = "begun"
-    WHOLE = "whole"
-    GONE = "gone"
+    CHECKED = "checked"  # the old weights are unchanged
+    BEGUN = "begun"  # a failure now leaves a mixture of old and new weights
+    WHOLE = "whole"  # all new weights are in place
+    GONE = "gone"  # the executor has ended, and its weights with it
 
 
 class SharedWeights(msgspec.Struct, frozen=True):
-    """In a segment of shared memory on this machine, as trioserve.rollouts.publish_weights makes one, by its name."""
+    """Weights in a segment of shared memory on this machine. trioserve.rollouts.publish_weights makes it.
+
+    Attributes:
+        name: Name of the segment.
+    """
 
     name: str
 
 
 class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent by rank 0 of a torch.distributed group that the engine has joined, one after the other in this order. names:
-    those of the model's checkpoint. dtypes: bfloat16, float16 or float32, of each."""
+    """Weights that rank 0 of a torch.distributed group sends, one tensor after the other. The engine has joined the
+    group.
+
+    Attributes:
+        names: Names in the model's checkpoint, in the order of sending.
+        dtypes: For each tensor: bfloat16, float16 or float32.
+        shapes: Shape of each tensor.
+        group_name: Name of the group.
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -64,8 +77,16 @@ class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group to be joined, as its rank: rank 0 is the trainer, which listens at this address. seconds_max: how long
-    the others may be waited for, and each tensor later on."""
+    """A group for weight transfers that the engine is to join. Rank 0 is the trainer, which listens at the address.
+
+    Attributes:
+        master_address: Host of the trainer.
+        master_port: Port of the trainer.
+        rank: Rank of the engine in the group.
+        world_size: Number of ranks.
+        group_name: Name of the group.
+        seconds_max: Longest wait for the other ranks, and later for each tensor.
+    """
 
     master_address: str
     master_port: int
@@ -76,13 +97,20 @@ class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WeightSource: TypeAlias = str | SharedWeights | BroadcastWeights
-"""A path is that of a directory or file from which the model could be opened."""
+"""A str is the path of a directory or file from which the model can be loaded."""
 
 
 def joined_versions(
     first: WeightVersions, first_count: int, second: WeightVersions, second_count: int
 ) -> WeightVersions:
-    """Of tokens and those that follow them, with how many there are of each."""
+    """Return the versions of two consecutive parts of a response.
+
+    Args:
+        first: Versions of the first part.
+        first_count: Tokens of the first part.
+        second: Versions of the second part.
+        second_count: Tokens of the second part.
+    """
     if not first and not second:
         return ()
     joined = [*first]
@@ -91,8 +119,17 @@ def joined_versions(
 
 
 def add_versions(runs: list[tuple[str, int]], count: int, more: WeightVersions, more_count: int) -> None:
-    """The same in place, of `count` tokens and `more_count` that follow them. However many runs there are, it takes as
-    long as there is more: a client may say that each of its tokens is of another version."""
+    """Append the versions of more tokens, in place.
+
+    Args:
+        runs: Versions of the tokens so far.
+        count: Tokens so far.
+        more: Versions of the new tokens.
+        more_count: New tokens.
+
+    Cost:
+        Grows with the length of `more`, not of `runs`: a client may claim that each of its tokens has another version.
+    """
     if not runs and not more:
         return
     if not runs and count:
@@ -105,8 +142,15 @@ def add_versions(runs: list[tuple[str, int]], count: int, more: WeightVersions, 
 
 
 def weights_salt(salt: str | None, version: str | None) -> str | None:
-    """The salt of blocks that are computed by weights of this version; None: by those that an engine was opened with,
-    and nearly every salt stays as it is. No two pairs give the same, whatever salts callers choose."""
+    """Return the salt of blocks that are computed with one version of the weights.
+
+    Different pairs of arguments give different salts, so callers cannot choose a salt that collides.
+
+    Args:
+        salt: Salt that the caller chose. None if there is none.
+        version: Version of the weights. None for the initial weights. Then a salt stays as it is, unless it looks like
+            a version's.
+    """
     if version is None:
         return f"{_WEIGHTS}none:{salt}" if salt is not None and salt.startswith(_WEIGHTS) else salt
     own = f"{_WEIGHTS}{len(version)}:{version}"
@@ -114,7 +158,11 @@ def weights_salt(salt: str | None, version: str | None) -> str | None:
 
 
 def kept_salt(request_id: str) -> str:
-    """The salt of what weights of several versions have computed for one request, which nobody else is to find."""
+    """Return the salt of blocks that several versions of weights computed for one request. No other request finds them.
+
+    Args:
+        request_id: The engine's own name of the request.
+    """
     return f"{_WEIGHTS}kept:{request_id}"
 
 

@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EndpointLost
-from trioserve.contracts.kv_events import LoadTold
+from trioserve.contracts.kv_events import LoadReported
 from trioserve.proxy.event_lines import BrokenEvents, EventLines
 from trioserve.proxy.remote_endpoint import RemoteEndpoint
 
@@ -96,7 +96,7 @@ class PushedLoad:
     ) -> None:
         """One stream, until it ends, breaks, or is silent for BROKEN_SECONDS."""
         async with remote.request("GET", LOAD_EVENTS_PATH, headers(), b"") as response:
-            lines: EventLines[LoadTold] = EventLines(LoadTold)
+            lines: EventLines[LoadReported] = EventLines(LoadReported)
             while response.status == 200 and (piece := await response.next_piece()) is not None:
                 silence.deadline = trio.current_time() + BROKEN_SECONDS
                 for event in lines.events(piece):

@@ -22,7 +22,7 @@ from trioserve.api.openai.request_types import (
     WeightGroupNameBody,
     WeightsOnDiskBody,
 )
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadTold, ResidencySnapshot
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadReported, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 from trioserve.contracts.thinking import THINKING_TOKENS_MAX
@@ -274,7 +274,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         "With ?load=only it is the load instead, as /load has it: when it has changed, at most ten times a second, and "
         "once a second in any case; always there, for every key.",
         response="text/event-stream",
-        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved, LoadTold),
+        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved, LoadReported),
         errors=(400, 403, 404, 429, 503),
     ),
     ("GET", "/health"): DescribedOperation(

@@ -21,7 +21,7 @@ from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import KEEP_ALIVE, encode
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import Draining
-from trioserve.contracts.kv_events import LoadTold
+from trioserve.contracts.kv_events import LoadReported
 
 __all__ = ["ALIVE_SECONDS", "LOAD_ALIVE_SECONDS", "LOAD_SECONDS_MIN", "stream_kv_events", "stream_load", "told_load"]
 
@@ -75,7 +75,7 @@ async def _stream_load(context: EngineContext) -> None:
         await context.start_events()
         while context.exchange.method != "HEAD" and not changes.is_over:
             load = told_load(context)
-            await context.exchange.send(b"data: " + encode(LoadTold(load=load)) + b"\n\n")
+            await context.exchange.send(b"data: " + encode(LoadReported(load=load)) + b"\n\n")
             alive_at = trio.current_time() + LOAD_ALIVE_SECONDS
             await trio.sleep(LOAD_SECONDS_MIN)
             with trio.move_on_at(alive_at):
