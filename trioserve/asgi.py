@@ -34,6 +34,7 @@ API_OPTIONS = frozenset(
     {
         *("api_key", "admin_api_key", "gateway_api_key", "priority_min", "share_prefix_cache", "metrics_need_key"),
         *("load_needs_key", "cors_origin", "root_path", "max_body_bytes", "stall_timeout", "require_model"),
+        *("keep_alive_comments", "keep_alive_json"),
         *("allowed_host", "allow_operator_without_key"),
         *("tenant_header", "ui", "access_log", "trust_request_chat_template", "data_dir", "store_max_bytes"),
         *("store_max_objects", "store_ttl", "max_background_responses", "background_timeout", "max_batches"),

@@ -159,6 +159,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "seconds of silence after which a stream gets a comment, which clients skip, so that proxies keep its "
         "connection; a request that waits longer in the queue gets its status 200 then, and an error comes as an event",
         "SECONDS", ge=1, le=86400)] = KEEP_ALIVE_SECONDS
+    keep_alive_json: Annotated[bool, _about(
+        "whole JSON responses are no longer silent than streams: after --keep-alive-comments seconds a request gets "
+        "its status 200 and white space, which JSON parsers skip, and an error comes as the body. With a router, set "
+        "it there and not at its endpoints",
+        )] = False
     ping_interval: Annotated[float, _about(
         "seconds of silence after which an HTTP/2 client with running streams is asked whether it still reads (PING)",
         "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_seconds

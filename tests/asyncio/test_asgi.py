@@ -89,6 +89,24 @@ def test_a_client_that_closes_its_connection_frees_its_blocks(run, host, steps, 
     run(program)
 
 
+def test_a_whole_response_of_a_mounted_application_has_its_head_early(run):
+    async def program() -> None:
+        llm = asgi_app(opens(paused=True), keep_alive_comments=1.0, keep_alive_json=True)
+        app = FastAPI(lifespan=llm.lifespan)
+        app.mount("/llm", llm)
+        async with under_uvicorn(app) as port:
+            await until(lambda: llm._app is not None)
+            async with connect(port) as client:
+                await client.ask("/llm/v1/completions", {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
+                await client.read_until(b"1\r\n \r\n")
+                await fake_of(llm).step(8)
+                await client.read_until(b'"text":"aaa"')
+                await client.read_until(b"0\r\n\r\n")
+            fake_of(llm).assert_all_free()
+
+    run(program)
+
+
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
 def test_a_client_that_reads_late_holds_up_nobody_and_gets_all_of_it(run, host):
     async def program() -> None:

@@ -15,6 +15,7 @@ from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin, check_may_operate
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
 from trioserve.api.gate import PageGate
+from trioserve.api.heartbeat import HEARTBEAT_HEADER
 from trioserve.api.http_counts import HttpCounts
 from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.ollama.surface import OLLAMA_PATH
@@ -22,9 +23,11 @@ from trioserve.api.operations.other_paths import other_path
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
 from trioserve.api.surfaces import surface_of
+from trioserve.api.white_space import WhiteSpaceExchange
 from trioserve.contracts.errors import TrioserveError, panics_become_failures
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.http.message_head import printable
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
@@ -158,7 +161,10 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         token = begin_request(context)
         heartbeat = context.begin_heartbeat()
         try:
-            await self._respond(context, route, is_own=is_own)
+            if route is not None and not is_own and self._may_send_white_space(exchange, route):
+                await self._respond_with_white_space(context, route)
+            else:
+                await self._respond(context, route, is_own=is_own)
         finally:
             context.release()
             if heartbeat is not None:
@@ -225,6 +231,28 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     async def operate(self, context: ContextType, operation: Operation[ContextType]) -> None:
         """Do what the request asks for; all that goes for every request has been looked at."""
         await operation(context)
+
+    def _may_send_white_space(self, exchange: Exchange, route: Route[ContextType]) -> bool:
+        """Whether a whole response may have its head early. A router that asks for heartbeats gets the true status."""
+        return (
+            self._keys.rules.keep_alive_json
+            and exchange.method == "POST"
+            and not route.is_operators
+            and HEARTBEAT_HEADER not in exchange.headers
+        )
+
+    async def _respond_with_white_space(self, context: ContextType, route: Route[ContextType]) -> None:
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                seconds = self._keys.rules.keep_alive_seconds
+                exchange = WhiteSpaceExchange(context.exchange, nursery, seconds, context.json_head)
+                context.exchange = exchange
+                try:
+                    await self._respond(context, route, is_own=False)
+                finally:
+                    nursery.cancel_scope.cancel()
+                    if exchange.has_begun:
+                        context.note_early_head()
 
     async def _respond(self, context: ContextType, route: Route[ContextType] | None, *, is_own: bool) -> None:
         async def respond(context: ContextType) -> None:

@@ -37,6 +37,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     response_bytes_max: of a whole response, estimated from the request. See ResponseBound.
     responses_bytes_max: of all whole responses together. See ResponseBudget.
     keep_alive_seconds: a stream that is silent for so long gets a comment.
+    keep_alive_json: whole JSON responses get white space as often, and so status 200 before they are known.
 
     These count where there are no keys:
     host_names: what the Host header may be; None: anything. See PageGate.
@@ -55,6 +56,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     response_bytes_max: int = RESPONSE_BYTES_MAX
     responses_bytes_max: int = RESPONSES_BYTES_MAX
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS
+    keep_alive_json: bool = False
     host_names: tuple[str, ...] | None = None
     has_network_names: bool = False
     page_origins: tuple[str, ...] = ()

@@ -108,6 +108,9 @@ class EngineContext(Responder):
         if ignored:
             self.ignored_fields = tuple(ignored)
             self.engine.metrics.ignored_request_fields_total.inc(len(ignored))
+        is_streamed = getattr(body, "is_streamed", getattr(body, "stream", None))  # Ollama's bodies have the first
+        if not is_streamed:
+            self.exchange.fill_silence()
         return body
 
     @property

@@ -146,6 +146,16 @@ class Responder:
             return True
         return False
 
+    def note_early_head(self) -> None:
+        """The client got status 200 before the response was known, so an error came as the body."""
+        self.status = 200
+        if self.outcome is Outcome.REFUSED:
+            self.outcome = Outcome.FAILED
+
+    def json_head(self) -> HeaderFields:
+        """Make the header fields of a JSON response, as far as they are known by now."""
+        return self._head("application/json", ())
+
     def _head(self, content_type: str, headers: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
         fields = [("content-type", content_type), *self.surface.id_fields(self.request_id), *headers]
         if names := self.ignored_names():

@@ -39,8 +39,8 @@ GROUPS = {
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections "
         "max_connections_per_address max_body_bytes body_timeout max_response_bytes max_responses_bytes stall_timeout "
-        "vanished_timeout keep_alive_timeout keep_alive_comments ping_interval ping_timeout drain_timeout drain_delay "
-        "require_model log_level"
+        "vanished_timeout keep_alive_timeout keep_alive_comments keep_alive_json ping_interval ping_timeout "
+        "drain_timeout drain_delay require_model log_level"
     ),
     "keys and TLS": _words(
         "api_key admin_api_key gateway_api_key priority_min share_prefix_cache metrics_need_key load_needs_key "

@@ -230,6 +230,7 @@ def access_rules(config: ServerConfig) -> AccessRules:
         response_bytes_max=config.max_response_bytes,
         responses_bytes_max=config.max_responses_bytes,
         keep_alive_seconds=config.keep_alive_comments,
+        keep_alive_json=config.keep_alive_json,
         host_names=names,
         has_network_names=_is_reached_by_others(config),
         page_origins=config.cors_origin,

@@ -80,6 +80,10 @@ class Exchange(abc.ABC):
         another task than the one that uses the exchange."""
         return
 
+    def fill_silence(self) -> None:
+        """Allow white space before a whole JSON response that takes long. Only WhiteSpaceExchange sends some."""
+        return
+
     @property
     @abc.abstractmethod
     def started(self) -> bool:

@@ -74,6 +74,8 @@ async def _forward(context: RouterContext) -> None:
         context.form = await read_form(context, said)
     read = decode_body(said, RoutedBody) if context.form is None else context.form.body
     raw, body = _in_callers_name(context, said, ollama_body(path, said, read, served))
+    if not body.stream:
+        context.exchange.fill_silence()
     before: EndpointId | None = None
     if path.startswith(RESPONSES_PATH):
         check_references(context, raw)

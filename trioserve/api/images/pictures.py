@@ -67,6 +67,8 @@ async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> Who
         form = await context.in_thread(partial(parsed_edit, raw, content_type))
     model = context.model_name(form.body.model)
     form.body.check()
+    if not form.body.stream:
+        context.exchange.fill_silence()
     decoder = context.decoder
     async with decoder.turn(context.tenant):
         image = await decoder.picture(form.image, "image")
