@@ -12,7 +12,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.http.body_budget import BodyBudget, BodyShare
-from trioserve.http.content_coding import PIECE_BYTES, plain_body
+from trioserve.http.content_coding import PIECE_BYTES, decoded_body
 from trioserve.http.exchange import BodyTooLarge, UnknownCoding
 from trioserve.http.headers import Headers
 from trioserve.http.limits import FrontendLimits
@@ -34,8 +34,8 @@ async def unfolded(raw: bytes, coding: str, **limits: int) -> tuple[bytes, BodyB
     share.add(raw)
     try:
         headers = Headers([("content-encoding", coding)])
-        plain = await plain_body(share, headers)
-        assert await plain_body(share, headers) == plain
+        plain = await decoded_body(share, headers)
+        assert await decoded_body(share, headers) == plain
         assert budget.bytes_held == len(plain)
     finally:
         share.release()
@@ -63,10 +63,10 @@ async def test_a_body_is_unfolded(coding: str, raw: bytes) -> None:
     [
         ("br", b"x", UnknownCoding, '"br", allowed are gzip, deflate'),
         ("gzip, gzip", gzip.compress(gzip.compress(BODY, mtime=0), mtime=0), UnknownCoding, "gzip, gzip"),
-        ("gzip", BODY, InvalidRequest, "the body is not gzip"),
+        ("gzip", BODY, InvalidRequest, "the body is no valid gzip"),
         ("gzip", b"", InvalidRequest, "ends in the middle"),
         ("gzip", gzip.compress(LARGE, mtime=0)[:-1], InvalidRequest, "ends in the middle"),
-        ("gzip", gzip.compress(BODY, mtime=0) * 2, InvalidRequest, "one member alone"),
+        ("gzip", gzip.compress(BODY, mtime=0) * 2, InvalidRequest, "a single member"),
         ("gzip", gzip.compress(BODY, mtime=0)[:-8] + b"\0" * 8, InvalidRequest, "incorrect data check"),
     ],
 )

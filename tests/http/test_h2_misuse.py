@@ -474,7 +474,7 @@ async def test_handler_that_leaves_no_whole_response(autojump_clock, front, capl
     client = await front(handler).h2()
     response = await client.response(await client.request())
     assert (response.status, response.reset_code) == ((200, ErrorCodes.INTERNAL_ERROR) if started else (500, None))
-    assert "left no whole response" in caplog.text
+    assert "returned without a complete response" in caplog.text
 
 
 async def test_exception_beside_a_cancellation_stays_in_the_connection(autojump_clock, front, caplog):

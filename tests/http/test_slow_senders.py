@@ -263,6 +263,6 @@ def test_patience_is_bought_by_the_byte_and_never_more_than_the_whole():
 def test_total_time_of_a_body_bounds_its_deadline_and_is_named():
     pace = BodyPace(FrontendLimits(body_wait_seconds_max=10, body_seconds_max=25), now=50.0)
     assert pace.arrived(10_000_000, now=64.0) == 74.0
-    assert "--body-timeout" not in pace.lost
+    assert "--body-timeout" not in pace.timeout_message
     assert pace.arrived(10_000_000, now=70.0) == 75.0
-    assert "all of it may take 25 seconds (--body-timeout)" in pace.lost
+    assert "all of it may take 25 seconds (--body-timeout)" in pace.timeout_message

@@ -116,7 +116,8 @@ async def test_plain_http_at_a_port_with_tls_leaves_one_log_line(autojump_clock,
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "WARNING",
-            "a client does not speak TLS at a port with TLS: give it a URL that begins with https:// peer=10.1.2.3:456",
+            "a client does not speak TLS at a port with TLS: give the client a URL that begins with https:// "
+            "peer=10.1.2.3:456",
         )
     ]
 
@@ -127,7 +128,7 @@ async def test_tls_at_a_plain_port_leaves_one_log_line(autojump_clock, caplog):
         ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), client, server_hostname="test").do_handshake()
     await speak(FrontendServer(respond_ok), client.read(), "10.1.2.3:456")
     assert [record.getMessage() for record in caplog.records] == [
-        "a client speaks TLS at a port without TLS: give it a URL that begins with http:// peer=10.1.2.3:456"
+        "a client speaks TLS at a port without TLS: give the client a URL that begins with http:// peer=10.1.2.3:456"
     ]
 
 

@@ -1,4 +1,4 @@
-"""How much memory all request bodies together may take. Each exchange holds a share and gives it back as a whole."""
+"""The memory budget of all request bodies. Each exchange holds a share, and releases it when it ends."""
 
 from __future__ import annotations
 
@@ -10,37 +10,61 @@ from trioserve.trio_tools.fair_places import FairPlaces
 
 __all__ = ["BodyBudget", "BodyShare"]
 
-
-UNFOLDING_MAX = 2  # compressed bodies at a time, each in a thread: a flood of them is to leave processors for the model
+# Each runs in a thread. The bound leaves processors for the model if many compressed bodies arrive.
+DECOMPRESSIONS_MAX = 2
 
 
 class BodyBudget:
-    """The server's sum of held body bytes, and of all that ever came. unfolding: for those that came compressed."""
+    """The body bytes that a server holds.
+
+    Args:
+        limits: has the largest body, and the largest sum of all bodies.
+
+    Attributes:
+        bytes_held: bytes of bodies whose exchange is open.
+        bytes_total: bytes of all bodies that ever arrived, compressed if they were sent compressed.
+        decompressions: places for bodies that are decompressed in a thread.
+    """
 
     def __init__(self, limits: FrontendLimits) -> None:
         self.limits = limits
         self.bytes_held = 0
         self.bytes_total = 0
-        self.unfolding = FairPlaces(UNFOLDING_MAX, what="compressed bodies")
+        self.decompressions = FairPlaces(DECOMPRESSIONS_MAX, what="compressed bodies")
 
 
 class BodyShare:
-    """One exchange's body in the making, and its part of the budget. is_plain: it came compressed, and is no more."""
+    """The body of one exchange while it arrives, and its share of the budget.
 
-    __slots__ = ("_budget", "_byte_count", "_pieces", "_unfolded_bytes", "is_plain")
+    Args:
+        budget: the budget of the server.
+
+    Attributes:
+        is_decompressed: the body was sent compressed, and is held decompressed now.
+    """
+
+    __slots__ = ("_budget", "_byte_count", "_decompressed_bytes", "_pieces", "is_decompressed")
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._pieces: list[bytes] = []
-        self._byte_count = self._unfolded_bytes = 0
-        self.is_plain = False
+        self._byte_count = self._decompressed_bytes = 0
+        self.is_decompressed = False
 
     @property
-    def unfolding(self) -> FairPlaces:
-        return self._budget.unfolding
+    def decompressions(self) -> FairPlaces:
+        return self._budget.decompressions
 
     def check_announced(self, headers: Headers) -> None:
-        """Raises BodyTooLarge, or InvalidRequest, by what content-length says."""
+        """Check the field content-length before any byte of the body is read.
+
+        Args:
+            headers: of the request.
+
+        Raises:
+            BodyTooLarge: content-length is larger than allowed.
+            InvalidRequest: content-length is not a number.
+        """
         announced = headers.get("content-length")
         if announced is None:
             return
@@ -49,31 +73,60 @@ class BodyShare:
         self.check_size(int(announced))
 
     def check_size(self, byte_count: int) -> None:
-        """Raises BodyTooLarge if a body of so many bytes would be."""
+        """Check that a body of this size is allowed.
+
+        Args:
+            byte_count: size of the body, as far as known.
+
+        Raises:
+            BodyTooLarge: `byte_count` is larger than allowed.
+        """
         allowed = self._budget.limits.body_bytes_max
         if byte_count > allowed:
             raise BodyTooLarge(f"the request body has {byte_count} bytes or more, at most {allowed} are allowed")
 
     def add(self, piece: bytes) -> None:
-        """Raises BodyTooLarge or Overloaded when the piece does not fit; it is then not held."""
+        """Append a piece of the body as it was sent.
+
+        Args:
+            piece: the next bytes.
+
+        Raises:
+            BodyTooLarge: the body becomes too large. The piece is not held.
+            Overloaded: the bodies of all clients become too large. The piece is not held.
+        """
         self.check_size(self._byte_count + len(piece))
         self._count(piece)
         self._pieces.append(piece)
         self._byte_count += len(piece)
         self._budget.bytes_total += len(piece)
 
-    def add_unfolded(self, piece: bytes) -> None:
-        """Count a piece of what the compressed body becomes. Raises as `add` does."""
-        self.check_size(self._unfolded_bytes + len(piece))
-        self._count(piece)
-        self._unfolded_bytes += len(piece)
+    def count_decompressed(self, piece: bytes) -> None:
+        """Count a piece of the decompressed body, which the caller holds.
 
-    def become_plain(self, whole: bytes) -> bytes:
-        """Hold this, all of whose pieces were counted, in place of what came compressed. Returns it."""
-        assert len(whole) == self._unfolded_bytes
+        Args:
+            piece: the next bytes.
+
+        Raises:
+            BodyTooLarge, Overloaded: as for `add`.
+        """
+        self.check_size(self._decompressed_bytes + len(piece))
+        self._count(piece)
+        self._decompressed_bytes += len(piece)
+
+    def replace_compressed(self, whole: bytes) -> bytes:
+        """Hold the decompressed body instead of the compressed one.
+
+        Args:
+            whole: the decompressed body, each piece of which was counted by `count_decompressed`.
+
+        Returns:
+            `whole`.
+        """
+        assert len(whole) == self._decompressed_bytes
         self._budget.bytes_held -= self._byte_count
-        self._pieces, self._byte_count, self._unfolded_bytes = [whole], len(whole), 0
-        self.is_plain = True
+        self._pieces, self._byte_count, self._decompressed_bytes = [whole], len(whole), 0
+        self.is_decompressed = True
         return whole
 
     def _count(self, piece: bytes) -> None:
@@ -87,13 +140,13 @@ class BodyShare:
         self._budget.bytes_held += len(piece)
 
     def whole(self) -> bytes:
-        """Everything added so far, joined; the share stays held."""
+        """Return all bytes held so far. They stay counted."""
         if len(self._pieces) > 1:
             self._pieces = [b"".join(self._pieces)]
         return self._pieces[0] if self._pieces else b""
 
     def release(self) -> None:
-        """Give everything back. Harmless when repeated."""
-        self._budget.bytes_held -= self._byte_count + self._unfolded_bytes
-        self._byte_count = self._unfolded_bytes = 0
+        """Return all bytes of the share to the budget. Further calls do nothing."""
+        self._budget.bytes_held -= self._byte_count + self._decompressed_bytes
+        self._byte_count = self._decompressed_bytes = 0
         self._pieces = []

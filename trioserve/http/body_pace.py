@@ -1,4 +1,4 @@
-"""The deadline of a request body: it must keep a pace, and arrive within a total time. Decides only, never waits."""
+"""The deadline of a request body, which must keep a minimum rate and arrive within a total time. No I/O."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ __all__ = ["BodyPace"]
 class BodyPace:
     """The deadline of one body, which moves as bytes arrive.
 
-    Each byte moves the deadline by the time that the pace allows for one byte, to at most body_wait_seconds_max from
-    now. So a slow sender that keeps the pace is not cut off, a byte now and then does not help, and a rush at the
-    beginning allows no long silence. Nothing moves the deadline beyond body_seconds_max after the first wait.
+    Each byte moves the deadline by the time that the minimum rate allows for one byte, to at most
+    body_wait_seconds_max from now. So a slow sender that keeps the rate is not interrupted. A byte now and then does
+    not keep the body alive, and many bytes at the start do not allow a long silence later. No byte moves the deadline
+    beyond body_seconds_max after the first wait.
+
+    Args:
+        limits: has the rate and the times.
+        now: time of the first wait for the body, in Trio's seconds.
 
     Attributes:
-        deadline: time at which the body is given up, unless more bytes arrive before.
+        deadline: time at which the body fails, unless more bytes arrive before.
     """
 
     __slots__ = ("_ends_at", "_limits", "deadline")
@@ -26,14 +31,22 @@ class BodyPace:
         self.deadline = min(now + limits.body_wait_seconds_max, self._ends_at)
 
     def arrived(self, byte_count: int, *, now: float) -> float:
-        """Count `byte_count` bytes that arrived. Returns the new deadline."""
+        """Move the deadline after bytes arrived.
+
+        Args:
+            byte_count: bytes that arrived.
+            now: current time.
+
+        Returns:
+            The new deadline.
+        """
         earned = self.deadline + byte_count / self._limits.body_bytes_per_second_min
         self.deadline = min(earned, now + self._limits.body_wait_seconds_max, self._ends_at)
         return self.deadline
 
     @property
-    def lost(self) -> str:
-        """The message for the client after the deadline."""
+    def timeout_message(self) -> str:
+        """The error message for the client after the deadline has passed."""
         if self.deadline == self._ends_at:
             return (
                 f"the request body did not arrive in time: all of it may take {self._limits.body_seconds_max:g} "

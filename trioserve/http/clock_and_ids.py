@@ -1,6 +1,6 @@
-"""What the front end takes from outside of the program: the time of day, CPU time, and ids that nobody gave.
+"""Sources of time and random ids for the front end.
 
-A simulation hands in its own, so that every byte of a response follows from a seed.
+A simulation passes its own sources, so that every byte of a response follows from a seed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ClockAndIds:
 
     Args:
         wall_clock: seconds since 1970.
-        new_request_id: an id that nobody has and nobody can guess.
-        cpu_clock: seconds that this thread has computed.
+        new_request_id: returns an id that is unique and cannot be guessed.
+        cpu_clock: CPU seconds of the current thread.
     """
 
     wall_clock: Callable[[], float] = time.time

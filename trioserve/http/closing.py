@@ -1,4 +1,4 @@
-"""How a connection's bytes end: with final bytes that the client gets to read, or broken off so that it notices."""
+"""Three ways to close a connection: gracefully, quickly, or with a reset that the client notices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["break_off", "close_after", "close_now"]
 
-LINGER_BYTES_MAX = 1024 * 1024  # of what the client still sends; more than that is not on its way, it is an upload
+# Bytes read from the client after our last byte. A client that sends more is in the middle of an upload.
+LINGER_BYTES_MAX = 1024 * 1024
 
 
 async def close_after(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max: float, more_expected: bool) -> None:
-    """Send `final_bytes`, end our half, and read on until the client has closed, all within `seconds_max`.
+    """Send the final bytes, close our sending half, and read until the client closes.
 
-    Without the reading, a TCP stack answers bytes that nobody read with a reset, which may overtake the final bytes
-    (RFC 9112, 9.6). TLS has no half to end: there the reading would only hold up the close, which may be the end of
-    a response, so it is done only where more is expected from the client. Always closes the stream, cancelled or not.
+    If we closed without reading, TCP would answer unread bytes with a reset. The reset may arrive before the final
+    bytes (RFC 9112, 9.6). TLS cannot close one half. There the reading would only delay the close, which may mark the
+    end of a response. So a TLS stream is read only if `more_expected`. The stream is always closed, also on
+    cancellation.
+
+    Args:
+        stream: the connection.
+        final_bytes: bytes to send first.
+        seconds_max: time limit for sending and reading. Closing has the same limit again.
+        more_expected: the client may still send bytes.
     """
     try:
         with (
@@ -43,20 +51,30 @@ async def close_after(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_ma
 
 
 async def close_now(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max: float) -> None:
-    """Send `final_bytes` and close, within `seconds_max` even when cancelled: for a server that has to leave."""
+    """Send the final bytes and close, also when cancelled.
+
+    Args:
+        stream: the connection.
+        final_bytes: bytes to send first.
+        seconds_max: time limit, which also bounds the shield against cancellation.
+    """
     with trio.CancelScope(deadline=trio.current_time() + seconds_max, shield=True):
         try:
             if final_bytes:
                 await stream.send_all(final_bytes)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
-            pass  # the client was faster
+            pass  # the client has closed first
         finally:
             with contextlib.suppress(trio.BrokenResourceError):
                 await stream.aclose()
 
 
 async def break_off(stream: trio.abc.Stream) -> None:
-    """Close so that the client cannot take what it got for the whole: a TCP reset, and no TLS close_notify."""
+    """Close with a TCP reset and without TLS close_notify, so that a partial response does not look complete.
+
+    Args:
+        stream: the connection.
+    """
     transport: object = stream
     while isinstance(transport, trio.SSLStream):
         transport = transport.transport_stream

@@ -1,4 +1,4 @@
-"""What every connection of one server shares."""
+"""The objects that all connections of one server share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Bodies that clients have compressed (Content-Encoding): gzip and deflate become what they were, within the limits of
-a body, so that one of a few bytes which would unfold to gigabytes costs no more than any other."""
+"""Decompression of request bodies (Content-Encoding gzip and deflate).
+
+The limits of a body also apply to the decompressed body. So a few bytes that decompress to gigabytes ("zip bomb") cost
+no more than any other body.
+"""
 
 from __future__ import annotations
 
@@ -14,60 +17,70 @@ if TYPE_CHECKING:
     from trioserve.http.body_budget import BodyShare
     from trioserve.http.headers import Headers
 
-__all__ = ["CODINGS", "plain_body"]
+__all__ = ["CODINGS", "decoded_body"]
 
 CODINGS = "gzip, deflate"
-PIECE_BYTES = 256 * 1024  # unfolded here in about a millisecond; all that comes behind it, in a thread
+# Size of one decompressed piece. The first piece takes about a millisecond in this thread, the others run in a thread.
+PIECE_BYTES = 256 * 1024
 GZIP = 16 + zlib.MAX_WBITS
 RAW_DEFLATE = -zlib.MAX_WBITS
 
 
-async def plain_body(share: BodyShare, headers: Headers) -> bytes:
-    """The whole body that the share holds, unfolded if it came compressed; from then on the share holds that.
+async def decoded_body(share: BodyShare, headers: Headers) -> bytes:
+    """Return the whole body, and decompress it if it was sent compressed.
 
-    Raises UnknownCoding, InvalidRequest for a body that is not what its header says, BodyTooLarge and Overloaded as for
-    a body that came as it is.
+    Args:
+        share: holds the body as it was sent. Afterwards it holds the decompressed body.
+        headers: of the request.
+
+    Raises:
+        UnknownCoding: the content-encoding is not supported.
+        InvalidRequest: the body does not match its content-encoding, or is incomplete.
+        BodyTooLarge: the decompressed body is too large.
+        Overloaded: the bodies of all clients are too large.
     """
     coding = headers.get("content-encoding")
-    if coding is None or share.is_plain:
+    if coding is None or share.is_decompressed:
         return share.whole()
-    return await _unfolded(share, coding.strip().lower(), headers.get("authorization") or headers.get("x-api-key"))
+    return await _decompressed(share, coding.strip().lower(), headers.get("authorization") or headers.get("x-api-key"))
 
 
-async def _unfolded(share: BodyShare, coding: str, key: str | None) -> bytes:
-    """Unfold a body, piece by piece, in turn with those of other keys."""
+async def _decompressed(share: BodyShare, coding: str, key: str | None) -> bytes:
+    """Decompress a body piece by piece. API keys take turns in the threads."""
     raw = share.whole()
     if coding in ("", "identity"):
         return raw
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise UnknownCoding(f'the body has the content-encoding "{coding[:40]}", allowed are {CODINGS}, or none at all')
-    # What came stays counted until all of it is unfolded: both are in memory.
+    # The compressed body stays counted until all of it is decompressed: both are in memory.
     decoder = zlib.decompressobj(_window_bits(coding, raw))
     rest = raw
     pieces = [_piece(decoder, rest, coding)]
-    share.add_unfolded(pieces[0])
+    share.count_decompressed(pieces[0])
     while decoder.unconsumed_tail:
         rest = decoder.unconsumed_tail
-        piece = await share.unfolding.call(partial(_piece, decoder, rest, coding), key=key)
-        share.add_unfolded(piece)
+        piece = await share.decompressions.call(partial(_piece, decoder, rest, coding), key=key)
+        share.count_decompressed(piece)
         pieces.append(piece)
     if not decoder.eof:
-        raise InvalidRequest(f"the body ends in the middle of its {coding}: send it whole")
+        raise InvalidRequest(f"the body ends in the middle of its {coding} data: send all of it")
     if decoder.unused_data:
-        raise InvalidRequest(f"{len(decoder.unused_data)} bytes follow the body's {coding}: send one member alone")
-    return share.become_plain(b"".join(pieces))
+        raise InvalidRequest(
+            f"{len(decoder.unused_data)} bytes follow the {coding} data of the body: send a single member"
+        )
+    return share.replace_compressed(b"".join(pieces))
 
 
 def _window_bits(coding: str, raw: bytes) -> int:
     if coding != "deflate":
         return GZIP
-    # "deflate" is zlib's format (RFC 9110, 8.4.1.2), but some clients send the stream without its two bytes of head.
-    has_head = len(raw) >= 2 and raw[0] & 0x0F == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
-    return zlib.MAX_WBITS if has_head else RAW_DEFLATE
+    # "deflate" is the zlib format (RFC 9110, 8.4.1.2), but some clients omit its header of two bytes.
+    has_header = len(raw) >= 2 and raw[0] & 0x0F == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
+    return zlib.MAX_WBITS if has_header else RAW_DEFLATE
 
 
 def _piece(decoder: zlib._Decompress, rest: bytes, coding: str) -> bytes:
     try:
         return decoder.decompress(rest, PIECE_BYTES)
     except zlib.error as error:
-        raise InvalidRequest(f"the body is not {coding}, as its content-encoding says: {error}") from None
+        raise InvalidRequest(f"the content-encoding is {coding}, but the body is no valid {coding}: {error}") from None

@@ -1,4 +1,4 @@
-"""How the front end's counters become metrics: at every scrape, so that whoever counts need not know of metrics."""
+"""Export of the front end's counters as metrics, at each scrape. Connections know nothing of metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ __all__ = ["show_counters"]
 
 
 def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> None:
-    """Have every exposition of `metrics` show what `read` says at that moment. Once for each front end."""
+    """Update `metrics` from the counters of a front end at each scrape. Call it once per front end.
+
+    Args:
+        metrics: the registry to update.
+        read: returns the current counters of the front end.
+    """
     shown: dict[tuple[str, str], int] = {}
 
     def show() -> None:
@@ -22,7 +27,7 @@ def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> Non
         metrics.clients_slow.set(counters.exchanges_behind)
         metrics.answer_bytes_held.set(counters.answer_bytes_held)
         metrics.request_body_bytes_held.set(counters.request_body_bytes_held)
-        # These only grow, and prometheus_client's counters can only be added to.
+        # Counters of prometheus_client have no setter. So the increase since the last scrape is added.
         totals = {
             "connections_total": counters.connections_total,
             "accepts_failed_total": counters.accepts_failed_total,

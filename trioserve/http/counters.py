@@ -1,4 +1,4 @@
-"""What the front end counts. Connections add, metrics read a frozen snapshot; nothing here waits or decides."""
+"""Counters of the front end. Connections increment them, and metrics read an immutable snapshot."""
 
 from __future__ import annotations
 
@@ -14,84 +14,87 @@ __all__ = ["ConnectionRefusal", "FrontendCounters", "StreamRefusal", "Tally"]
 
 
 class ConnectionRefusal(enum.StrEnum):
-    """Which bound ended a connection. Each has its limit in limits.py, or is a rule of the protocol."""
+    """Reasons to end a connection. Each has a limit in limits.py, or is a rule of the protocol."""
 
     RESPONSES_UNREAD = "answers_unread"
-    """It does not read the responses to its control frames."""
+    """The client does not read the responses to its control frames."""
     ADDRESS = "address"
-    """Its address holds as many connections as it may, and all of them are in use."""
+    """The client's address has as many connections as allowed, and all of them are in use."""
     BODY_TIMEOUT = "body_timeout"
-    """A body fell too far behind its pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
+    """A request body arrived too slowly. On HTTP/2 only its stream ends, and the connection stays open."""
     CONTROL_FRAMES = "control_frames"
     CROWDED = "crowded"
-    """It was idle, or had sent half a head, while others waited for a place."""
+    """The connection was idle or had an incomplete head while other connections waited to be accepted."""
     FRAME_WORK = "frame_work"
-    """Its HTTP/2 frames cost too much CPU time."""
+    """The HTTP/2 frames of the client cost too much CPU time."""
     FRAME_TOO_LARGE = "frame_too_large"
     HEAD_TIMEOUT = "head_timeout"
     HEAD_TOO_LARGE = "head_too_large"
     MALFORMED = "malformed"
     PING_UNANSWERED = "ping_unanswered"
-    """With a stream under way, it did not answer a PING: its program forgot the stream, or does not read."""
+    """The client has a running stream and did not answer a PING: it forgot the stream, or it does not read."""
     RESETS = "resets"
     SENT_AHEAD = "sent_ahead"
     SILENT = "silent"
-    """It never said which protocol it speaks."""
+    """The client sent nothing, so its protocol stayed unknown."""
     SLOW_READER = "slow_reader"
-    """It took less of a response than the pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
+    """The client read a response too slowly. On HTTP/2 only the stream ends, and the connection stays open."""
     STALLED = "stalled"
-    """It takes nothing, not even from TCP."""
+    """The client read nothing, so that TCP took no more bytes."""
     TLS_HANDSHAKE = "tls_handshake"
 
 
 class StreamRefusal(enum.StrEnum):
-    """Why a request was turned away before its handler: REFUSED_STREAM on HTTP/2, 503 on HTTP/1.1."""
+    """Reasons to refuse a request. The client gets REFUSED_STREAM on HTTP/2, 503 on HTTP/1.1."""
 
     DRAINING = "draining"
-    """It came while the server was leaving, or had not come whole by then."""
+    """The server was draining when the request arrived, or before all of it had arrived."""
     EXCHANGES_MAX = "exchanges_max"
     STREAMS_MAX = "streams_max"
     UNKNOWN_CALLERS = "unknown_callers"
-    """Callers without a key hold their share of the exchanges."""
+    """Callers without an API key have used their share of the exchanges."""
 
 
 class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment. `_open` and `_held` can fall, `_total` counts since the server was made."""
+    """The counters at one moment.
+
+    Fields that end with `_total` count since the server was made. The others are current values.
+    """
 
     connections_open: int
     connections_known_open: int
-    """Of those that were accepted, on which an API key was shown where keys are asked for."""
+    """Accepted connections on which a request showed an API key. 0 if the server requires no keys."""
     connections_max: int
     accepts_failed_total: int
-    """For want of files or memory."""
+    """Accepts that failed because the process had no free file descriptor or memory."""
     exchanges_open: int
     exchanges_unknown_open: int
-    """Of those, whose caller has shown no API key where keys are asked for."""
+    """Open exchanges whose caller showed no API key. 0 if the server requires no keys."""
     exchanges_behind: int
-    """Whose client is slower than its response, so that bytes wait here for it."""
+    """Open exchanges with unsent bytes, because the client reads slower than the response is made."""
     answer_bytes_held: int
-    """All that wait here for clients, the responses to control frames included."""
+    """Unsent bytes of all clients, with the responses to control frames."""
     request_body_bytes_held: int
     request_body_bytes_total: int
     connections_total: int
     connections_http2_total: int
     connections_failed_total: int
-    """Ended by our own fault; each is one line in the log."""
+    """Connections that ended because of a fault in the server. Each has one line in the log."""
     connections_refused_total: Mapping[ConnectionRefusal, int]
-    """Ended because a bound was reached. Every reason is there."""
+    """Connections that ended at a limit, by reason. Every reason has an entry."""
     exchanges_total: int
     exchanges_left_total: int
-    """Cancelled because the client left."""
+    """Exchanges that were cancelled because the client left."""
     exchanges_stalled_total: int
-    """Cancelled because the client took nothing for stall_seconds_max, or fell so far behind the pace."""
+    """Exchanges that were cancelled because the client read nothing for stall_seconds_max, or read too slowly."""
     exchanges_failed_total: int
-    """The handler raised, or returned without a whole response."""
+    """Exchanges whose handler raised, or returned without a complete response."""
     streams_refused_total: Mapping[StreamRefusal, int]
 
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """The counts in the making; shared by all connections of a server. Names as in FrontendCounters."""
+    """Mutable counters that all connections of a server share. FrontendCounters documents the names."""
 
     connections_open: int = 0
     accepts_failed_total: int = 0

@@ -1,7 +1,7 @@
-"""Which web pages may use the API from a browser: CORS, as the Fetch standard has it (3.2). Off unless asked for.
+"""CORS (Fetch standard, 3.2): which web pages may use the API from a browser. Off by default.
 
-It protects the users of browsers, not the server: other clients send what they like. What may be seen is decided by API
-keys, which pages send by themselves; cookies play no part, so credentials are never allowed.
+CORS protects the users of browsers, not the server: other clients ignore it. API keys decide about access. A page sends
+its key in a header field. The API uses no cookies, so credentials are never allowed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,43 @@ __all__ = ["CrossOrigin", "checked_origins"]
 
 EXPOSED = "x-request-id, request-id, retry-after, x-trioserve-reason"
 METHODS = "GET, HEAD, POST, DELETE"
-ASKED_CHARACTERS_MAX = 2000  # of header names, which are repeated; OpenAI's client for browsers sends about ten
-PREFLIGHT_SECONDS = "600"  # for which a browser may remember the response; Chromium allows two hours at most
+# Characters of requested header names that the response repeats. OpenAI's browser client sends about ten names.
+REQUESTED_CHARACTERS_MAX = 2000
+PREFLIGHT_SECONDS = "600"  # time for which a browser may cache the response; Chromium allows at most two hours
 
-ORIGIN_FIELD = ("vary", "origin")  # caches must not give one page's answer to another
+ORIGIN_FIELD = ("vary", "origin")  # a cache must not send the response for one page to another page
 
 
 def checked_origins(origins: Iterable[str]) -> frozenset[str]:
-    """Raises StartupError for what no browser would send as its page's origin."""
+    """Check the allowed origins.
+
+    Args:
+        origins: as browsers send them ("https://chat.example.org"), or "*" for all pages.
+
+    Raises:
+        StartupError: a browser would never send this origin.
+    """
     checked = frozenset(origins)
     for origin in checked:
         scheme, separator, host = origin.partition("://")
         if origin != "*" and (not scheme or not separator or not host or "/" in host or origin != origin.lower()):
             raise StartupError(
-                f"the CORS origin {origin!r} is none: give scheme, host and port in lower case, without a path, such "
-                'as "https://chat.example.org", or "*" for every page'
+                f"the CORS origin {origin!r} is not valid: give scheme, host and port in lower case, without a path, "
+                'such as "https://chat.example.org", or "*" for every page'
             )
     return checked
 
 
 class CrossOrigin:
-    """A handler around another one. origins: as browsers send them ("https://chat.example.org"), or "*" for all pages.
+    """A handler that answers CORS preflights, and adds CORS fields to the responses of another handler.
 
-    on_preflight is told of each response that the other handler will not see, and of its status.
-    Raises StartupError as checked_origins does.
+    Args:
+        handler: called for each request that is not a preflight.
+        origins: allowed origins, see checked_origins.
+        on_preflight: called with the exchange and the status of each preflight, which `handler` does not see.
+
+    Raises:
+        StartupError: an origin is not valid.
     """
 
     def __init__(
@@ -60,12 +73,12 @@ class CrossOrigin:
             return
         allowed = self._allowed(origin)
         if exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
-            # It comes without the API key, so it never gets to where keys are checked.
+            # Browsers send a preflight without the API key, so the check of keys would refuse it.
             self._on_preflight(exchange, 204)
             await exchange.respond(204, [*allowed, *(self._preflight(exchange) if allowed else ())], b"")
             return
         fields = [*allowed, ("access-control-expose-headers", EXPOSED)] if allowed else []
-        await self._handler(_Amended(exchange, [*fields, ORIGIN_FIELD]))
+        await self._handler(_AmendedExchange(exchange, [*fields, ORIGIN_FIELD]))
 
     def _allowed(self, origin: str) -> HeaderFields:
         if "*" in self._origins:
@@ -75,9 +88,9 @@ class CrossOrigin:
         return ()
 
     def _preflight(self, exchange: Exchange) -> HeaderFields:
-        """Any header may be sent: none of them means more from a page than from another client."""
-        asked = exchange.headers.get("access-control-request-headers") or ""
-        names = [name.strip() for name in asked[:ASKED_CHARACTERS_MAX].split(",")]
+        """Return the fields that allow a request. All header names are allowed: none gives a page more rights."""
+        requested = exchange.headers.get("access-control-request-headers") or ""
+        names = [name.strip() for name in requested[:REQUESTED_CHARACTERS_MAX].split(",")]
         return (
             ("access-control-allow-methods", METHODS),
             ("access-control-allow-headers", ", ".join(name for name in names if TOKEN.fullmatch(name))),
@@ -86,8 +99,8 @@ class CrossOrigin:
         )
 
 
-class _Amended(Exchange):
-    """The same exchange, with more header fields in its response."""
+class _AmendedExchange(Exchange):
+    """An exchange that adds header fields to the response of another exchange."""
 
     def __init__(self, exchange: Exchange, fields: HeaderFields) -> None:
         self.method = exchange.method

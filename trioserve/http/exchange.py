@@ -1,6 +1,6 @@
-"""What a handler sees: the request, the ways to answer it, and a scope that ends when the client leaves.
+"""The interface between connections and handlers: a request, its response, and errors of its body.
 
-How bytes reach the client, and who notices that it left, is the business of the connection behind it.
+Each protocol implements Exchange. Its connection moves the bytes and cancels the handler when the client leaves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ HeaderFields = Sequence[tuple[str, str]]
 
 
 class Beats(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that say that a response is alive while nothing else of it can be sent.
+    """Heartbeats: bytes that show the client that its response still makes progress.
 
-    Args:
-        fields: header fields of the response's head, and of each interim response (102) before it.
-        within: what goes between two writes of a body, by its media type. A body of another type has no beats.
+    Attributes:
+        fields: header fields of the response head, and of each interim response (102) before it.
+        within: heartbeat bytes inside of a streamed body, by media type. Bodies of other types get no heartbeats.
     """
 
     fields: HeaderFields
@@ -31,53 +31,62 @@ class Beats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BodyTooLarge(InvalidRequest):
-    """The request's body is larger than body_bytes_max. To be answered with 413."""
+    """The request body is larger than body_bytes_max. The response is 413."""
 
 
 class BodyTimeout(InvalidRequest):
-    """The request's body fell body_wait_seconds_max behind its pace, or took body_seconds_max. Answer with 408."""
+    """The request body arrived too slowly: see BodyPace. The response is 408."""
 
 
 class UnknownCoding(InvalidRequest):
-    """The request's body is compressed in a way that is not read here. To be answered with 415."""
+    """The request body has an unsupported content-encoding. The response is 415."""
 
 
 class Exchange(abc.ABC):
     """One request and its response.
 
-    The handler runs in a cancel scope of its own, which is cancelled at once when the client leaves: it resets the
-    stream, closes the connection or its sending half, takes nothing for stall_seconds_max, or falls so far behind the
-    pace of responses. So a handler needs no case for a client that is gone; whatever it holds hangs from that scope.
-    One task at a time may use an exchange.
+    The handler runs in its own cancel scope. The connection cancels this scope as soon as the client leaves: the client
+    resets the stream, closes the connection or its sending half, reads nothing for stall_seconds_max, or reads too
+    slowly (see ResponsePace). So a handler needs no code for a client that has left: it frees what it holds when it is
+    cancelled. One task at a time may use an exchange, except for `beat`.
 
-    A response is `respond`, or `start`, any number of `send`, then `finish`; another order is a RuntimeError. A handler
-    that returns without a response, or raises an Exception, before `started` makes a 500; later than that the client
-    sees the response break off (stream reset, connection closed), never a complete one.
+    A response is either `respond`, or `start`, any number of `send`, and `finish`. Another order raises RuntimeError.
+    If the handler raises an Exception or returns without a response, the client gets 500. If the response has started
+    by then, the connection breaks it off (stream reset, connection closed), so the client never takes it for complete.
 
-    The connection adds what frames the message: content-length for `respond`, transfer-encoding, connection, date.
-    After HEAD, and with status 204 or 304, bodies are dropped. Header names and values are checked: a line break or a
-    character outside latin-1 is a ValueError.
+    The connection adds the fields that frame the message: content-length for `respond`, transfer-encoding, connection,
+    date. It drops the body for HEAD and for status 204 and 304. It checks header names and values: a line break or a
+    character outside latin-1 raises ValueError.
     """
 
     method: str
-    """In upper case, as clients send it."""
+    """As sent. Standard methods are in upper case."""
     path: str
-    """Percent-decoded, without the query; begins with a slash (or is "*")."""
+    """Percent-decoded, without the query. Begins with a slash, or is "*"."""
     query: str
-    """Behind the question mark, as it came; empty if there was none."""
+    """The text behind the question mark, not decoded. Empty if the target has no query."""
     headers: Headers
     http_version: str
     """"1.0", "1.1" or "2"."""
     peer: str
-    """The client's address and port for log lines; "unknown" where the transport has none."""
+    """The client's address and port, for log lines. "unknown" if the transport has no address."""
 
     def expect_beats(self, beats: Beats) -> bool:
-        """Prepare for `beat`. Returns False where this connection has none (HTTP/2, HTTP/1.0, other front ends)."""
+        """Prepare for calls of `beat`.
+
+        Args:
+            beats: the heartbeats to send.
+
+        Returns:
+            False if this connection sends no heartbeats: HTTP/2, HTTP/1.0, ASGI.
+        """
         return False
 
     def beat(self) -> None:
-        """Send a sign of life, unless something was sent since the last call. Never waits, and may be called by
-        another task than the one that uses the exchange."""
+        """Send a heartbeat, unless the connection has sent something since the last call.
+
+        Never waits. Another task than the handler's may call it.
+        """
         return
 
     def fill_silence(self) -> None:
@@ -87,42 +96,67 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def started(self) -> bool:
-        """Whether the head of the response was given to the connection; after that the status is fixed."""
+        """True once the connection has the head of the response. From then on the status is fixed."""
 
     @abc.abstractmethod
     async def body(self) -> bytes:
-        """The whole body of the request, unfolded if it came compressed (gzip, deflate); a second call gives the same
-        bytes. To be awaited before the response starts.
+        """Read the whole request body, and decompress it (gzip, deflate).
 
-        A body that has not come whole when the server begins to leave is not waited for: the exchange is cancelled.
+        Call it before the response starts. Further calls return the same bytes. The body counts against
+        bodies_bytes_max until the exchange ends. If the server starts to drain while a part of the body is missing,
+        the connection cancels the exchange.
 
-        Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout when
-        it falls body_wait_seconds_max behind body_bytes_per_second_min or takes body_seconds_max, UnknownCoding for
-        another content-encoding, InvalidRequest when its framing is broken, and Overloaded when all clients' bodies
-        together reach bodies_bytes_max. What was read counts there until the exchange ends.
+        Raises:
+            BodyTooLarge: the body is larger than body_bytes_max. Raised before reading if content-length says so.
+            BodyTimeout: the body falls body_wait_seconds_max behind body_bytes_per_second_min, or takes
+                body_seconds_max.
+            UnknownCoding: the content-encoding is neither gzip nor deflate.
+            InvalidRequest: the framing or the compression of the body is broken.
+            Overloaded: the bodies of all clients together reach bodies_bytes_max.
         """
 
     @abc.abstractmethod
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        """Give one whole response. Returns when at most stream_buffer_bytes_max of it are still unsent."""
+        """Send a complete response. Returns when at most stream_buffer_bytes_max of it are still unsent.
+
+        Args:
+            status: HTTP status, 200 to 599.
+            headers: fields of the response, without the ones that frame the message.
+            body: the whole body.
+        """
 
     @abc.abstractmethod
     async def start(self, status: int, headers: HeaderFields) -> None:
-        """Begin a streamed response; the head is on its way when this returns, before the first byte of the body."""
+        """Start a streamed response, and send its head before the first byte of the body.
+
+        Args:
+            status: HTTP status, 200 to 599.
+            headers: fields of the response, without the ones that frame the message.
+        """
 
     @abc.abstractmethod
     async def send(self, data: bytes) -> None:
-        """Add to the body. Holds at most stream_buffer_bytes_max for the client and waits for it beyond that.
+        """Send a part of the body.
 
-        Always notices a cancellation, but gives other tasks a turn only when much is held: who sends without ever
-        waiting for something is stopped by that.
+        At most stream_buffer_bytes_max wait for the client. Beyond that, the call waits until the client reads.
+
+        The call always checks for cancellation. It lets other tasks run only if many bytes wait, which also stops a
+        handler that sends without a pause.
+
+        Args:
+            data: the next bytes of the body.
         """
 
     @abc.abstractmethod
     async def finish(self, last: bytes = b"") -> None:
-        """Add the last bytes to the body and end it, in one write where that is possible. What is still unsent is the
-        connection's care: the handler may return and let go of things."""
+        """Send the last bytes and end the body, in one write if possible.
+
+        The connection sends the rest of the buffer. The handler may return and free its resources.
+
+        Args:
+            last: the last bytes of the body.
+        """
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
-"""Called once for each request, in a task and a cancel scope of its own."""
+"""A function that answers one request. The connection calls it in its own task and cancel scope."""

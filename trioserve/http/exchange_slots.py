@@ -1,7 +1,4 @@
-"""Who may begin an exchange: how many are open at a time, and a share that callers nobody knows cannot take.
-
-What makes a caller known is not settled here: that is a predicate, handed in by whoever knows of keys.
-"""
+"""Slots that limit the open exchanges of a server, with a share that is reserved for callers with an API key."""
 
 from __future__ import annotations
 
@@ -16,13 +13,16 @@ from trioserve.http.limits import FrontendLimits
 __all__ = ["ExchangeSlots", "KnowsCaller"]
 
 KnowsCaller = Callable[[Headers], bool]
-"""Whether the head of a request shows that its caller may use the server. Called once for each request; never waits."""
+"""A function that returns True if the header fields of a request show a valid API key. Called once for each request."""
 
 
 class ExchangeSlots:
-    """The slots of one server. Whoever begins an exchange asks refusal, takes a slot, and gives it back when it ends.
+    """The exchange slots of one server. A connection asks `refusal`, takes a slot, and releases it after the exchange.
 
-    knows_caller: None where every caller is as good as any other.
+    Args:
+        limits: has the number of slots, and the share for callers without a key.
+        tally: counts open exchanges.
+        knows_caller: True for callers with a key. None if the server requires no keys.
     """
 
     def __init__(self, limits: FrontendLimits, tally: Tally, knows_caller: KnowsCaller | None) -> None:
@@ -30,20 +30,27 @@ class ExchangeSlots:
         self._knows_caller = knows_caller
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
-        self.is_draining = False  # exchanges that begin from now on are late: the exit of the server does not wait
+        self.is_draining = False  # exchanges that begin from now on are late: the server's exit does not wait for them
         self._early_open = 0  # exchanges that began before the drain and are still open
         self._early_ended = trio.Event()
 
     @property
-    def takes_all_alike(self) -> bool:
-        """Whether any caller is as good as another."""
+    def treats_callers_equally(self) -> bool:
+        """True if the server requires no keys."""
         return self._knows_caller is None
 
     def knows(self, headers: Headers) -> bool:
         return self._knows_caller is None or self._knows_caller(headers)
 
     def refusal(self, *, is_known: bool) -> StreamRefusal | None:
-        """Why no exchange of such a caller can begin now, if it cannot."""
+        """Return the reason to refuse a new exchange now.
+
+        Args:
+            is_known: the caller has shown a key, or the server requires none.
+
+        Returns:
+            None if the exchange can begin.
+        """
         if self._tally.exchanges_open >= self._open_max:
             return StreamRefusal.EXCHANGES_MAX
         if not is_known and self._tally.exchanges_unknown_open >= self._unknown_max:
@@ -55,7 +62,13 @@ class ExchangeSlots:
         self._tally.exchanges_open += 1
         self._tally.exchanges_unknown_open += not is_known
 
-    def give_back(self, *, is_known: bool, is_late: bool) -> None:
+    def release(self, *, is_known: bool, is_late: bool) -> None:
+        """Release the slot of an exchange that has ended.
+
+        Args:
+            is_known: as for `take`.
+            is_late: the exchange began after `begin_drain`.
+        """
         self._tally.exchanges_open -= 1
         self._tally.exchanges_unknown_open -= not is_known
         if self.is_draining and not is_late:
@@ -63,7 +76,7 @@ class ExchangeSlots:
             self._note_early_end()
 
     def begin_drain(self) -> None:
-        """From now on, distinguish the exchanges that are open from those that begin later."""
+        """Remember which exchanges are open now. `wait_until_early_ended` ignores later ones."""
         if not self.is_draining:
             self.is_draining = True
             self._early_open = self._tally.exchanges_open

@@ -1,8 +1,9 @@
-"""One task that writes for all connections, once for each pass of the scheduler in which they have something to say.
+"""A task that writes for all HTTP/2 connections, at most once per pass of Trio's scheduler.
 
-A step of the engine wakes the handlers of all its requests in one pass, and they queue their events. With a writer
-each, 64 connections would take 64 more task switches for them, each dearer than its write. The flusher writes what the
-kernel takes at once; a connection whose client is slow goes on in a writer of its own, which can wait.
+An engine step wakes the handlers of all its requests in one pass, and each handler queues its events. If each
+connection used its own writer task, 64 connections would need 64 more task switches, and each costs more than its
+write. The flusher writes only bytes that the kernel accepts at once. If a client is slow, the connection's own writer
+task sends the rest, because it can wait.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ __all__ = ["Flushable", "Flusher"]
 
 class Flushable(Protocol):
     def flush(self) -> None:
-        """Write without waiting. Whatever goes wrong is this connection's affair: nothing is raised."""
+        """Write without waiting. Raises nothing: the connection handles its own errors."""
 
 
 class Flusher:
+    """A list of connections that have bytes to write, and the task that writes them."""
+
     def __init__(self) -> None:
         self._waiting: list[Flushable] = []
         self._wake = trio.Event()
 
     def add(self, connection: Flushable) -> None:
-        """It has something to write, and will be asked for it once, when everybody has had their turn."""
+        """Flush a connection in the next pass of the scheduler, when all handlers of this pass have run.
+
+        Args:
+            connection: it must not be added again before its flush.
+        """
         self._waiting.append(connection)
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Flush connections until cancelled."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()

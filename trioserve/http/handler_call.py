@@ -1,4 +1,4 @@
-"""What becomes of an exchange when its handler returns or raises. The same on every protocol."""
+"""Calling a handler, and answering for a handler that fails. All protocols use it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 async def call_handler(handler: Handler, exchange: Exchange, response: ResponseState) -> bool:
-    """Run the handler; give a 500 (413, 408, 400 for a body that cannot be read) in its stead if it started no
-    response.
+    """Run the handler, and send an error response if the handler fails before it starts a response.
 
-    Returns whether all went well. If `response.finished` is false afterwards the response has to be broken off.
+    The status is 400, 408 or 413 if the handler raised InvalidRequest, such as for a bad body, and otherwise 500.
+
+    Args:
+        handler: the function that answers requests.
+        exchange: the request and its response.
+        response: progress of the response of `exchange`.
+
+    Returns:
+        False if the handler failed. If `response.finished` is False afterwards, the caller must break the response off.
     """
     try:
         try:
@@ -31,8 +38,10 @@ async def call_handler(handler: Handler, exchange: Exchange, response: ResponseS
             await exchange.respond(status, JSON_FIELDS, refusal_body(status, str(error)))
         if response.finished:
             return True
-        logger.error("handler left no whole response method=%s path=%s", exchange.method, printable(exchange.path))
-    except* Exception:  # of a group, cancellation goes on
+        logger.error(
+            "handler returned without a complete response method=%s path=%s", exchange.method, printable(exchange.path)
+        )
+    except* Exception:  # in an exception group, Cancelled propagates
         logger.exception("handler failed method=%s path=%s", exchange.method, printable(exchange.path))
     if not response.started:
         await exchange.respond(500, JSON_FIELDS, refusal_body(500, "the server failed to answer this request"))

@@ -1,4 +1,4 @@
-"""How header fields are looked up: by name, whatever its case, in the order in which they came."""
+"""Header fields of a request, with case-insensitive lookup."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ __all__ = ["Headers"]
 
 
 class Headers:
-    """The header fields of one request. Names are lower case; a name may occur more than once."""
+    """The header fields of one request.
+
+    Args:
+        fields: names and values in the order of the message. A name may occur more than once, in any case.
+    """
 
     __slots__ = ("_fields", "_values")
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
         self._fields = [(name.lower(), value) for name, value in fields]
-        self._values: dict[str, str] = {}  # a request is asked for a dozen names
+        self._values: dict[str, str] = {}  # an index: about a dozen names are looked up for each request
         for name, value in self._fields:
             self._values[name] = f"{self._values[name]}, {value}" if name in self._values else value
 
     def get(self, name: str) -> str | None:
-        """The value of a field, None if it did not come. Repeated fields are joined with ", " (RFC 9110, 5.3)."""
+        """Return the value of a field.
+
+        Args:
+            name: in any case.
+
+        Returns:
+            The value. Repeated fields are joined with ", " (RFC 9110, 5.3). None if the request has no such field.
+        """
         return self._values.get(name.lower())
 
     def items(self) -> Iterator[tuple[str, str]]:
-        """Every field as it came, repeated ones included."""
+        """Return each field in the order of the message, with its name in lower case. Repeated fields stay separate."""
         return iter(self._fields)
 
     def __contains__(self, name: str) -> bool:
@@ -33,5 +44,5 @@ class Headers:
         return len(self._fields)
 
     def __repr__(self) -> str:
-        # Values may hold an API key.
+        # Only names: a value may be an API key.
         return f"Headers({', '.join(name for name, _ in self._fields)})"

@@ -1,7 +1,7 @@
-"""Every bound of connections and messages, with unit and reason: nothing that a client can make grow is missing here.
+"""All limits of connections and messages, with unit and reason.
 
-What a body may say once it has arrived (how deep it nests, how many values, which ranges) is bounded where it is read:
-request_types.py, chat_prompt.py, contracts/sampling.py.
+Everything of the front end that a client can make grow has a limit here. Limits of the content of a body (nesting
+depth, number of values, ranges) are elsewhere: request_types.py, chat_prompt.py, contracts/sampling.py.
 """
 
 from __future__ import annotations
@@ -13,128 +13,133 @@ from trioserve.contracts.errors import StartupError
 __all__ = ["RESPONSES_BYTES_MAX", "RESPONSE_BYTES_MAX", "FrontendLimits"]
 
 RESPONSE_BYTES_MAX = 128 * 1024 * 1024
-"""Default bound of a whole response of the engine's API, estimated from its request. 2,048 vectors of 1,536 numbers are
-about 70 MB of JSON, the largest whole response that OpenAI's limits allow."""
+"""Default limit of a whole response of the engine's API, estimated from its request. The largest whole response that
+OpenAI's limits allow is 2,048 vectors of 1,536 numbers: about 70 MB of JSON."""
 
 KEEP_ALIVE_SECONDS = 15.0
-"""A stream is silent for so long at most. Proxies and load balancers close a silent connection after 30 to 60."""
+"""The longest silence of a stream. Proxies and load balancers close a silent connection after 30 to 60 seconds."""
 RESPONSES_BYTES_MAX = 1024 * 1024 * 1024
-"""Default bound of all whole responses together, as they grow: eight of the largest ones, which with Python's objects
-take about 3 GB."""
+"""Default limit of all whole responses together, while they are built: eight of the largest ones. With Python's objects
+they take about 3 GB."""
 
 
 class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client, and all of them together, may make the front end hold, and for how long it waits for them.
+    """Limits on what clients can make the front end hold, and on how long the front end waits for them.
 
-    Raises StartupError, naming the limit, when a value is out of range.
+    Raises:
+        StartupError: a value is out of range. The message names the limit.
     """
 
     # --- connections ---
     connections_max: int = 1024
-    """Open at a time. The next one takes the place of one that is of no use at the moment (idle, or with half a head),
-    or waits in the kernel's backlog. `trioserve` lowers it to what the limit of open files allows."""
+    """Open connections. The next one replaces a connection that is unused at the moment (idle, or with an incomplete
+    head), or waits in the kernel's backlog. `trioserve` lowers this limit to fit the limit of open files."""
     connections_per_address_max: int = 1008
-    """Of connections_max, from one address that has shown no API key. The rest is for other addresses. Generous, since
-    many clients may come through one proxy. Unix sockets have no address and no such bound."""
+    """Connections from one address on which no API key was shown. The rest of connections_max is for other addresses.
+    The default is high because many clients may share one proxy. Unix sockets have no address and no such limit."""
     unknown_connections_share_max: float = 0.75
-    """Of connections_max, for connections on which no API key was shown where keys are asked for: the rest is kept for
-    those that have shown one."""
+    """Share of connections_max for connections on which no API key was shown, if the server requires keys. The rest is
+    reserved for connections that have shown a key."""
     crowded_idle_seconds_min: float = 1.0
-    """Idle for so long, a connection may have to make room for another one; shorter is a pause between two requests."""
+    """Idle seconds after which a connection may be closed to accept another one. A shorter silence is only a pause
+    between two requests."""
     crowded_head_seconds_min: float = 0.5
-    """Without a whole request for so long (a TLS handshake, silence, half a head), a connection may have to make room:
-    a head is one round trip, and nobody else should wait for a slow one."""
+    """Seconds without a whole request head (TLS handshake, silence, incomplete head) after which a connection may be
+    closed to accept another one. A head takes one round trip, and other clients should not wait for a slow one."""
     crowded_exchange_seconds_min: float = 5.0
-    """With a request under way for so long, a connection that has shown no API key where keys are asked for may have to
-    make room: without a key there are only short responses."""
+    """Seconds of a running request after which a connection without an API key may be closed to accept another one, if
+    the server requires keys. Responses to callers without a key are short."""
     exchanges_max: int = 4096
-    """Requests under way on all connections together: each is a task, of about 20 KB. Many times what an engine lets
-    wait; without it, connections_max times streams_max would be the bound."""
+    """Running requests of all connections together. Each is a task of about 20 KB. The default is many times the queue
+    of an engine. Without this limit, connections_max times streams_max requests could run."""
     unknown_exchanges_share_max: float = 0.5
-    """Of exchanges_max, for callers who show no API key where keys are asked for: the rest is kept for those who do.
-    Half, because without a key there are only short responses: refusals, health, metrics."""
+    """Share of exchanges_max for callers without an API key, if the server requires keys. The rest is reserved for
+    callers with a key. Half is enough: responses without a key are short (refusals, health, metrics)."""
     tls_handshake_seconds_max: float = 10.0
-    """A handshake is two round trips; a connection that needs longer is not a client."""
+    """Time for the TLS handshake. It takes two round trips, and a real client needs no longer than this."""
     sniff_seconds_max: float = 10.0
-    """Until the first 24 bytes have told HTTP/2 from HTTP/1.1."""
+    """Time until the first 24 bytes have arrived, which distinguish HTTP/2 from HTTP/1.1."""
     idle_seconds_max: float = 75.0
-    """Without a request under way. Longer than the minute that connection pools and proxies usually keep one."""
+    """Time without a running request. Connection pools and proxies usually close an idle connection after a minute, so
+    they close it before the server does."""
     close_seconds_max: float = 1.0
-    """For the end of a connection (GOAWAY, a TLS close): these are a courtesy, and leaving must not wait."""
+    """Time for the end of a connection (GOAWAY, TLS close). The end is a courtesy, which must not delay a shutdown."""
 
     # --- one request ---
     head_bytes_max: int = 64 * 1024
-    """Request line and header fields. Larger than any cookie and token we know of."""
+    """Request line and header fields. No known cookie or token is larger."""
     fields_max: int = 256
-    """Header fields of one request, and trailers: each costs us some 5 us, however short it is. Browsers and proxies
-    send some 30, and most servers take 100."""
+    """Header fields of one request, and trailers. Each costs about 5 us, even if it is short. Browsers and proxies send
+    about 30, and most servers accept 100."""
     head_seconds_max: float = 10.0
-    """From the first byte of an HTTP/1.1 request, or of an HTTP/2 header block, to its last, however it comes."""
+    """Time from the first to the last byte of an HTTP/1.1 request head or an HTTP/2 header block. Bytes that arrive do
+    not extend it."""
     body_bytes_max: int = 32 * 1024 * 1024
-    """A prompt of a million tokens is about 5 MB of text, or 8 MB as a list of numbers."""
+    """One request body. A prompt of a million tokens is about 5 MB as text, or 8 MB as a list of numbers."""
     bodies_bytes_max: int = 512 * 1024 * 1024
-    """All bodies of requests under way, together; beyond it a body is refused as overload. A connection may carry
-    streams_max bodies at a time, so body_bytes_max alone bounds nothing."""
+    """Bodies of all running requests together. Beyond it, a body is refused as overload. It is needed beside
+    body_bytes_max because one connection may carry streams_max bodies at a time."""
     body_bytes_per_second_min: int = 16 * 1024
-    """The pace of a body: six uploads at a time over 1 Mbit/s keep it. A fixed time for the whole would either cut off
-    large bodies on slow links, or wait as long for small ones."""
+    """Minimum rate of a body. Six uploads at a time over 1 Mbit/s keep it. A fixed time instead would interrupt large
+    bodies on slow links, or wait too long for small ones."""
     body_wait_seconds_max: float = 30.0
-    """How far a body may fall behind that pace, from the first wait for it on: a silence as long as this ends it, and a
-    byte now and then does not help. A link that was lost is back by then, or gone."""
+    """Time that a body may fall behind the minimum rate, from the first wait for it. A silence of this length ends the
+    body, and a byte now and then does not help. A lost network link is usually back by then, or gone."""
     body_seconds_max: float = 600.0
-    """From the first wait for a body to its last byte. At the slowest pace, the largest body would hold its exchange
-    and its memory for 35 minutes. Half a Mbit/s is enough to send the largest body in this time."""
+    """Time from the first wait for a body to its last byte. Without this limit, the largest body at the minimum rate
+    would hold its exchange and its memory for 35 minutes. 0.5 Mbit/s is enough for the largest body in this time."""
     pipelined_bytes_max: int = 64 * 1024
-    """HTTP/1.1: read while a response is under way, so that a close is noticed behind it. Beyond this the connection
-    ends: a client that sends so much ahead has lost count."""
+    """HTTP/1.1: bytes of later requests that are read during a response, so that a close behind them is noticed. A
+    client that sends more is broken, and the connection ends."""
 
     # --- one response ---
     stream_buffer_bytes_max: int = 64 * 1024
-    """Held for one client that is slower than its response; then `send` waits, and the engine's stream merges
-    deltas."""
+    """Bytes held for one client that reads slower than its response is made. Beyond it, `send` waits, and the engine's
+    stream merges deltas."""
     socket_buffer_bytes: int = 256 * 1024
-    """The kernel's send buffer of a connection (SO_SNDBUF). Left alone it grows to megabytes, and a client that stopped
-    reading would go unnoticed for as long."""
+    """The kernel's send buffer of a connection (SO_SNDBUF). By default it grows to megabytes, which would hide a client
+    that has stopped reading."""
     stall_seconds_max: float = 30.0
-    """A client that takes nothing for so long is not coming back; what it holds is needed by others. Also how far it
-    may fall behind the pace below, while something waits for it."""
+    """Time without reading after which a client fails, so that other requests get its blocks. Also the time that a
+    client may fall behind response_bytes_per_second_min while bytes wait for it."""
     vanished_seconds_max: float = 30.0
-    """Until a connection breaks whose client acknowledges nothing, by TCP's keepalive and TCP_USER_TIMEOUT: a machine
-    without power or network sends no FIN. Its requests end then, and their blocks are free. As long as
-    stall_seconds_max, since both are the time in which a client may come back from a lost link."""
+    """Time without any acknowledgement after which TCP breaks a connection (keepalive and TCP_USER_TIMEOUT), because a
+    machine that lost power or network sends no FIN. Then the requests of the connection end and their blocks are free.
+    As long as stall_seconds_max: both wait for a network link to come back."""
     response_bytes_per_second_min: int = 256
-    """The pace of a response: one event of a token a second, slower than anybody reads; streams_max responses at a time
-    keep it over half a Mbit/s. Without it, a byte taken now and then would hold an exchange for hours."""
+    """Minimum rate at which a client reads a response: about one token event per second, slower than people read.
+    streams_max responses at a time keep it over 0.5 Mbit/s. Without it, a client that reads a byte now and then would
+    hold an exchange for hours."""
 
     # --- one HTTP/2 connection ---
     ping_seconds: float = 5.0
-    """While streams run, a client that has sent nothing for so long is asked whether it still reads (PING). Some
-    clients (httpcore, so httpx and openai with http2=True) forget a stream that its caller leaves early: they send
-    neither RST_STREAM nor a close, and read their socket no more. Seldom enough to cost nothing."""
+    """Silence of a client with running streams after which it gets a PING. Some clients (httpcore, so httpx and openai
+    with http2=True) forget a stream that their caller leaves early. They send neither RST_STREAM nor a close, and read
+    their socket no more. At this interval, PINGs cost nothing measurable."""
     ping_answer_seconds_max: float = 10.0
-    """From the moment in which TCP has delivered the PING; then the connection ends, and its exchanges are cancelled.
-    HTTP/2 stacks answer in milliseconds. A program that reads in the same thread in which it uses what it has read
-    answers only between two reads, so this is also the longest pause that it may take."""
+    """Time to answer a PING after TCP has delivered it. After that, the connection ends and its exchanges are
+    cancelled. HTTP/2 stacks answer in milliseconds. A client that reads and processes events in one thread answers only
+    between two reads, so this is also the longest pause of such a client."""
     streams_max: int = 256
-    """Open at a time on one connection (SETTINGS_MAX_CONCURRENT_STREAMS). Each is a task and at most one request."""
+    """Open streams of one connection (SETTINGS_MAX_CONCURRENT_STREAMS). Each is a task and at most one request."""
     resets_per_second_max: int = 100
-    """Streams that a client may open and give up, sustained: each costs a task and a place in the queue (the "rapid
-    reset" attack, CVE-2023-44487). Beyond it the connection ends with ENHANCE_YOUR_CALM."""
+    """Streams per second that a client may open and reset, sustained. Each costs a task and a place in the queue (the
+    "rapid reset" attack, CVE-2023-44487). Beyond it, the connection ends with ENHANCE_YOUR_CALM."""
     resets_burst_max: int = 1024
-    """Above the sustained rate: a client that cancels all its streams at once, a few times over, is no attacker."""
+    """Resets above the sustained rate. A client that cancels all of its streams a few times is not an attacker."""
     control_frames_per_second_max: int = 1000
-    """PING, SETTINGS, PRIORITY, RST_STREAM, unknown frames, DATA in crumbs, and window updates, beyond two for each
-    DATA frame we sent: they cost us work and bring nothing."""
+    """Frames per second that cost work and carry nothing: PING, SETTINGS, PRIORITY, RST_STREAM, unknown frames, DATA of
+    a few bytes, and window updates. For each DATA frame that we sent, two window updates are free."""
     control_frames_burst_max: int = 4096
-    """Above the sustained rate."""
+    """Control frames above the sustained rate."""
     frame_cpu_share_max: float = 0.05
-    """Of one core, sustained, that reading one connection's frames may cost beyond what its requests and bodies are
-    worth. It is measured, since what a frame costs may depend on what earlier ones have left behind. Beyond it the
-    connection ends with ENHANCE_YOUR_CALM."""
+    """Sustained share of one core for reading the frames of one connection, without the normal cost of its requests and
+    bodies. The cost is measured, because it may depend on state that earlier frames left. Beyond it, the connection
+    ends with ENHANCE_YOUR_CALM."""
     frame_cpu_burst_seconds_max: float = 0.5
-    """Above the sustained share: some twenty heads of the largest size at once."""
+    """CPU seconds above the sustained share: about twenty heads of the largest size at once."""
     control_bytes_max: int = 256 * 1024
-    """Answers (PING, SETTINGS, WINDOW_UPDATE) to a client that does not read them."""
+    """Unsent responses to control frames (PING, SETTINGS, WINDOW_UPDATE), for a client that does not read them."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -144,7 +149,7 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("unknown_exchanges_share_max", "unknown_connections_share_max", "frame_cpu_share_max"):
             if getattr(self, field) > 1:
                 raise StartupError(f"{field} is {getattr(self, field)}, allowed is more than 0 and at most 1")
-        # h11 and h2 need room for at least one ordinary request and one frame.
+        # h11 and h2 need memory for at least one ordinary request and one frame.
         for field, least in (("head_bytes_max", 1024), ("stream_buffer_bytes_max", 1024)):
             if getattr(self, field) < least:
                 raise StartupError(f"{field} is {getattr(self, field)}, allowed is {least} or more")

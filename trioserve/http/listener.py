@@ -1,4 +1,4 @@
-"""Where the server can be reached: listening sockets, and TLS with the protocols it offers."""
+"""Listening sockets, and the TLS context of a server."""
 
 from __future__ import annotations
 
@@ -26,28 +26,34 @@ __all__ = [
 ]
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Of TLS 1.2. HTTP/2 forbids the others (RFC 9113, appendix A), and every client since 2015 has one of these."""
-BACKLOG = 1024  # connections that the kernel holds for us; it lowers this to its own limit
+"""Ciphers of TLS 1.2. HTTP/2 forbids the others (RFC 9113, appendix A), and all clients since 2015 support one of
+these."""
+BACKLOG = 1024  # connections that wait in the kernel to be accepted; the kernel lowers it to its own limit
 
 
 async def open_listeners(
     host: str | None, port: int, *, limits: FrontendLimits | None = None, shares_port: bool = False
 ) -> list[trio.SocketListener]:
-    """One listener for each address of `host`: "localhost" has two, for IPv4 and IPv6; None and "::" mean all
-    interfaces of both.
+    """Open one listener for each address of a host. An address family that this machine lacks is skipped.
 
-    port 0 lets the kernel choose one, the same for every address. An address family that this machine does not have is
-    passed over as long as another one remains. shares_port: others of this user that say so, too, may listen at the
-    same port (SO_REUSEPORT), and the kernel gives each connection to one of them. Raises StartupError with one sentence
-    when it cannot be done.
+    Args:
+        host: a name or an address. "localhost" has two addresses, for IPv4 and IPv6. None and "::" mean all interfaces
+            of both.
+        port: 0 to 65535. 0 lets the kernel choose one port for all addresses.
+        limits: has the size of the send buffers.
+        shares_port: allow other processes of this user to listen at the same port (SO_REUSEPORT), if they set it too.
+            The kernel gives each connection to one of the processes.
+
+    Raises:
+        StartupError: the host is unknown, or no listener can be opened.
     """
     limits = limits or FrontendLimits()
     if not 0 <= port <= 65535:
         raise StartupError(f"port is {port}, allowed is 0 to 65535")
     if host is not None and host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]  # as an IPv6 address is written in a URL
+        host = host[1:-1]  # the notation of an IPv6 address in a URL
     if host is not None and _is_any_ipv6(host):
-        host = None  # other servers have one socket for both there
+        host = None  # at "::", other servers accept IPv4 too, with one socket for both
     try:
         found = await trio.socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, proto=socket.IPPROTO_TCP
@@ -72,19 +78,31 @@ async def open_listeners(
     except OSError as error:
         for listener in listeners:
             listener.socket.close()
-        raise StartupError(_why_not(host, port, error)) from None
+        raise StartupError(_listen_failure(host, port, error)) from None
     return listeners
 
 
 async def open_shared_listeners(
     host: str | None, port: int, count: int, *, limits: FrontendLimits | None = None
 ) -> list[list[trio.SocketListener]]:
-    """The listeners of `count` processes, a list for each, all at the same port; port 0 is one that the kernel chooses.
-    Raises StartupError as open_listeners does, also where another program of this user shares the port already."""
-    # Who shares a port would be let in to those of another program that shares it; who does not is refused.
-    alone = await open_listeners(host, port, limits=limits)
-    port = alone[0].socket.getsockname()[1]
-    for listener in alone:
+    """Open the listeners of several processes at one port.
+
+    Args:
+        host: as for open_listeners.
+        port: as for open_listeners.
+        count: number of processes.
+        limits: as for open_listeners.
+
+    Returns:
+        A list of listeners for each process.
+
+    Raises:
+        StartupError: as for open_listeners. Also if another program of this user shares the port already.
+    """
+    # A listener with SO_REUSEPORT would silently join another program at this port. One without it fails instead.
+    probes = await open_listeners(host, port, limits=limits)
+    port = probes[0].socket.getsockname()[1]
+    for listener in probes:
         listener.socket.close()
     opened: list[list[trio.SocketListener]] = []
     try:
@@ -105,7 +123,11 @@ def _is_any_ipv6(host: str) -> bool:
 
 
 def inherited_listener(file_descriptor: int) -> trio.SocketListener:
-    """Of a listening socket that another process has opened and left to this one."""
+    """Return the listener of a listening socket that another process opened for this one.
+
+    Args:
+        file_descriptor: of the socket. The listener owns it from now on.
+    """
     listening = socket.socket(fileno=file_descriptor)
     listening.set_inheritable(False)
     return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
@@ -119,7 +141,7 @@ def _listen(
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shares_port:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Connections inherit it.
+        # Connections inherit the size of the send buffer.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_buffer_bytes)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own listener
@@ -132,9 +154,17 @@ def _listen(
 
 
 async def open_unix_listener(path: Path, *, limits: FrontendLimits | None = None) -> trio.SocketListener:
-    """A Unix domain socket. A file that a dead server left there is replaced. Raises StartupError with one sentence."""
+    """Listen at a Unix domain socket.
+
+    Args:
+        path: file of the socket. A socket file that a dead server left is replaced.
+        limits: has the size of the send buffers.
+
+    Raises:
+        StartupError: another program listens at `path`, or the file cannot be made.
+    """
     limits = limits or FrontendLimits()
-    await _make_room(path)
+    await _remove_stale_socket(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_buffer_bytes)
@@ -149,16 +179,18 @@ async def open_unix_listener(path: Path, *, limits: FrontendLimits | None = None
     return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
 
 
-async def _make_room(path: Path) -> None:
-    with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+async def _remove_stale_socket(path: Path) -> None:
+    with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            await asking.connect(str(path))
-        except ConnectionRefusedError:  # also of what is no socket, which then cannot be bound either
+            await probe.connect(str(path))
+        except ConnectionRefusedError:  # also if the file is no socket; it stays, and the bind fails later
             _remove_socket(path)
         except FileNotFoundError:
             return
         except OSError as error:
-            raise StartupError(f"the socket {path} cannot be tried ({error.strerror}): name another file") from None
+            raise StartupError(
+                f"the socket {path} cannot be connected to ({error.strerror}): name another file"
+            ) from None
         else:
             raise StartupError(f"the socket {path} is in use by another program: stop it, or name another file")
 
@@ -168,7 +200,7 @@ def _remove_socket(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _why_not(host: str | None, port: int, error: OSError) -> str:
+def _listen_failure(host: str | None, port: int, error: OSError) -> str:
     place = f"{host or 'all interfaces'} port {port}"
     if error.errno == errno.EADDRINUSE:
         return f"{place} is in use by another program: stop it, or choose another port"
@@ -180,7 +212,11 @@ def _why_not(host: str | None, port: int, error: OSError) -> str:
 
 
 def addresses(listeners: Sequence[trio.SocketListener]) -> list[str]:
-    """host:port of each listener, IPv6 in brackets, as they go into a URL; of a Unix domain socket its path."""
+    """Return the address of each listener in the form of a URL: host:port, with brackets for IPv6.
+
+    Args:
+        listeners: open listeners. The address of a Unix domain socket is its path.
+    """
     names = []
     for listener in listeners:
         if listener.socket.family == socket.AF_UNIX:
@@ -202,15 +238,25 @@ def tls_context(
     ca_certificates: Path | None = None,
     client_certificates: ClientCertificates = "none",
 ) -> ssl.SSLContext:
-    """TLS 1.2 or later, offering HTTP/2 and HTTP/1.1. Without `key`, the certificate's file holds it, too.
+    """Make a TLS context for TLS 1.2 or later, which offers HTTP/2 and HTTP/1.1.
 
-    client_certificates: whether clients have to show one, signed by one of `ca_certificates`; "optional" checks those
-    that are shown. Raises StartupError when a file cannot be read, or they do not belong together.
+    Args:
+        certificate: PEM file of the certificate chain.
+        key: PEM file of the private key. None: the file `certificate` also has the key.
+        key_password: password of the key.
+        ca_certificates: PEM file of the authorities that sign client certificates. Needed unless
+            `client_certificates` is "none".
+        client_certificates: "required" refuses clients without a certificate. "optional" checks a certificate if the
+            client sends one.
+
+    Raises:
+        StartupError: a file cannot be read, or the files do not belong together.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
-    context.options |= ssl.OP_NO_RENEGOTIATION  # HTTP/2 forbids it (RFC 9113, 9.2.1), and it costs us most
+    # HTTP/2 forbids renegotiation (RFC 9113, 9.2.1), and its work falls mostly on the server.
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2", "http/1.1"])
     if (ca_certificates is None) != (client_certificates == "none"):
         raise StartupError(

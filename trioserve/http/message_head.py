@@ -1,4 +1,4 @@
-"""How the head of a message is read and written: the request's target, the fields of a response, the date."""
+"""Message heads: parsing the request target, and encoding the header fields and the date of a response."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ __all__ = ["REASONS", "RequestHead", "encode_fields", "printable", "split_target
 
 TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110, 5.6.2
 REASONS = {status.value: status.phrase.encode("ascii") for status in http.HTTPStatus}
-"""HTTP/1.1's words for a status; some clients do not see a status without them."""
+"""Reason phrases of HTTP/1.1. Some clients reject a status line without a phrase."""
 LOGGED_CHARACTERS_MAX = 200
 BREAKS = re.compile(r"[\0\r\n]")
 FRAMING_FIELDS = frozenset({"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"})
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a request that is known before its body; fields as in Exchange."""
+    """A request without its body.
+
+    Attributes:
+        method, path, query, headers, http_version, peer: as in Exchange.
+    """
 
     method: str
     path: str
@@ -35,9 +39,13 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Path, percent-decoded, and query of a request target: "/a%20b?c=d", "http://host/a?c=d" (a proxy's form), "*".
+    """Split a request target into path and query.
 
-    What has no path ("host:443", of CONNECT) comes back as it is.
+    Args:
+        target: "/a%20b?c=d", "http://host/a?c=d" (as sent to a proxy), "*", or "host:443" (of CONNECT).
+
+    Returns:
+        The percent-decoded path, and the query as sent. A target without a path ("host:443") is returned as the path.
     """
     if not target.startswith(("/", "*")) and "://" in target:
         _, _, rest = target.partition("://")
@@ -52,11 +60,19 @@ def split_target(target: str) -> tuple[str, str]:
 def encode_fields(
     fields: HeaderFields, *, unix_seconds: int, content_length: int | None = None
 ) -> list[tuple[bytes, bytes]]:
-    """The fields of a response as they go out: lower-case names, checked, with a date, and content-length if it is
-    given and the handler did not set it (for HEAD it knows the length of a body that is not there). unix_seconds: the
-    date.
+    """Check and encode the header fields of a response.
 
-    Raises ValueError for a name or value that would break the message, and for fields that the connection itself sets.
+    Args:
+        fields: names and values from the handler.
+        unix_seconds: the time for the field `date`, which is added unless the handler set it.
+        content_length: bytes of the body. Ignored if the handler set content-length, as it may for HEAD. None adds no
+            content-length.
+
+    Returns:
+        Fields with lower-case names, in the order of `fields`, then content-length and date.
+
+    Raises:
+        ValueError: a name or a value would break the message, or only the connection may set the field.
     """
     encoded = []
     names = set()
@@ -76,7 +92,14 @@ def encode_fields(
 
 
 def printable(text: str) -> str:
-    """What a client sent, for a log line: no line breaks, no escape sequences, not long."""
+    """Return text from a client in a form that is safe in a log line.
+
+    Args:
+        text: any text.
+
+    Returns:
+        At most LOGGED_CHARACTERS_MAX characters of `text`, with line breaks and control characters escaped.
+    """
     return text[:LOGGED_CHARACTERS_MAX].encode("unicode_escape").decode("ascii")
 
 

@@ -1,4 +1,4 @@
-"""Whether something happens too often: a token bucket, told the time by its caller."""
+"""A token bucket that limits the rate of events. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ __all__ = ["RateBucket"]
 
 
 class RateBucket:
-    """Allows `burst` events at once and `per_second` of them in the long run."""
+    """A token bucket.
+
+    Args:
+        per_second: events per second in the long run.
+        burst: events at once.
+        now: current time, in monotonic seconds.
+    """
 
     __slots__ = ("_burst", "_left", "_per_second", "_seen_at")
 
@@ -17,7 +23,15 @@ class RateBucket:
         self._seen_at = now
 
     def take(self, now: float, amount: float = 1.0) -> bool:
-        """Count an event at `now` (monotonic seconds), or `amount` of them. False when that is too many."""
+        """Count events.
+
+        Args:
+            now: current time, in monotonic seconds.
+            amount: number of events, or their cost.
+
+        Returns:
+            False if the limit is exceeded. Then nothing is counted.
+        """
         self._left = min(self._burst, self._left + (now - self._seen_at) * self._per_second)
         self._seen_at = now
         if self._left < amount:
@@ -26,5 +40,9 @@ class RateBucket:
         return True
 
     def give(self, count: int) -> None:
-        """Allow `count` further events, never more than the burst at a time."""
+        """Allow further events, up to the burst.
+
+        Args:
+            count: number of events.
+        """
         self._left = min(self._burst, self._left + count)

@@ -1,5 +1,8 @@
-"""Responses that the front end gives by itself, in the error shape of OpenAI's API: what never reached a handler, or
-what a handler left without a response. The table from our errors to status and body is error_responses.py."""
+"""Error responses of the front end itself, in the format of OpenAI's API.
+
+The front end sends them if a request does not reach a handler, or if a handler sends no response. error_responses.py
+maps exceptions of the API to responses.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ JSON_FIELDS: HeaderFields = (("content-type", "application/json"),)
 
 
 def refusal_body(status: int, message: str) -> bytes:
-    """{"error": {...}} as JSON, with the type that clients of OpenAI's API expect for such a status."""
+    """Return the JSON body {"error": {...}} of an error response.
+
+    Args:
+        status: HTTP status, from which the error type follows.
+        message: for the client.
+    """
     kind = "invalid_request_error" if status < 500 else "server_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})

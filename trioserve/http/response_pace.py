@@ -1,4 +1,4 @@
-"""How slowly a client may take a response: like bodies, responses have a pace. Told the time; waits for nothing."""
+"""The deadline of a response, which the client must read at a minimum rate. No I/O."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ __all__ = ["ResponsePace"]
 
 
 class ResponsePace:
-    """One client's patience, which runs while something waits for it and at no other time.
+    """The deadline for one client to read bytes, which exists only while bytes wait for the client.
 
-    Every byte that the client takes moves the deadline on by what a byte may take, and none moves it further than
-    stall_seconds_max from now: so whoever takes nothing for so long is given up, and so is whoever takes a byte now
-    and then. While nothing waits, patience comes back as fast as it went: a reader of a slow stream is always on time,
-    and a wait for each event does not begin anew with each.
+    Each byte that the client reads moves the deadline by the time that the minimum rate allows for one byte, to at
+    most stall_seconds_max from now. So a client fails that reads nothing for stall_seconds_max, or reads a byte now and
+    then. While no bytes wait, the client regains one second per second. So the reader of a slow stream is never late,
+    and a client that is late with each event does not get the full time again with each event.
+
+    Args:
+        limits: has the rate and the time.
+        now: current time, in Trio's seconds.
+
+    Attributes:
+        deadline: time at which the client fails, unless it reads more before. Valid while `is_running`.
+        is_running: bytes wait for the client.
     """
 
     __slots__ = ("_limits", "_progress_at", "_slack_seconds", "_stopped_at", "deadline", "is_running")
@@ -25,7 +33,14 @@ class ResponsePace:
         self.is_running = False
 
     def run(self, now: float) -> float:
-        """Something waits for the client, from now on if it did not before. Returns when its patience ends."""
+        """Start the deadline if no bytes were waiting before.
+
+        Args:
+            now: current time.
+
+        Returns:
+            The deadline.
+        """
         if not self.is_running:
             self.is_running = True
             self._progress_at = now
@@ -34,19 +49,32 @@ class ResponsePace:
         return self.deadline
 
     def taken(self, byte_count: int, now: float) -> float:
-        """The client took so many bytes, and others wait. Returns the new deadline."""
+        """Move the deadline after the client read bytes, while more bytes wait.
+
+        Args:
+            byte_count: bytes that the client read.
+            now: current time.
+
+        Returns:
+            The new deadline.
+        """
         self._progress_at = now
         earned = self.deadline + byte_count / self._limits.response_bytes_per_second_min
         self.deadline = min(earned, now + self._limits.stall_seconds_max)
         return self.deadline
 
     def stop(self, byte_count: int, now: float) -> None:
-        """The client took so many bytes, and nothing is left for it."""
+        """Stop the deadline after the client read the last waiting bytes.
+
+        Args:
+            byte_count: bytes that the client read.
+            now: current time.
+        """
         self._slack_seconds = self.taken(byte_count, now) - now
         self._stopped_at = now
         self.is_running = False
 
     @property
     def saw_progress(self) -> bool:
-        """When patience has ended: whether the client took something, but too little."""
+        """True if the client read some bytes since the wait started, but too few. Valid after the deadline."""
         return self.deadline - self._progress_at < self._limits.stall_seconds_max

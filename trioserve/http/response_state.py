@@ -1,5 +1,4 @@
-"""Where one response stands, and what may come next: `start`, `send` any number of times, `finish`; the same on every
-protocol. Whether the client is still there is not asked here."""
+"""Progress of one response, which rejects calls in the wrong order. All protocols use it."""
 
 from __future__ import annotations
 
@@ -7,34 +6,45 @@ __all__ = ["ResponseState"]
 
 
 class ResponseState:
-    """started -> finished, never back. `bodiless`: the body is dropped (HEAD, 204, 304)."""
+    """Progress of one response: not started, started, finished. It never goes back.
 
-    __slots__ = ("_of_head", "bodiless", "finished", "started")
+    Args:
+        method: of the request.
+
+    Attributes:
+        started: the handler has given the head.
+        finished: the handler has given the whole body.
+        bodiless: the connection drops the body (HEAD, 204, 304).
+    """
+
+    __slots__ = ("_is_head_request", "bodiless", "finished", "started")
 
     def __init__(self, *, method: str) -> None:
         self.started = False
         self.finished = False
         self.bodiless = False
-        self._of_head = method == "HEAD"
+        self._is_head_request = method == "HEAD"
 
     def start(self, status: int) -> None:
         if self.started:
-            raise RuntimeError(f"the response was started before; a second one with status {status} cannot follow")
+            raise RuntimeError(f"the response has already started: a second one with status {status} is not possible")
         if not 200 <= status <= 599:
             raise ValueError(f"status is {status}, allowed is 200 to 599")
         self.started = True
-        self.bodiless = self._of_head or status in (204, 304)
+        self.bodiless = self._is_head_request or status in (204, 304)
 
     def check_open(self) -> None:
-        """Raises RuntimeError unless the response was started and not finished."""
+        """Raise RuntimeError unless the response has started and is not finished."""
         if not self.started or self.finished:
-            raise RuntimeError("the response was finished before" if self.finished else "the response was not started")
+            raise RuntimeError(
+                "the response is already finished" if self.finished else "the response has not been started"
+            )
 
     def finish(self) -> None:
         self.check_open()
         self.finished = True
 
     def check_body_readable(self) -> None:
-        """Raises RuntimeError once the response was started: the rest of the body may have been dropped."""
+        """Raise RuntimeError if the response has started: the connection may have dropped the rest of the body."""
         if self.started:
-            raise RuntimeError("the body has to be read before the response starts")
+            raise RuntimeError("the response has already started: read the request body before it")

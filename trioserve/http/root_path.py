@@ -1,4 +1,4 @@
-"""A prefix that a proxy in front leaves before the paths of requests."""
+"""Removal of a path prefix that a reverse proxy leaves in the paths of requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,31 @@ __all__ = ["RootPath", "checked_root_path"]
 
 
 def checked_root_path(path: str) -> str:
-    """Without a slash at its end. Raises StartupError."""
+    """Check a path prefix, and remove its last slash.
+
+    Args:
+        path: the value of --root-path. Empty for no prefix.
+
+    Returns:
+        The prefix without a slash at its end.
+
+    Raises:
+        StartupError: the prefix cannot be the start of a path.
+    """
     if path and (not path.startswith("/") or any(mark in path for mark in "?# ")):
         raise StartupError(f"--root-path is {path!r}, it must begin with / and hold neither ? nor #, such as /llm")
     return path.rstrip("/")
 
 
 class RootPath:
-    """The handler sees paths without the prefix. A path that has none is left as it is: the proxy took it off."""
+    """A handler that removes a prefix from the path and calls another handler.
+
+    A path without the prefix stays as it is: the proxy has removed the prefix.
+
+    Args:
+        handler: called for each request.
+        prefix: from checked_root_path.
+    """
 
     def __init__(self, handler: Handler, prefix: str) -> None:
         self._handler = handler

@@ -1,4 +1,4 @@
-"""Accepting connections, finding out what each one speaks, and leaving in good order."""
+"""The HTTP server: it accepts connections, detects their protocol, and drains them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,25 @@ __all__ = ["FrontendServer"]
 logger = logging.getLogger(__name__)
 
 NO_TLS_REASONS = frozenset({"HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER"})
-"""OpenSSL reports one of these if the first bytes are no TLS. It knows GET, HEAD, POST, PUT and CONNECT by name."""
-TLS_OPENING = b"\x16\x03"  # the record of a ClientHello, of every version
+"""OpenSSL reports one of these reasons if the first bytes are not TLS. It detects GET, HEAD, POST, PUT and CONNECT."""
+TLS_OPENING = b"\x16\x03"  # start of the record of a ClientHello, in all TLS versions
 
 
 class FrontendServer:
-    """HTTP/2 and HTTP/1.1 on the same port, for one handler. Knows nothing of engines.
+    """A server for HTTP/2 and HTTP/1.1 on one port. It knows nothing of engines.
 
-    Stopping has two phases. After `announce_drain` the server still accepts connections and the handler still answers
-    requests, so that load balancers and people can see why it refuses work. After `drain` it accepts nothing more.
-    `serve` returns after `drain`, when the last connection has ended. To end sooner, cancel the scope around it: every
-    exchange is cancelled, and connections get at most close_seconds_max for their GOAWAY.
+    Stopping has two phases. After `announce_drain`, the server still accepts connections and the handler still answers
+    requests. So load balancers and people can see why it refuses work. After `drain`, the server accepts no
+    connections. `serve` returns when the last connection has ended. To end sooner, cancel the scope around `serve`: it
+    cancels all exchanges, and connections have close_seconds_max to send their GOAWAY.
 
-    knows_caller: tells callers for whom a share of the exchanges is kept; None treats all alike.
+    Args:
+        handler: answers each request.
+        limits: None for the defaults.
+        ssl_context: None for connections without TLS.
+        clock_and_ids: sources of time and ids. None for the real ones.
+        knows_caller: True for callers with a key, for whom connections and exchanges are reserved. None if the server
+            requires no keys.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class FrontendServer:
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: set[trio.CancelScope] = set()
         self._accepting = trio.CancelScope()
-        # A misconfigured client tries again and again, and a scanner as often as it likes.
+        # Limits log lines: misconfigured clients and scanners connect again and again.
         self._protocol_reports = RateBucket(per_second=1 / 60, burst=3, now=0.0)
         connections_max = self._limits.connections_max
         strangers_share = 1.0 if knows_caller is None else self._limits.unknown_connections_share_max
@@ -89,22 +95,26 @@ class FrontendServer:
         return self._accepting.cancel_called
 
     def use_tls(self, ssl_context: ssl.SSLContext) -> None:
-        """Use these certificates for connections to come. Open connections keep theirs."""
+        """Replace the certificates for future connections. Open connections keep their certificates.
+
+        Args:
+            ssl_context: from tls_context.
+        """
         self._ssl_context = ssl_context
 
     def announce_drain(self) -> None:
-        """Keep answering, and end each connection behind its response. Never waits.
+        """Begin to drain: keep answering requests, and end each connection after its response. Never waits.
 
-        HTTP/1.1 responses say `Connection: close`. An HTTP/2 connection gets its GOAWAY when its last stream has ended:
-        some clients (httpcore) drop running streams as soon as they read one. A request that began before this call
-        and has not come whole is refused.
+        HTTP/1.1 responses contain `Connection: close`. An HTTP/2 connection sends its GOAWAY when its last stream has
+        ended, because some clients (httpcore) drop running streams when they read a GOAWAY. A request that began before
+        this call is refused if a part of it is missing.
         """
         self._setup.slots.begin_drain()
         for connection in self._connections:
             connection.announce_drain()
 
     async def wait_until_answered(self) -> None:
-        """Return when every exchange that was open at `announce_drain` has ended. Later ones are not waited for."""
+        """Wait until all exchanges that were open at `announce_drain` have ended. Later exchanges do not count."""
         await self._setup.slots.wait_until_early_ended()
 
     def drain(self) -> None:
@@ -131,7 +141,12 @@ class FrontendServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve connections until drained; closes the listeners when it stops accepting. To be called once."""
+        """Serve connections until drained. Call it once.
+
+        Args:
+            listeners: closed when the server stops accepting.
+            task_status: started when the server accepts connections.
+        """
         async with trio.open_nursery() as helpers:
             helpers.start_soon(self._setup.flusher.run)
             async with trio.open_nursery() as connections:
@@ -142,7 +157,7 @@ class FrontendServer:
                                 accept_loops.start_soon(self._accept, listener, connections)
                             task_status.started()
                 finally:
-                    # At once: a client that comes now is to be refused, not to wait in a backlog that nobody empties.
+                    # At once: the kernel must refuse new clients now, or they wait in a backlog that nobody reads.
                     for listener in listeners:
                         listener.socket.close()
             helpers.cancel_scope.cancel()
@@ -150,19 +165,19 @@ class FrontendServer:
     async def serve_connection(
         self, stream: trio.abc.Stream, *, peer: str = "unknown", place: Place | None = None
     ) -> None:
-        """Serve one client's stream, in memory or from a listener of one's own; closes it. TLS comes first if set up.
+        """Serve one client's stream, and close it. `serve` calls it, and tests call it with a stream in memory.
+
+        Raises nothing but Cancelled: a fault becomes one line in the log.
 
         Args:
+            stream: the connection, before the TLS handshake if the server has certificates.
             peer: the client's address, for the log and for handlers.
-            place: among the server's connections; None takes one that no other connection waits for.
-
-        Raises:
-            Cancelled: nothing else. A fault is one line in the log.
+            place: the connection's place among the server's connections. None: the connection does not count there.
         """
         tally = self._setup.tally
         tally.connections_total += 1
         tally.connections_open += 1
-        entered, place = place, place or Place(None)
+        counted_place, place = place, place or Place(None)
         try:
             connection = None
             with trio.CancelScope() as scope:
@@ -174,11 +189,11 @@ class FrontendServer:
                         connection = await self._identify(stream, peer)
                 finally:
                     self._unidentified.discard(scope)
-            # It may have been told to end in the moment in which its first bytes came.
+            # Another connection may have claimed this place at the moment when the first bytes arrived.
             if connection is not None and not place.is_ending:
                 self._connections.add(connection)
-                if entered is not None and not self._setup.slots.takes_all_alike:
-                    connection.on_known = functools.partial(self._places.know, entered)
+                if counted_place is not None and not self._setup.slots.treats_callers_equally:
+                    connection.on_known = functools.partial(self._places.know, counted_place)
                 place.may_end_at, place.end = connection.may_end_at, connection.make_room
                 try:
                     if self.draining:
@@ -188,7 +203,7 @@ class FrontendServer:
                     await connection.serve()
                 finally:
                     self._connections.discard(connection)
-        except* Exception:  # of a group, cancellation goes on
+        except* Exception:  # in an exception group, Cancelled propagates
             tally.connections_failed_total += 1
             logger.exception("connection failed peer=%s", peer)
         finally:
@@ -216,7 +231,7 @@ class FrontendServer:
     async def _serve_accepted(self, stream: trio.SocketStream, place: Place) -> None:
         peer = _peer_name(stream)
         try:
-            with contextlib.suppress(OSError):  # the client may be gone already; its stream will tell
+            with contextlib.suppress(OSError):  # the client may have left; reading from its stream will show it
                 limits = self._limits
                 end_when_vanished(stream, limits.vanished_seconds_max, unread_seconds=limits.stall_seconds_max)
             served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream
@@ -224,17 +239,17 @@ class FrontendServer:
         finally:
             self._places.leave(place)
 
-    # --- finding out what a connection speaks ---
+    # --- detecting the protocol ---
 
     async def _identify(self, stream: trio.abc.Stream, peer: str) -> H2Connection | H11Connection | None:
-        """None if the client went away, said nothing, or failed the handshake."""
+        """Return None if the client left, sent nothing, or failed the handshake."""
         limits = self._limits
         refused = self._setup.tally.connections_refused_total
         agreed: str | None = None
         if self._ssl_context is not None:
             secure = trio.SSLStream(stream, self._ssl_context, server_side=True, https_compatible=True)
             stream = secure
-            with trio.move_on_after(limits.tls_handshake_seconds_max) as patience:
+            with trio.move_on_after(limits.tls_handshake_seconds_max) as timeout:
                 try:
                     await secure.do_handshake()
                 except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -244,14 +259,14 @@ class FrontendServer:
                     else:
                         logger.debug("TLS handshake failed peer=%s error=%s", peer, error.__cause__ or error)
                     return None
-            if patience.cancelled_caught:
+            if timeout.cancelled_caught:
                 refused[ConnectionRefusal.TLS_HANDSHAKE] += 1
                 return None
             agreed = secure.selected_alpn_protocol()
         received = b""
-        with trio.move_on_after(limits.sniff_seconds_max) as patience:
+        with trio.move_on_after(limits.sniff_seconds_max) as timeout:
             received = await _read_opening(stream)
-        if patience.cancelled_caught:
+        if timeout.cancelled_caught:
             refused[ConnectionRefusal.SILENT] += 1
         if not received:
             return None
@@ -263,15 +278,16 @@ class FrontendServer:
         return H11Connection(self._setup, stream, peer=peer, received=received)
 
     def _report_protocol(self, happened: str, scheme: str, peer: str) -> None:
-        """Log that a client speaks another protocol than its port, for a limited number of clients."""
+        """Log that a client and its port use different protocols. The number of such lines is limited."""
         if self._protocol_reports.take(trio.current_time()):
-            logger.warning("%s: give it a URL that begins with %s peer=%s", happened, scheme, peer)
+            logger.warning("%s: give the client a URL that begins with %s peer=%s", happened, scheme, peer)
 
 
 async def _read_opening(stream: trio.abc.Stream) -> bytes:
-    """What the client sends first, as far as it takes to know whether that is HTTP/2's preface (RFC 9113, 3.3, 3.4).
+    """Read enough bytes to know whether the client sends HTTP/2's preface (RFC 9113, 3.3, 3.4).
 
-    Empty if the client left before.
+    Returns:
+        The bytes read so far. Empty if the client left before.
     """
     received = bytearray()
     while True:

@@ -15,7 +15,7 @@ from trioserve.contracts.errors import Overloaded
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.content_coding import plain_body
+from trioserve.http.content_coding import decoded_body
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
@@ -84,11 +84,11 @@ class AsgiExchange(Exchange):
                 bytes_seen = self._body_bytes_total
         if patience.cancelled_caught:
             self.body_too_slow = True
-            raise BodyTimeout(pace.lost)
+            raise BodyTimeout(pace.timeout_message)
         if self._body_error is not None:
             raise self._body_error
         await trio.lowlevel.checkpoint()
-        return await plain_body(self._share, self.headers)
+        return await decoded_body(self._share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         self._start(status, headers, content_length=len(body))

@@ -103,7 +103,7 @@ class H11Connection:
         """From when on this connection may have to end for another one; None while it is in use."""
         limits = self._limits
         if self._exchange is not None:
-            if self._is_known or self._setup.slots.takes_all_alike:
+            if self._is_known or self._setup.slots.treats_callers_equally:
                 return None
             return self._exchange_began_at + limits.crowded_exchange_seconds_min
         if self._is_leaving:
@@ -336,7 +336,7 @@ class H11Connection:
             self._exchange = None
             self._responded_at = trio.current_time()
             exchange.share.release()
-            slots.give_back(is_known=self._is_known, is_late=self._is_late)
+            slots.release(is_known=self._is_known, is_late=self._is_late)
             if exchange.started and not exchange.response.finished:
                 self._write_broken = True
         if self._is_turned_away and not exchange.started:

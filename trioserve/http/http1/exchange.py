@@ -8,7 +8,7 @@ import trio
 
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
-from trioserve.http.content_coding import plain_body
+from trioserve.http.content_coding import decoded_body
 from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields
 from trioserve.http.http1.protocol import EncodedFields, H1Protocol, interim_response
 from trioserve.http.limits import FrontendLimits
@@ -98,7 +98,7 @@ class H11Exchange(Exchange):
             self._body_read = True
         if self._body_read:
             await trio.lowlevel.checkpoint_if_cancelled()
-            return await plain_body(self.share, self.headers)
+            return await decoded_body(self.share, self.headers)
         pace = BodyPace(self._limits, now=trio.current_time())
         with trio.CancelScope(deadline=pace.deadline) as patience:
             while not self._body_read:
@@ -110,9 +110,9 @@ class H11Exchange(Exchange):
                     patience.deadline = pace.arrived(len(piece), now=trio.current_time())
         if patience.cancelled_caught:
             self._owner.body_too_slow()
-            raise BodyTimeout(pace.lost)
+            raise BodyTimeout(pace.timeout_message)
         await trio.lowlevel.checkpoint()
-        return await plain_body(self.share, self.headers)
+        return await decoded_body(self.share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         fields, is_ordinary = self._begin(status, headers, content_length=len(body), has_beats=True)

@@ -127,7 +127,7 @@ class H2Connection:
         if self._is_leaving:
             return None
         if self._streams:
-            if self._has_known or self._setup.slots.takes_all_alike:
+            if self._has_known or self._setup.slots.treats_callers_equally:
                 return None
             return self._busy_since + limits.crowded_exchange_seconds_min
         if self._gate.header_block_since is not None:
@@ -398,7 +398,7 @@ class H2Connection:
         stream.gone = True
         stream.share.release()
         del self._streams[stream.id]
-        self._setup.slots.give_back(is_known=stream.is_known, is_late=stream.is_late)
+        self._setup.slots.release(is_known=stream.is_known, is_late=stream.is_late)
         if not self._streams:
             if self._is_last and self._last_stream_id is None:
                 self._is_leaving = True

@@ -13,7 +13,7 @@ import trio
 
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
-from trioserve.http.content_coding import plain_body
+from trioserve.http.content_coding import decoded_body
 from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
@@ -123,9 +123,9 @@ class H2Stream(Exchange):
                 await self._change()
         if patience.cancelled_caught:
             self._owner.body_too_slow()
-            raise BodyTimeout(pace.lost)
+            raise BodyTimeout(pace.timeout_message)
         await trio.lowlevel.checkpoint()
-        return await plain_body(self.share, self.headers)
+        return await decoded_body(self.share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         self._start(status, headers, content_length=len(body), end_stream=not body)
