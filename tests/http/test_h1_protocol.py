@@ -108,15 +108,15 @@ def test_client_that_waits_is_told_to_go_on():
     assert http.next_body_piece() is None
 
 
-def test_body_at_hand_comes_in_one():
+def test_arrived_body_is_read_at_once():
     http = protocol()
     http.receive(PLAIN[:-1])
     head = http.next_request()
     assert head is not None
     http.begin_body(head)
-    assert http.body_at_hand() is None
+    assert http.arrived_body() is None
     http.receive(b"o")
-    assert (http.body_at_hand(), http.request_ended) == (b"hello", True)
+    assert (http.arrived_body(), http.request_ended) == (b"hello", True)
 
 
 def test_body_that_nobody_reads_is_passed_over():

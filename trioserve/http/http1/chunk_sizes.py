@@ -1,8 +1,7 @@
-"""How large a chunked body says it is, and how many trailers follow it.
+"""Announced size and number of trailers of a chunked body.
 
-h11 reports a chunk only when its bytes come, and takes any number of trailers.
-
-It follows the framing beside h11 (RFC 9112, 7.1), which alone decides what the bytes mean and refuses what is broken.
+h11 reports a chunk only when its bytes arrive, and accepts any number of trailers. So this module reads the chunk
+framing (RFC 9112, 7.1) a second time. h11 alone decides what the bytes mean, and refuses broken framing.
 """
 
 from __future__ import annotations
@@ -13,29 +12,34 @@ __all__ = ["ChunkSizes"]
 
 _SIZE = re.compile(rb"[0-9A-Fa-f]{1,20}")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
-_LINE_BYTES_MAX = 1024  # of a chunk's size and extensions; whoever sends longer ones is left to h11
+_LINE_BYTES_MAX = 1024  # size and extensions of a chunk; the scan stops at a longer line, and h11 decides about it
 
 
 class ChunkSizes:
-    """Follows the framing of one body.
+    """The chunk framing of one body.
 
-    announced_bytes: of all chunks whose beginning has come, whether or not their bytes have. trailer_count: lines
-    behind the last chunk.
+    Attributes:
+        announced_bytes: size of all chunks whose size line has arrived, with or without their bytes.
+        trailer_count: lines after the last chunk.
     """
 
     def __init__(self) -> None:
         self.announced_bytes = 0
         self.trailer_count = 0
-        self._line = bytearray()  # the beginning of a chunk, not whole yet
-        self._skip_bytes = 0  # what is left of a chunk, with the line break behind it
-        self._is_over = False  # the chunks are
-        self._has_ended = False  # and the trailers
-        self._tail = b"\n"  # of what was looked at behind the last chunk
+        self._line = bytearray()  # an incomplete size line
+        self._skip_bytes = 0  # missing bytes of the current chunk, with its line break
+        self._chunks_ended = False
+        self._trailers_ended = False
+        self._tail = b"\n"  # the last bytes that were searched for the end of the trailers
 
     def feed(self, data: bytes) -> None:
-        """Bytes of the body, in the order in which h11 gets them."""
+        """Read the next bytes of the body.
+
+        Args:
+            data: bytes in the same order as for h11.
+        """
         position = 0
-        while position < len(data) and not self._is_over:
+        while position < len(data) and not self._chunks_ended:
             if self._skip_bytes:
                 skipped = min(self._skip_bytes, len(data) - position)
                 self._skip_bytes -= skipped
@@ -50,15 +54,15 @@ class ChunkSizes:
                 self._line.clear()
                 self.announced_bytes += byte_count
                 self._skip_bytes = byte_count + 2
-                self._is_over = not byte_count  # the end, or nothing that we understand
+                self._chunks_ended = not byte_count  # also after a size line that cannot be read
             elif len(self._line) > _LINE_BYTES_MAX:
-                self._is_over = True
-        if self._is_over and not self._has_ended:
+                self._chunks_ended = True
+        if self._chunks_ended and not self._trailers_ended:
             self._count_trailers(data[position:])
 
     def _count_trailers(self, data: bytes) -> None:
         text = self._tail + data
         end = _BLANK_LINE.search(text)
-        self._has_ended = end is not None  # another request may follow
+        self._trailers_ended = end is not None  # the bytes behind the end may be another request
         self.trailer_count += text.count(b"\n", len(self._tail), end.start() + 1 if end else len(text))
         self._tail = text[-3:]

@@ -1,10 +1,10 @@
-"""One HTTP/1.1 connection, with the same promises as HTTP/2: one request at a time, and a reader that never stops.
-What bytes mean is H1Protocol's; here is when they are read and written, and for how long anybody waits.
+"""The I/O of one HTTP/1.1 connection: tasks, deadlines, and cancellation. H1Protocol parses and encodes the bytes.
 
-The reader goes on while a response is under way, so that a close is noticed at once, even behind a pipelined request.
-It stops only while a handler leaves a long body unread and has not begun to answer. A client that ends its sending half
-has left: there is no telling it from one that closed, and a response that takes minutes must not be computed for
-nobody.
+A connection runs one request at a time. The reader task keeps reading during a response, so it notices a close at once,
+even behind a pipelined request. It pauses only while a handler neither reads a long body nor starts a response.
+
+A client that closes its sending half counts as a client that left. The server cannot distinguish the two, and must not
+compute a response of minutes for a client that left.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["H11Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 65536
-WRITE_BYTES = 65536  # what has to leave within one stall limit
+WRITE_BYTES = 65536  # bytes of one write, for which the response's deadline is moved
 TOO_MANY = {
-    StreamRefusal.EXCHANGES_MAX: "too many requests are under way: try again shortly",
-    StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are under way: send a key, or try again shortly",
+    StreamRefusal.EXCHANGES_MAX: "too many requests are running: try again shortly",
+    StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are running: send a key, or try again shortly",
 }
-TURN_BYTES = 4096  # so much at most goes out without a turn for the others
+UNSCHEDULED_BYTES_MAX = 4096  # largest write that does not let other tasks run
 
 
 def _nothing() -> None:
@@ -47,7 +47,15 @@ def _nothing() -> None:
 class H11Connection:
     """One client's connection, from its first request to its end.
 
-    received: what was read from the transport already.
+    Args:
+        setup: objects that the connections of the server share.
+        transport: the connection, after the TLS handshake.
+        peer: the client's address, for the log and for handlers.
+        received: bytes that were read from the transport already.
+
+    Attributes:
+        on_known: called when a request shows an API key.
+        protocol, write_count: see ExchangeOwner.
     """
 
     def __init__(self, setup: ConnectionSetup, transport: trio.abc.Stream, *, peer: str, received: bytes) -> None:
@@ -62,45 +70,45 @@ class H11Connection:
             fields_max=setup.limits.fields_max,
             received=received,
         )
-        self._changed: trio.Event | None = None  # of what has arrived
-        self._whole = trio.CancelScope()  # reader and conversation
+        self._changed: trio.Event | None = None  # set when bytes arrive or are read, and when the server drains
+        self._scope = trio.CancelScope()  # around the reader and the task that serves requests
         self._exchange: H11Exchange | None = None
-        self.on_known: Callable[[], None] = _nothing  # called when a request shows a key
-        self._responded_at = trio.current_time()  # the last request
-        self._head_began_at = self._responded_at  # of this request
+        self.on_known: Callable[[], None] = _nothing
+        self._responded_at = trio.current_time()  # end of the last response
+        self._head_began_at = self._responded_at
         self._exchange_began_at = self._responded_at
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
         self.write_count = 0
         self._nursery: trio.Nursery | None = None
-        self._inserted: trio.Event | None = None  # set when a write between two others is over
-        self._pace = ResponsePace(setup.limits, now=self._responded_at)  # of all that is written
+        self._inserted: trio.Event | None = None  # of the running insert; set when it ends
+        self._pace = ResponsePace(setup.limits, now=self._responded_at)  # for all writes
         self._is_known = True  # the caller of this request
-        self._is_turned_away = False  # its handler waited for the rest of it when the server left
+        self._is_body_unfinished = False  # the server drains, and the handler waits for bytes of the body
         self._is_late = False  # this request began after the drain was announced
-        self._is_last = False  # the connection ends behind this response, and bodies are not waited for
-        self._is_leaving = False  # nothing is waited for any more
+        self._is_last = False  # the connection ends after this response, and waits for no body
+        self._is_leaving = False  # the connection waits for no more bytes of a request
         self._client_gone = False
-        self._lingers = True  # until the client has read the end of the last response
-        self._write_broken = False  # a part of a response may be out: nothing can follow it
+        self._lingers = True  # wait until the client has read the end of the last response
+        self._write_broken = False  # a part of a response may have been sent, so no other response can follow
 
     # --- for the server ---
 
     async def serve(self) -> None:
-        """Returns when the connection has ended and nothing of it is left. Raises only for faults of our own."""
+        """Serve requests until the connection ends. Raises only for faults of the server itself."""
         try:
-            with self._whole:
+            with self._scope:
                 async with trio.open_nursery() as self._nursery:
                     self._nursery.start_soon(self._read)
-                    await self._converse()
-                    self._whole.cancel()
+                    await self._serve_requests()
+                    self._scope.cancel()
         except BaseException:
             await self._close(wait=False)
             raise
         await self._close(wait=True)
 
     def may_end_at(self) -> float | None:
-        """From when on this connection may have to end for another one; None while it is in use."""
+        """Return the time from which this connection may be closed to accept another one. None while it is in use."""
         limits = self._limits
         if self._exchange is not None:
             if self._is_known or self._setup.slots.treats_callers_equally:
@@ -113,35 +121,35 @@ class H11Connection:
         return self._responded_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
-        """How many bytes wait here for the client, and in how many responses."""
+        """Return the number of bytes that wait for the client, and the number of their responses."""
         return self._writing_bytes, int(self._writing_bytes > 0)
 
     def announce_drain(self) -> None:
-        """Answer this request, or the next one, with `Connection: close`, and end behind it. Never waits.
+        """Answer this request, or the next one, with `Connection: close`, and end after it. Never waits.
 
-        The body of a request is not waited for: unless it has come whole, the request is refused (503).
+        If a part of the request body is missing when the handler needs it, the request is refused (503).
         """
         self._is_last = True
-        self._tell_change()
+        self._notify_change()
 
     def drain(self) -> None:
-        """As announce_drain, but an idle connection ends at once, and half a head is refused, too."""
+        """Drain as after announce_drain, and also end an idle connection and refuse an incomplete head. Never waits."""
         self._is_last = self._is_leaving = True
         if self._exchange is None and not self.protocol.request_begun:
-            self._whole.cancel()
-        self._tell_change()
+            self._scope.cancel()
+        self._notify_change()
 
     def make_room(self) -> None:
-        """End a connection whose place is needed, without waiting for the client to close, too."""
+        """End the connection to accept another one. Does not wait until the client closes."""
         self._lingers = False
         self._is_last = self._is_leaving = True
-        self._whole.cancel()
+        self._scope.cancel()
 
     # --- for the exchange ---
 
-    def body_at_hand(self) -> bytes | None:
-        body = self.protocol.body_at_hand()
-        self._tell_change()
+    def arrived_body(self) -> bytes | None:
+        body = self.protocol.arrived_body()
+        self._notify_change()
         return body
 
     async def next_body_piece(self) -> bytes | None:
@@ -149,25 +157,25 @@ class H11Connection:
             await self.write(self.protocol.continue_response())
         while True:
             piece = self.protocol.next_body_piece()
-            self._tell_change()
+            self._notify_change()
             if piece != b"":
-                await trio.lowlevel.checkpoint()  # a body in crumbs is work for each of them: the others have a turn
+                await trio.lowlevel.checkpoint()  # many small pieces are much work: let other tasks run
                 return piece
             assert self._exchange is not None
             self._exchange.share.check_size(self.protocol.announced_body_bytes)
-            if not await self._more():
-                self._is_turned_away = True
+            if not await self._wait_for_bytes():
+                self._is_body_unfinished = True
                 self._exchange.scope.cancel()
                 await trio.sleep_forever()  # raises Cancelled
 
     def response_starts(self) -> bool:
         self.protocol.drop_body()
-        self._tell_change()
+        self._notify_change()
         return self.protocol.request_ended and not self._is_last
 
     def body_too_slow(self) -> None:
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1
-        logger.debug("body given up peer=%s", self._peer)
+        logger.debug("request body too slow peer=%s", self._peer)
 
     def unix_seconds(self) -> int:
         return self._setup.clock_and_ids.unix_seconds()
@@ -195,22 +203,22 @@ class H11Connection:
             inserted.set()
 
     async def _write(self, data: bytes) -> None:
-        self._write_broken = True  # unless it comes to its end
+        self._write_broken = True  # until the end of this write
         try:
-            if self._tcp is not None and len(data) <= TURN_BYTES:
+            if self._tcp is not None and len(data) <= UNSCHEDULED_BYTES_MAX:
                 data = data[self._tcp.try_send(data) :]
                 if not data:
-                    # A turn for the others after each small event would cost as much as the event.
+                    # To let other tasks run after each small event would cost as much as the event.
                     self._write_broken = False
                     await trio.lowlevel.checkpoint_if_cancelled()
                     return
             for start in range(0, len(data), WRITE_BYTES):
                 self._writing_bytes = len(data) - start
                 piece = data[start : start + WRITE_BYTES]
-                with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as patience:
+                with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as timeout:
                     await self._transport.send_all(piece)
-                if patience.cancelled_caught:
-                    self._stalled(takes_some=self._pace.saw_progress)
+                if timeout.cancelled_caught:
+                    self._stalled(reads_some=self._pace.saw_progress)
                     await trio.lowlevel.checkpoint()
                     return
                 if start + WRITE_BYTES < len(data):
@@ -230,10 +238,10 @@ class H11Connection:
             if self.protocol.held_bytes >= self._limits.pipelined_bytes_max:
                 if self._exchange is not None and self.protocol.request_ended:
                     self._tally.connections_refused_total[ConnectionRefusal.SENT_AHEAD] += 1
-                    logger.info("connection ended peer=%s reason=too much sent ahead", self._peer)
+                    logger.info("connection ended peer=%s reason=too many pipelined bytes", self._peer)
                     self._client_left()
                     return
-                await self._change()
+                await self._wait_for_change()
                 continue
             try:
                 received = await self._transport.receive_some(READ_BYTES)
@@ -245,52 +253,56 @@ class H11Connection:
             self.protocol.receive(received)
             if self._exchange is not None and self._exchange.started:
                 self.protocol.drop_body()
-            self._tell_change()
+            self._notify_change()
 
-    async def _more(self) -> bool:
-        """Wait until more of a request has come; False if the server is leaving and does not wait for it."""
+    async def _wait_for_bytes(self) -> bool:
+        """Wait for more bytes of a request. Returns False if the server drains and does not wait for them."""
         while not self.protocol.held_bytes:
             if self._is_leaving or (self._is_last and self._exchange is not None):
                 return False
-            await self._change()
+            await self._wait_for_change()
         return True
 
-    # --- the conversation ---
+    # --- serving requests ---
 
-    async def _converse(self) -> None:
+    async def _serve_requests(self) -> None:
         while True:
             head = await self._next_request()
             if head is None or not await self._respond(head) or self._is_last or not self.protocol.next_cycle():
                 return
 
     async def _next_request(self) -> RequestHead | None:
-        """None when the connection is to end; then the client was told why, if it had begun a request."""
+        """Wait for the head of the next request.
+
+        Returns:
+            None if the connection must end. If the client had begun a request, it has got an error response.
+        """
         protocol = self.protocol
-        self._is_turned_away = False
-        patience = trio.CancelScope(deadline=trio.current_time() + self._limits.idle_seconds_max)
-        with patience:
+        self._is_body_unfinished = False
+        timeout = trio.CancelScope(deadline=trio.current_time() + self._limits.idle_seconds_max)
+        with timeout:
             try:
                 while not protocol.request_begun:
-                    await self._change()
+                    await self._wait_for_change()
                 self._head_began_at = trio.current_time()
                 head = protocol.next_request()
-                self._tell_change()
+                self._notify_change()
                 if head is None:
-                    patience.deadline = trio.current_time() + self._limits.head_seconds_max
+                    timeout.deadline = trio.current_time() + self._limits.head_seconds_max
                 while head is None:
-                    if not await self._more():
-                        await self._turn_away()
+                    if not await self._wait_for_bytes():
+                        await self._refuse_unfinished()
                         return None
                     head = protocol.next_request()
-                    self._tell_change()
+                    self._notify_change()
             except BadHead as error:
                 refusal = ConnectionRefusal.HEAD_TOO_LARGE if error.status == 431 else ConnectionRefusal.MALFORMED
                 self._tally.connections_refused_total[refusal] += 1
                 await self._refuse(error.status, str(error))
                 return None
-            objection = self._objection(head)
-            if objection is not None:
-                status, message, fields = objection
+            refused = self._refused(head)
+            if refused is not None:
+                status, message, fields = refused
                 await self._refuse(status, message, fields)
                 return None
             protocol.begin_body(head)
@@ -300,16 +312,16 @@ class H11Connection:
             await self._refuse(408, f"the request did not arrive within {self._limits.head_seconds_max} seconds")
         return None
 
-    def _objection(self, head: RequestHead) -> tuple[int, str, HeaderFields] | None:
-        """Status, message and header fields of the response, if this request is not to reach a handler."""
+    def _refused(self, head: RequestHead) -> tuple[int, str, HeaderFields] | None:
+        """Return status, message and header fields of the response if this request must not reach a handler."""
         if head.http_version not in ("1.0", "1.1"):
-            return 505, f"HTTP/{head.http_version} is not spoken here, only 1.0, 1.1 and 2", ()
+            return 505, f"the request has HTTP/{head.http_version}, supported are 1.0, 1.1 and 2", ()
         if head.method == "CONNECT":
             return 405, "this server is not a proxy", ()
         if "transfer-encoding" in head.headers and ("content-length" in head.headers or head.http_version == "1.0"):
-            # Whoever is in between may believe the other one, and take the rest for a request (RFC 9112, 6.1).
+            # A proxy may use the other length and read the rest of the body as a request (smuggling, RFC 9112, 6.1).
             self._tally.connections_refused_total[ConnectionRefusal.MALFORMED] += 1
-            return 400, "the length of the body is given twice: send either transfer-encoding or content-length", ()
+            return 400, "the request gives two body lengths: send either transfer-encoding or content-length", ()
         self._is_known = self._setup.slots.knows(head.headers)
         if self._is_known:
             self.on_known()
@@ -320,7 +332,7 @@ class H11Connection:
         return None
 
     async def _respond(self, head: RequestHead) -> bool:
-        """Run the handler. Returns whether the response is whole."""
+        """Run the handler. Returns True if the response is complete and another request may follow."""
         tally = self._tally
         slots = self._setup.slots
         slots.take(is_known=self._is_known)
@@ -339,8 +351,8 @@ class H11Connection:
             slots.release(is_known=self._is_known, is_late=self._is_late)
             if exchange.started and not exchange.response.finished:
                 self._write_broken = True
-        if self._is_turned_away and not exchange.started:
-            await self._turn_away()
+        if self._is_body_unfinished and not exchange.started:
+            await self._refuse_unfinished()
         return exchange.response.finished and not self._write_broken
 
     async def _refuse(self, status: int, message: str, fields: HeaderFields = ()) -> None:
@@ -351,12 +363,13 @@ class H11Connection:
         encoded.append((b"connection", b"close"))
         await self.write(self.protocol.respond(status, encoded, body, is_ordinary=False))
 
-    async def _turn_away(self) -> None:
-        """Refuse a request that has not come whole, because the server is leaving."""
+    async def _refuse_unfinished(self) -> None:
+        """Refuse a request of which a part is missing, because the server drains."""
         self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
         fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.DRAINING.value))
-        with trio.move_on_after(self._limits.close_seconds_max):  # a courtesy: leaving must not wait for it
-            await self._refuse(503, "the server is shutting down: send the request to another one, or again", fields)
+        with trio.move_on_after(self._limits.close_seconds_max):  # the response must not delay the shutdown
+            message = "the server is shutting down: send the request again, or to another server"
+            await self._refuse(503, message, fields)
 
     # --- ending ---
 
@@ -364,14 +377,14 @@ class H11Connection:
         self._client_gone = True
         if self._exchange is not None:
             self._tally.exchanges_left_total += 1
-        self._whole.cancel()
+        self._scope.cancel()
 
-    def _stalled(self, *, takes_some: bool) -> None:
+    def _stalled(self, *, reads_some: bool) -> None:
         self._tally.exchanges_stalled_total += self._exchange is not None
-        reason = ConnectionRefusal.SLOW_READER if takes_some else ConnectionRefusal.STALLED
+        reason = ConnectionRefusal.SLOW_READER if reads_some else ConnectionRefusal.STALLED
         self._tally.connections_refused_total[reason] += 1
-        logger.info("client takes %s, connection ended peer=%s", "too little" if takes_some else "nothing", self._peer)
-        self._whole.cancel()
+        logger.info("client reads %s, connection ended peer=%s", "too little" if reads_some else "nothing", self._peer)
+        self._scope.cancel()
 
     async def _close(self, *, wait: bool) -> None:
         seconds_max = self._limits.close_seconds_max
@@ -383,14 +396,14 @@ class H11Connection:
         else:
             await close_now(self._transport, b"", seconds_max=seconds_max)
 
-    # --- the reader and the conversation wait for each other ---
+    # --- the reader and the task that serves requests wait for each other ---
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         if self._changed is None:
             self._changed = trio.Event()
         await self._changed.wait()
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         if self._changed is not None:
             self._changed.set()
             self._changed = None

@@ -1,4 +1,4 @@
-"""One request of an HTTP/1.1 connection as an exchange. Bytes go out where they are given: TCP is the only buffer."""
+"""The exchange of one HTTP/1.1 request. It writes bytes at once, so TCP is the only buffer."""
 
 from __future__ import annotations
 
@@ -19,36 +19,58 @@ __all__ = ["ExchangeOwner", "H11Exchange"]
 
 
 class ExchangeOwner(Protocol):
-    """What an exchange asks of its connection."""
+    """The interface of a connection for its exchange."""
 
-    def body_at_hand(self) -> bytes | None:
-        """What is left of the body, if all of it has come already."""
+    def arrived_body(self) -> bytes | None:
+        """Return the rest of the body, or None if a part of it may be missing."""
 
     async def next_body_piece(self) -> bytes | None:
-        """None at the end. Raises InvalidRequest when the framing is broken."""
+        """Wait for the next bytes of the body.
+
+        Returns:
+            None at the end of the body.
+
+        Raises:
+            InvalidRequest: the framing of the body is broken.
+        """
 
     protocol: H1Protocol
     write_count: int
-    """Of the connection, so far."""
+    """Number of writes of the connection so far."""
 
     def insert(self, data: bytes) -> None:
-        """Send between two writes, without waiting. Nothing happens while another write is under way."""
+        """Send bytes between two writes, without waiting. Does nothing while a write is unfinished.
+
+        Args:
+            data: bytes to send.
+        """
 
     async def write(self, data: bytes) -> None:
-        """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
+        """Send bytes. If the client has left or reads too slowly, the exchange's scope is cancelled instead.
+
+        Args:
+            data: bytes to send.
+        """
 
     def body_too_slow(self) -> None:
-        """To be counted: the body was given up."""
+        """Count a request body that missed its deadline."""
 
     def response_starts(self) -> bool:
-        """Whether the connection can go on after this response."""
+        """Skip the rest of the request body, and return True if the connection can stay open after the response."""
 
     def unix_seconds(self) -> int:
-        """The time of day."""
+        """Return the time of day, in seconds since 1970."""
 
 
 class H11Exchange(Exchange):
-    """Made, and its scope entered, by the connection."""
+    """The exchange of one HTTP/1.1 request. Its connection makes it and enters its scope.
+
+    Args:
+        owner: the connection.
+        head: of the request.
+        share: holds the request body.
+        limits: of the server.
+    """
 
     def __init__(self, owner: ExchangeOwner, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
         self.method = head.method
@@ -64,11 +86,11 @@ class H11Exchange(Exchange):
         self._limits = limits
         self._body_read = False
         self._beats: Beats | None = None
-        self._beat_within = b""  # the body
+        self._body_heartbeat = b""
         self._writes_seen = -1
 
     def expect_beats(self, beats: Beats) -> bool:
-        if self.http_version != "1.1":  # older clients know no interim responses
+        if self.http_version != "1.1":  # HTTP/1.0 clients do not know interim responses
             return False
         self._beats = beats
         self._writes_seen = self._owner.write_count
@@ -83,8 +105,8 @@ class H11Exchange(Exchange):
             self._writes_seen = write_count
         elif not response.started:
             self._owner.insert(interim_response(beats.fields))
-        elif self._beat_within:
-            self._owner.insert(self._owner.protocol.send_data(self._beat_within))
+        elif self._body_heartbeat:
+            self._owner.insert(self._owner.protocol.send_data(self._body_heartbeat))
 
     @property
     def started(self) -> bool:
@@ -93,29 +115,29 @@ class H11Exchange(Exchange):
     async def body(self) -> bytes:
         self.response.check_body_readable()
         self.share.check_announced(self.headers)
-        if not self._body_read and (whole := self._owner.body_at_hand()) is not None:
+        if not self._body_read and (whole := self._owner.arrived_body()) is not None:
             self.share.add(whole)
             self._body_read = True
         if self._body_read:
             await trio.lowlevel.checkpoint_if_cancelled()
             return await decoded_body(self.share, self.headers)
         pace = BodyPace(self._limits, now=trio.current_time())
-        with trio.CancelScope(deadline=pace.deadline) as patience:
+        with trio.CancelScope(deadline=pace.deadline) as timeout:
             while not self._body_read:
                 piece = await self._owner.next_body_piece()
                 if piece is None:
                     self._body_read = True
                 else:
                     self.share.add(piece)
-                    patience.deadline = pace.arrived(len(piece), now=trio.current_time())
-        if patience.cancelled_caught:
+                    timeout.deadline = pace.arrived(len(piece), now=trio.current_time())
+        if timeout.cancelled_caught:
             self._owner.body_too_slow()
             raise BodyTimeout(pace.timeout_message)
         await trio.lowlevel.checkpoint()
         return await decoded_body(self.share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        fields, is_ordinary = self._begin(status, headers, content_length=len(body), has_beats=True)
+        fields, is_ordinary = self._begin(status, headers, content_length=len(body), has_heartbeats=True)
         body = b"" if self.response.bodiless else body
         data = self._owner.protocol.respond(status, fields, body, is_ordinary=is_ordinary)
         self.response.finish()
@@ -124,8 +146,9 @@ class H11Exchange(Exchange):
     async def start(self, status: int, headers: HeaderFields) -> None:
         if self._beats is not None and not self.response.bodiless:
             media_type = next((value for name, value in headers if name.lower() == "content-type"), "")
-            self._beat_within = self._beats.within.get(media_type.partition(";")[0].strip(), b"")
-        fields, is_ordinary = self._begin(status, headers, content_length=None, has_beats=bool(self._beat_within))
+            self._body_heartbeat = self._beats.within.get(media_type.partition(";")[0].strip(), b"")
+        has_heartbeats = bool(self._body_heartbeat)
+        fields, is_ordinary = self._begin(status, headers, content_length=None, has_heartbeats=has_heartbeats)
         is_http_1_1 = self.http_version == "1.1"
         start = self._owner.protocol.start_response
         await self._owner.write(start(status, fields, is_ordinary=is_ordinary, is_http_1_1=is_http_1_1))
@@ -142,20 +165,29 @@ class H11Exchange(Exchange):
         await self._owner.write(self._owner.protocol.end_response(b"" if self.response.bodiless else last))
 
     def _begin(
-        self, status: int, headers: HeaderFields, *, content_length: int | None, has_beats: bool
+        self, status: int, headers: HeaderFields, *, content_length: int | None, has_heartbeats: bool
     ) -> tuple[EncodedFields, bool]:
-        """The fields of the response, which starts now, and whether it is an ordinary one: see H1Protocol.respond.
-        has_beats: it is whole, or beats go out within its body."""
-        if self._beats is not None and has_beats:
+        """Start the response.
+
+        Args:
+            status: HTTP status.
+            headers: from the handler.
+            content_length: bytes of the body of a complete response. None for a streamed one.
+            has_heartbeats: the response is complete, or its body contains heartbeats.
+
+        Returns:
+            The encoded fields, and `is_ordinary` for H1Protocol.
+        """
+        if self._beats is not None and has_heartbeats:
             headers = [*headers, *self._beats.fields]
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.response.start(status)
-        goes_on = self._owner.response_starts()
-        if not goes_on:
+        stays_open = self._owner.response_starts()
+        if not stays_open:
             fields.append((b"connection", b"close"))
-        return fields, goes_on and not self.response.bodiless and not _has_length(headers)
+        return fields, stays_open and not self.response.bodiless and not _has_length(headers)
 
 
 def _has_length(headers: HeaderFields) -> bool:
-    """Then h11 has to see that it is the body's."""
+    """Return True if the handler set content-length. Then h11 must check that the body has this length."""
     return any(name.lower() == "content-length" for name, _ in headers)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as a server speaks it, without I/O: bytes in, requests and their bodies out; responses in, bytes out.
+"""The server side of HTTP/1.1 without I/O: it turns bytes into requests, and responses into bytes.
 
-Two parsers stand behind it. Ordinary requests are read by hand (fast_path.py), and ordinary responses written so;
-all others are h11's. Which one has seen what is settled here, and nobody else needs to know that there are two.
+It uses two parsers. The fast path (fast_path.py) reads ordinary requests, and ordinary responses are encoded here. h11
+handles all others. Only this module knows which parser has seen which message.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ __all__ = ["BadHead", "H1Protocol"]
 
 EncodedFields = list[tuple[bytes, bytes]]
 
-CHUNKS_A_PIECE_MAX = 32  # of a body; h11 needs about 10 us for each, however small it is, and others want their turn
-FED_BODY_BYTES_MAX = 8192  # at a time, of a chunked body: each of its chunks costs us about a microsecond
-DROPPED_PIECES_MAX = 32  # of a body that nobody will read: whoever sends it in more crumbs gets a new connection
+# Chunks of a body that are read before other tasks run. h11 needs about 10 us for each, even if it is small.
+CHUNKS_A_PIECE_MAX = 32
+FED_BODY_BYTES_MAX = 8192  # bytes of a chunked body that ChunkSizes reads at a time, at about 1 us per chunk
+DROPPED_PIECES_MAX = 32  # pieces of an unwanted body that are skipped. If it has more, the connection ends.
 
 
-BLANK_LINE = re.compile(rb"\n\r?\n")  # the end of a head, as h11 sees it
+BLANK_LINE = re.compile(rb"\n\r?\n")  # the end of a head, by the rules of h11
 
 
 class BadHead(Exception):
-    """A request whose head cannot be read: it is to be refused with `status`, and the connection to be ended."""
+    """The head of a request cannot be read. The connection refuses the request and ends.
+
+    Args:
+        message: for the client.
+        status: HTTP status of the response.
+    """
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -38,18 +44,19 @@ class BadHead(Exception):
 
 
 class H1Protocol:
-    """One connection's side of it.
+    """The protocol state of one connection.
+
+    To read a request, call next_request, begin_body, and next_body_piece while the body is wanted. To answer it, call
+    respond, or start_response, any number of send_data, and end_response. After both, call next_cycle.
 
     Args:
         peer: the client's address.
         head_bytes_max: size of a request line and header fields.
         fields_max: header fields of a request, and trailers.
-        received: what was read already.
+        received: bytes that were read from the transport already.
 
-    A request is next_request, begin_body, and as much of its body as is wanted; a response is respond, or
-    start_response, any number of send_data, then end_response. When both are over, next_cycle.
-
-    request_ended: the whole request has been read.
+    Attributes:
+        request_ended: the whole request has been read.
     """
 
     def __init__(self, *, peer: str, head_bytes_max: int, fields_max: int, received: bytes = b"") -> None:
@@ -58,15 +65,15 @@ class H1Protocol:
         self._head_bytes_max = head_bytes_max
         self._fields_max = fields_max
         self._h11 = self._new_h11()
-        self._held = bytearray(received)  # arrived, and neither read by hand nor given to h11
-        self._passed_h11 = False  # a response did, or a request: it does not know where the conversation is
-        self._is_plain = False  # the request: its head and body are read by hand
-        self._plain_body_bytes = 0  # what is left of that
-        self._untold_head = b""  # of a plain request, as long as h11 has not seen it
-        self._chunk_sizes: ChunkSizes | None = None  # of a body whose length is not told beforehand
+        self._held = bytearray(received)  # bytes that neither the fast path nor h11 has read
+        self._bypassed_h11 = False  # h11 has not seen the request or the response, so its state is out of date
+        self._is_plain = False  # the fast path reads the head and the body of this request
+        self._plain_body_bytes = 0  # missing bytes of that body
+        self._unfed_head = b""  # the head of a plain request that h11 has not seen
+        self._chunk_sizes: ChunkSizes | None = None  # of a body without content-length
         self._request_broken = False
-        self._may_respond_by_hand = False
-        self._is_by_hand = False  # the response
+        self._may_encode_here = False  # the response may be encoded without h11, if it is ordinary
+        self._is_encoded_here = False  # the current response is
         self._is_chunked = False
 
     # --- requests ---
@@ -76,29 +83,36 @@ class H1Protocol:
 
     @property
     def held_bytes(self) -> int:
-        """How much has arrived that was not looked at."""
+        """Bytes that arrived and that no parser has read."""
         return len(self._held)
 
     @property
     def request_begun(self) -> bool:
-        """Whether anything of the next request has come."""
+        """True if at least one byte of the next request has arrived."""
         return bool(self._held) or bool(self._h11.trailing_data[0])
 
     def next_request(self) -> RequestHead | None:
-        """None: more of it has to come. Raises BadHead."""
+        """Read the head of the next request.
+
+        Returns:
+            None if the head is incomplete.
+
+        Raises:
+            BadHead: the head is malformed or too large.
+        """
         head = self._plain_request()
         if head is not None:
             return head
         try:
             while True:
-                # h11 reads any number of fields, also of a head that came behind the last request.
+                # h11 reads any number of fields. It may already hold this head, from behind the last request.
                 self._check_field_count(bytes(self._h11.trailing_data[0]))
                 event = self._h11.next_event()
                 if event is not h11.NEED_DATA:
                     break
                 if not self._held:
                     return None
-                # It looks at the size of a head only when it wants more of it.
+                # h11 checks the size of a head only when it needs more bytes of the head.
                 self._feed(self._head_bytes_max + 1 - len(self._h11.trailing_data[0]))
         except h11.RemoteProtocolError as error:
             raise BadHead(f"the request cannot be read: {error}", status=error.error_status_hint) from None
@@ -106,40 +120,54 @@ class H1Protocol:
         return _request_head(event, self._peer)
 
     def begin_body(self, head: RequestHead) -> None:
-        """The request that next_request gave is to be answered by a handler."""
-        # Of an ordinary request. All others are h11's: it knows when their connection has to end.
+        """Prepare to read the body of a request.
+
+        Args:
+            head: the last result of next_request.
+        """
+        # For all other requests, h11 encodes the response: it knows whether the connection must end.
         keeps_alive = (head.headers.get("connection") or "keep-alive").lower() == "keep-alive"
-        self._may_respond_by_hand = head.http_version == "1.1" and keeps_alive
+        self._may_encode_here = head.http_version == "1.1" and keeps_alive
         if self._is_plain:
             self.request_ended = not self._plain_body_bytes
         elif "transfer-encoding" in head.headers:
             self._chunk_sizes = ChunkSizes()
             self._chunk_sizes.feed(self._h11.trailing_data[0])
         elif (head.headers.get("content-length") or "0") == "0":
-            # Known from the start, so that what comes next counts as sent ahead.
+            # Read the end now, so that bytes that follow count as pipelined.
             end = self._h11.next_event()
             assert isinstance(end, h11.EndOfMessage), end
             self.request_ended = True
 
     @property
     def wants_continue(self) -> bool:
-        """Whether the client waits to be told before it sends the body: with continue_response."""
+        """True if the client waits for a 100 (Continue) before it sends the body: see continue_response."""
         return not self._is_plain and self._h11.they_are_waiting_for_100_continue
 
     @property
     def announced_body_bytes(self) -> int:
-        """How much a chunked body is at least; 0 for others, whose length stands in the head."""
+        """The least size of a chunked body, as far as known. 0 for a body with content-length."""
         return self._chunk_sizes.announced_bytes if self._chunk_sizes is not None else 0
 
-    def body_at_hand(self) -> bytes | None:
-        """What is left of the body, if all of it has come already; None also where that is not known."""
+    def arrived_body(self) -> bytes | None:
+        """Read the rest of the body at once.
+
+        Returns:
+            None if a part of the body is missing, or h11 parses the request.
+        """
         if not self._is_plain or len(self._held) < self._plain_body_bytes:
             return None
         return b"" if self.request_ended else self._take_plain_body()
 
     def next_body_piece(self) -> bytes | None:
-        """What has come of the body, at most CHUNKS_A_PIECE_MAX chunks. Empty: more of it has to come. None: that was
-        all. Raises InvalidRequest when its framing is broken."""
+        """Read the next bytes of the body, at most CHUNKS_A_PIECE_MAX chunks.
+
+        Returns:
+            Empty if no more bytes have arrived. None at the end of the body.
+
+        Raises:
+            InvalidRequest: the framing of the body is broken.
+        """
         if self.request_ended:
             return None
         if self._is_plain:
@@ -165,8 +193,10 @@ class H1Protocol:
         return None if self.request_ended and not chunks else b"".join(chunks)
 
     def drop_body(self) -> None:
-        """Pass over what has arrived of a body that nobody will read. One in too many pieces is not followed to its
-        end."""
+        """Skip the arrived bytes of a body that the handler will not read.
+
+        After DROPPED_PIECES_MAX pieces, the rest counts as broken, and the connection ends after the response.
+        """
         try:
             for _ in range(DROPPED_PIECES_MAX):
                 if self._request_broken or not self.next_body_piece():
@@ -174,7 +204,7 @@ class H1Protocol:
             else:
                 self._request_broken = not self.request_ended
         except InvalidRequest:
-            pass  # noted: the connection ends behind this response
+            pass  # _request_broken is set: the connection ends after this response
         if self._request_broken:
             self._held.clear()
 
@@ -185,47 +215,66 @@ class H1Protocol:
 
     @property
     def can_refuse(self) -> bool:
-        """Whether no response to this request has begun."""
+        """True if no response to this request has begun."""
         return self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     def respond(self, status: int, fields: EncodedFields, body: bytes, *, is_ordinary: bool) -> bytes:
-        """A whole response. is_ordinary: the connection goes on behind it, and its length follows from its body."""
-        if is_ordinary and self._may_respond_by_hand:
-            self._passed_h11 = True
+        """Encode a complete response.
+
+        Args:
+            status: HTTP status.
+            fields: all header fields except transfer-encoding.
+            body: the whole body, empty if the response has none.
+            is_ordinary: the connection stays open after the response, and the handler set no content-length.
+        """
+        if is_ordinary and self._may_encode_here:
+            self._bypassed_h11 = True
             return _head(status, fields) + body
         data = [h11.Data(data=body)] if body else []
         return self._through_h11(_response(status, fields), *data, h11.EndOfMessage())
 
     def start_response(self, status: int, fields: EncodedFields, *, is_ordinary: bool, is_http_1_1: bool) -> bytes:
-        """The head of a streamed one; is_ordinary as in respond."""
-        self._is_by_hand = is_ordinary and self._may_respond_by_hand
-        if self._is_by_hand:
-            self._is_chunked = self._passed_h11 = True
+        """Encode the head of a streamed response.
+
+        Args:
+            status: HTTP status.
+            fields: all header fields except transfer-encoding.
+            is_ordinary: as for respond.
+            is_http_1_1: the request has HTTP/1.1, so the body may be chunked.
+        """
+        self._is_encoded_here = is_ordinary and self._may_encode_here
+        if self._is_encoded_here:
+            self._is_chunked = self._bypassed_h11 = True
             return _head(status, [*fields, (b"transfer-encoding", b"chunked")])
         head = self._through_h11(_response(status, fields))
-        self._is_chunked = is_http_1_1 and not _has_length(fields)  # h11 sees to it, since no length is given
+        # Without content-length, h11 has added `transfer-encoding: chunked` to the head.
+        self._is_chunked = is_http_1_1 and not _has_length(fields)
         return head
 
     def send_data(self, data: bytes) -> bytes:
         if self._is_chunked:
-            # h11 keeps no count of chunks, and the way through it is most of what an event costs.
-            self._passed_h11 = True
+            # h11 does not count chunks, and it would be most of the cost of an event.
+            self._bypassed_h11 = True
             return _chunk(data)
         return self._through_h11(h11.Data(data=data))
 
     def end_response(self, last: bytes) -> bytes:
-        if self._is_by_hand:
+        if self._is_encoded_here:
             return (_chunk(last) if last else b"") + b"0\r\n\r\n"
         data = [h11.Data(data=last)] if last else []
         return self._through_h11(*data, h11.EndOfMessage())
 
     def next_cycle(self) -> bool:
-        """Begin with the next request. False: the connection has to end."""
+        """Prepare for the next request.
+
+        Returns:
+            False if the connection must end.
+        """
         if not self.request_ended:
             return False
         state = self._h11.our_state
-        if self._passed_h11:
-            # It has seen the request or its response, but not both: the next one begins with what it has left.
+        if self._bypassed_h11:
+            # h11 has seen the request or the response, but not both. Replace it, and keep its unread bytes.
             if state is h11.MUST_CLOSE:
                 return False
             if state is not h11.IDLE:
@@ -233,13 +282,13 @@ class H1Protocol:
                 self._h11 = self._new_h11()
                 if rest:
                     self._h11.receive_data(rest)
-            self._passed_h11 = False
+            self._bypassed_h11 = False
         elif state is h11.DONE:
             self._h11.start_next_cycle()
         else:
             return False
         self.request_ended = self._is_plain = False
-        self._untold_head = b""
+        self._unfed_head = b""
         self._chunk_sizes = None
         return True
 
@@ -249,7 +298,7 @@ class H1Protocol:
         return h11.Connection(h11.SERVER, max_incomplete_event_size=self._head_bytes_max)
 
     def _plain_request(self) -> RequestHead | None:
-        """The next request, if it is an ordinary one whose head is here and h11 has nothing of it."""
+        """Return the next request if it is ordinary, its head is complete, and h11 holds no byte of it."""
         if not self._held or self._h11.our_state is not h11.IDLE or self._h11.trailing_data[0]:
             return None
         plain = plain_request(
@@ -258,14 +307,15 @@ class H1Protocol:
         if plain is None:
             return None
         head, head_bytes, self._plain_body_bytes = plain
-        self._untold_head = bytes(self._held[:head_bytes])
+        self._unfed_head = bytes(self._held[:head_bytes])
         del self._held[:head_bytes]
-        self._is_plain = self._passed_h11 = True
+        self._is_plain = self._bypassed_h11 = True
         return head
 
     def _check_field_count(self, head: bytes) -> None:
-        """Of what has come of a head, which may have other bytes behind it."""
-        line_count_max = self._fields_max + 2  # the request line and the empty one
+        """Raise BadHead if a head has too many fields. `head` may be incomplete, or have bytes of the body behind
+        it."""
+        line_count_max = self._fields_max + 2  # with the request line and the empty line
         if head.count(b"\n") <= line_count_max:
             return
         end = BLANK_LINE.search(head)
@@ -287,11 +337,11 @@ class H1Protocol:
             self._chunk_sizes.feed(fed)
 
     def _through_h11(self, *events: h11.Event) -> bytes:
-        if self._untold_head:
-            # A response that is not ordinary: for that h11 has to know what was asked.
-            self._h11.receive_data(self._untold_head)
+        if self._unfed_head:
+            # The response is not ordinary. To encode it, h11 must have seen the request.
+            self._h11.receive_data(self._unfed_head)
             self._h11.next_event()
-            self._untold_head = b""
+            self._unfed_head = b""
         return b"".join([self._h11.send(event) or b"" for event in events])
 
 
@@ -313,8 +363,13 @@ def _head(status: int, fields: EncodedFields) -> bytes:
 
 
 def interim_response(fields: HeaderFields) -> bytes:
-    """102 Processing (RFC 2518, 10.1): the request was taken, and its response comes later. It changes nothing of what
-    may follow, so h11 does not have to know of it."""
+    """Encode a response 102 (Processing, RFC 2518, 10.1): the server has accepted the request and will answer later.
+
+    It does not change the protocol state, so h11 need not see it.
+
+    Args:
+        fields: header fields.
+    """
     lines = b"".join([b"%b: %b\r\n" % (name.encode("ascii"), value.encode("latin-1")) for name, value in fields])
     return b"HTTP/1.1 102 Processing\r\n%b\r\n" % lines
 
