@@ -11,7 +11,7 @@ import trio
 from trioserve.api.error_responses import Refusal
 from trioserve.api.turn.chat_turn import ChatTurn
 from trioserve.api.turn.turn_choice import CollectedChoice, ToolCall, TurnChoice
-from trioserve.api.turn.turn_request import Reasoning, ToolChoice, ToolMode, TurnRequest
+from trioserve.api.turn.turn_request import Reasoning, TurnRequest
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
@@ -24,6 +24,7 @@ from trioserve.text.response_parts import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from trioserve.text.tool_choice import ToolChoice, ToolMode
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -86,6 +86,7 @@ from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.restraints import with_tool_choice
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted
@@ -504,6 +505,8 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         resumable: bool = False,
         keep_logprobs: bool = False,
         adapter: str | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        strict: bool | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
         """A request, to be entered with `async with`; until then it holds nothing.
@@ -532,6 +535,10 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             keep_logprobs: those that were given are kept as long as the scope, where sampling asks for them: for
                 cut_off, and for a response that goes on with them.
             adapter: the name of a LoRA adapter (load_adapter). Entering raises UnknownModel if none is loaded under it.
+            tool_choice: which of the ChatPrompt's tools may or must be called, in the shape of OpenAI's API: "auto",
+                "none", "required", or a dict that names a function or allowed ones. Default: "auto".
+            strict: True: calls fit the schemas of their functions. False: free calls need not. Default: as each
+                function of the tools says by its own `strict`.
             part_of: the span of what it is made for, where requests are traced.
 
         Raises:
@@ -539,10 +546,12 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
                 id that the model does not have, a prompt that is too long) rises on entering.
         """
         sampling = self._bounded(instance_of(SamplingParams, "sampling", sampling, self.default_sampling))
+        prompt = checked_prompt(prompt)
+        prompt, sampling = with_tool_choice(prompt, sampling, self.families, self.tokenizer, tool_choice, strict)
         if resume is not None and not isinstance(resume, Resume):
             refuse("resume", resume, "a Resume, or None")
         request = OpenRequest(
-            checked_prompt(prompt),
+            prompt,
             sampling,
             **self._scope_arguments(
                 request_id=request_id,

@@ -9,10 +9,12 @@ from typing import Any
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 
-__all__ = ["IMAGE_MARK", "ContentForm", "prepared_messages"]
+__all__ = ["IMAGE_MARK", "ContentForm", "check_shape", "prepared_messages"]
 
 ARGUMENT_DEPTH_MAX = 64  # templates walk and print arguments recursively; those of real tools are ten deep at most
 ARGUMENT_VALUES_MAX = 100_000  # of all calls together; as Python objects they take ten times the room of their text
+JSON_DEPTH_MAX = 64  # as for arguments; a schema of real tools is ten deep at most
+JSON_VALUES_MAX = 100_000  # in one field; as Python objects they take ten times the room that they take on the wire
 _VALUE_MARKS = (",", "[", "{")  # each value but the first comes after one
 
 
@@ -158,3 +160,26 @@ def _append_to_content(message: dict[str, Any], text: str) -> None:
         raise InvalidRequest(
             "continue_final_message is set, but the final message has no text to continue", param="messages"
         )
+
+
+def check_shape(value: object, field: str) -> None:
+    """Check how many values a field holds and how deep they are nested, since templates walk and print all of them.
+
+    Raises:
+        InvalidRequest: more than JSON_VALUES_MAX values, or nested more than JSON_DEPTH_MAX deep.
+    """
+    count = 0
+    level = [value]
+    for _ in range(JSON_DEPTH_MAX):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+        count += len(level)
+        if count > JSON_VALUES_MAX:
+            raise InvalidRequest(f"{field} holds more than {JSON_VALUES_MAX} values", param=field)
+    raise InvalidRequest(f"{field} is nested more than {JSON_DEPTH_MAX} deep", param=field)

@@ -12,14 +12,15 @@ from trioserve.api.anthropic.surface import THREAD_UNSUPPORTED
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
-from trioserve.api.turn.messages import check_messages, check_shape
-from trioserve.api.turn.tools import checked_tools
-from trioserve.api.turn.turn_request import Reasoning, ToolChoice, ToolMode, TurnRequest
+from trioserve.api.turn.messages import check_messages
+from trioserve.api.turn.turn_request import Reasoning, TurnRequest
 from trioserve.api.unread_fields import UNSET_VALUES
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.text.chat_messages import check_shape
+from trioserve.text.tool_choice import ToolChoice, ToolMode, checked_tools
 
 if TYPE_CHECKING:
     from trioserve.http.headers import Headers

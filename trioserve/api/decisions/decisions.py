@@ -11,9 +11,9 @@ from trioserve.api.decisions.questions import Weighed, asked, has_ids
 from trioserve.api.decisions.request_types import DecisionsBody
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.request_context import RequestContext
-from trioserve.api.turn.messages import check_shape
 from trioserve.contracts.pooling import LabelledPrompt, PoolingParams
 from trioserve.contracts.prompt import ChatPrompt
+from trioserve.text.chat_messages import check_shape
 
 __all__ = ["create_decisions"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.api.ollama.request_types import NUM_PREDICT_MIN, OllamaAnswerBody, OllamaOptions
-from trioserve.api.turn.messages import check_shape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.text.chat_messages import check_shape
 
 __all__ = ["form_of", "sampling_of"]
 

@@ -13,9 +13,9 @@ from trioserve.api.ollama.sampling import form_of, sampling_of
 from trioserve.api.openai.prompt_fields import gap_of
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.turn.messages import check_messages
-from trioserve.api.turn.tools import checked_tools
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.tool_choice import checked_tools
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine

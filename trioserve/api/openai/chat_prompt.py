@@ -9,14 +9,15 @@ from typing import Any, cast, get_args
 
 from trioserve.api.openai.form_fields import form_of
 from trioserve.api.openai.request_types import ChatBody, TokenizeBody
-from trioserve.api.turn.messages import check_messages, check_shape
-from trioserve.api.turn.tools import checked_tools, tool_choice_of
-from trioserve.api.turn.turn_request import Reasoning, ReasoningEffort, ToolChoice, TurnRequest
+from trioserve.api.turn.messages import check_messages
+from trioserve.api.turn.turn_request import Reasoning, ReasoningEffort, TurnRequest
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.thinking import THINKING_TOKENS_MAX
+from trioserve.text.chat_messages import check_shape
+from trioserve.text.tool_choice import ToolChoice, checked_tools, tool_choice_of
 
 __all__ = ["chat_prompt", "turn_request"]
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
-from trioserve.api.turn.messages import check_shape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import CHOICES_MAX, StructuredOutput
+from trioserve.text.chat_messages import check_shape
 
 __all__ = ["FormFields", "JsonSchemaFormat", "ResponseFormat", "StructuredOutputs", "form_of"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from trioserve.api.responses.items import Item
 from trioserve.api.turn.image_parts import image_part, joined_content
-from trioserve.api.turn.messages import check_shape
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.chat_messages import check_shape
 
 __all__ = ["ITEMS_MAX", "checked_items", "messages_of"]
 

@@ -18,11 +18,11 @@ from trioserve.api.responses.request_types import (
 from trioserve.api.responses.response_object import ResponseHead
 from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
 from trioserve.api.responses.tools import Tools, parse_tools
-from trioserve.api.turn.messages import check_shape
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.text.chat_messages import check_shape
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.turn.messages import check_shape
-from trioserve.api.turn.tools import FUNCTION_NAME, TOOLS_MAX
-from trioserve.api.turn.turn_request import ToolChoice, ToolMode
 from trioserve.contracts.arguments import shown as shown_value
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.chat_messages import check_shape
+from trioserve.text.tool_choice import FUNCTION_NAME, TOOLS_MAX, ToolChoice, ToolMode
 
 __all__ = ["CallKind", "ShownTool", "Tools", "parse_tools"]
 

@@ -30,13 +30,13 @@ from trioserve.api.generation import (
     wait_until_begun,
 )
 from trioserve.api.resumption import Resumption, skip_known
-from trioserve.api.turn.restraints import restrained
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.api.whole_response import ResponseBound
 from trioserve.contracts.output import Delta
 from trioserve.text.response_families import offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
+from trioserve.text.restraints import restrained
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
@@ -114,7 +114,19 @@ class ChatTurn:
         self._tools = offered_tools(request.offered_tools)
         families = engine.families
         has_tools = bool(self._tools)
-        sampling = restrained(request, families, engine.tokenizer)
+        if request.plain_prompt is not None:
+            sampling = msgspec.structs.replace(request.sampling, structured=request.structured)
+        else:
+            sampling = restrained(
+                request.sampling,
+                families,
+                engine.tokenizer,
+                tools=request.offered_tools,
+                tool_choice=request.tool_choice,
+                structured=request.structured,
+                parallel_tool_calls=request.parallel_tool_calls,
+                reasoning_tokens_max=request.reasoning.budget_tokens,
+            )
         self.is_plain = request.plain_prompt is not None or not families.needs_parser(has_tools=has_tools)
         if not self.is_plain and families.needs_special_tokens(has_tools=has_tools):
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)

@@ -7,11 +7,9 @@ from typing import Any
 from trioserve.api.turn.image_parts import check_image_part
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.chat_messages import check_shape
 
-__all__ = ["check_messages", "check_shape"]
-
-JSON_DEPTH_MAX = 64  # templates walk and print these values recursively; a schema of real tools is ten deep at most
-JSON_VALUES_MAX = 100_000  # in one field; as Python objects they take ten times the room that they take on the wire
+__all__ = ["check_messages"]
 
 
 def check_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -111,22 +109,3 @@ def _check_part(part: object, path: str) -> None:
         )
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
-
-
-def check_shape(value: object, field: str) -> None:
-    """Raises InvalidRequest if there is more in it, or further down, than a template should have to walk."""
-    count = 0
-    level = [value]
-    for _ in range(JSON_DEPTH_MAX):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-        count += len(level)
-        if count > JSON_VALUES_MAX:
-            raise InvalidRequest(f"{field} holds more than {JSON_VALUES_MAX} values", param=field)
-    raise InvalidRequest(f"{field} is nested more than {JSON_DEPTH_MAX} deep", param=field)

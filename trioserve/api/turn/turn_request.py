@@ -6,7 +6,6 @@ any surface is known here.
 
 from __future__ import annotations
 
-import enum
 from typing import Any, Literal
 
 import msgspec
@@ -17,23 +16,9 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.text.tool_choice import ToolChoice
 
-__all__ = ["ReasoningEffort", "Reasoning", "ToolChoice", "ToolMode", "TurnRequest"]
-
-
-class ToolMode(enum.Enum):
-    AUTO = "auto"  # the model may call, or not
-    NONE = "none"  # the model is not shown the tools
-    REQUIRED = "required"  # the response is one call or several
-    NAMED = "named"  # the response is a call of one function
-
-
-class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """name: of the function, if one is named. allowed: the functions that may be called; None: all."""
-
-    mode: ToolMode = ToolMode.AUTO
-    name: str | None = None
-    allowed: tuple[str, ...] | None = None
+__all__ = ["Reasoning", "ReasoningEffort", "TurnRequest"]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -93,12 +78,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """Those that the model is shown, and may call."""
-        choice = self.tool_choice
-        if choice.mode is ToolMode.NONE or not self.tools:
-            return None
-        if choice.allowed is None:
-            return self.tools
-        return [tool for tool in self.tools if tool["function"]["name"] in choice.allowed] or None
+        return self.tool_choice.offered(self.tools)
 
     def prompt(self) -> ChatPrompt:
         """Of one that has messages."""

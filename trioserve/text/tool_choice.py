@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Any
 
 import msgspec
 
-from trioserve.api.turn.messages import check_shape
-from trioserve.api.turn.turn_request import ToolChoice, ToolMode
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.chat_messages import check_shape
 
-__all__ = ["FUNCTION_NAME", "checked_tools", "named_functions", "tool_choice_of"]
+__all__ = ["FUNCTION_NAME", "TOOLS_MAX", "ToolChoice", "ToolMode", "checked_tools", "named_functions", "tool_choice_of"]
 
 TOOLS_MAX = 128  # as in OpenAI's API; each is part of every prompt, and a branch of the grammar when a call is forced
 NAME_CHARACTERS_MAX = 128
 FUNCTION_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{NAME_CHARACTERS_MAX}}}")
 TOOL_CHARACTERS_MAX = 262_144  # of one tool as JSON; the largest in use have a tenth
 _NAMES_ALLOWED = f"allowed are 1 to {NAME_CHARACTERS_MAX} letters, digits, underscores, dots and hyphens"
+
+
+class ToolMode(enum.Enum):
+    AUTO = "auto"  # the model may call, or not
+    NONE = "none"  # the model is not shown the tools
+    REQUIRED = "required"  # the response is one call or several
+    NAMED = "named"  # the response is a call of one function
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """name: of the function, if one is named. allowed: the functions that may be called; None: all."""
+
+    mode: ToolMode = ToolMode.AUTO
+    name: str | None = None
+    allowed: tuple[str, ...] | None = None
+
+    def offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Those of the checked tools that the model is shown, and may call. None: no tools."""
+        if self.mode is ToolMode.NONE or not tools:
+            return None
+        if self.allowed is None:
+            return tools
+        return [tool for tool in tools if tool["function"]["name"] in self.allowed] or None
+
 
 _MODES = {mode.value: ToolChoice(mode=mode) for mode in (ToolMode.AUTO, ToolMode.NONE, ToolMode.REQUIRED)}
 
