@@ -1,4 +1,4 @@
-"""Images that are decoded in processes: the same pixels as here, and whatever goes wrong fails one image alone."""
+"""Decoding images in processes: pixels are equal to decoding in the server's process, and a fault fails one image."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def picture(decoder: ImageDecoder, content: bytes) -> Picture:
         return await decoder.picture(content, "here")
 
 
-async def test_a_process_makes_the_pixels_that_would_be_made_here() -> None:
+async def test_process_decodes_the_same_pixels() -> None:
     content = png(mode="RGBA")
     with decoding() as decoder:
         async with decoder.turn("key"):
@@ -57,7 +57,7 @@ async def test_a_process_makes_the_pixels_that_would_be_made_here() -> None:
             assert await decoder.mask(content, "here") == decoded_mask(content, LIMITS, "here")
 
 
-async def test_a_damaged_file_is_refused_as_it_would_be_here_and_the_next_one_is_read() -> None:
+async def test_damaged_file_is_refused_and_the_process_decodes_the_next_file() -> None:
     content = png()
     with decoding() as decoder:
         with pytest.raises(InvalidRequest, match=r"here cannot be decoded .* damaged or incomplete") as refusal:
@@ -66,7 +66,7 @@ async def test_a_damaged_file_is_refused_as_it_would_be_here_and_the_next_one_is
         assert (await picture(decoder, content)).width == 40
 
 
-async def test_the_largest_image_has_memory_enough_in_every_mode() -> None:
+async def test_largest_image_fits_the_memory_limit_in_every_mode() -> None:
     side = 1500
     with decoding(msgspec.structs.replace(LIMITS, pixels_max=side * side)) as decoder:
         for mode in ("RGB", "RGBA", "P", "I;16"):
@@ -88,7 +88,7 @@ async def test_a_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await picture(decoder, png())).width == 40
 
 
-async def test_a_slow_image_fails_its_own_request_with_the_option_to_change() -> None:
+async def test_error_of_a_slow_image_names_the_timeout_option() -> None:
     slow = [sys.executable, "-c", "import signal; signal.pause()"]
     with decoding(msgspec.structs.replace(LIMITS, decode_seconds_max=0.01)) as decoder:
         decoder._pool = ProcessPool(lambda file: slow, processes_max=2)
@@ -96,28 +96,28 @@ async def test_a_slow_image_fails_its_own_request_with_the_option_to_change() ->
             await picture(decoder, png())
 
 
-async def test_a_process_that_cannot_start_asks_the_client_to_come_again() -> None:
+async def test_client_may_retry_if_no_process_can_start() -> None:
     with decoding() as decoder:
         decoder._pool = ProcessPool(lambda file: ["/no/such/program"], processes_max=2)
         with pytest.raises(Overloaded, match="no process could be started"):
             await picture(decoder, png())
 
 
-async def test_a_process_that_ends_is_told_to_the_client() -> None:
+async def test_error_says_how_the_process_ended() -> None:
     with decoding() as decoder:
         decoder._pool = ProcessPool(lambda file: [sys.executable, "-c", "raise SystemExit(7)"], processes_max=2)
         with pytest.raises(InvalidRequest, match="ended with code 7"):
             await picture(decoder, png())
 
 
-async def test_nothing_is_started_for_what_a_header_refuses() -> None:
+async def test_image_refused_by_its_header_starts_no_process() -> None:
     with decoding() as decoder:
         with pytest.raises(InvalidRequest, match="no image"):
             await picture(decoder, b"<svg/>")
         assert decoder._pool.started_total == 0
 
 
-def test_a_job_of_a_server_that_has_gone_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_skips_jobs_after_the_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[DecodeJob] = []
 
     def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes]:

@@ -1,4 +1,4 @@
-"""The line before an engine of our own: who waits, for how long, and when a lease is another's."""
+"""The queue before the local engine: order, limits, and the moment at which a lease passes to the next request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shown(fake: FakeEngine, name: str) -> float:
     return float(value)
 
 
-async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_clock):
+async def test_burst_of_one_tenant_does_not_delay_another_tenant(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, waiting_requests_max=20, step_seconds=0.01) as fake:
         ended: list[str] = []
 
@@ -38,12 +38,12 @@ async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_cloc
                 nursery.start_soon(ask, "burst")
                 await wait_all_tasks_blocked()
             nursery.start_soon(ask, "steady")
-        # One ran, four were prepared, and of the queue its own turn was one of the first two.
+        # One request ran, four were prepared, and the steady tenant had one of the first two turns in the queue.
         assert ended.index("steady") <= 6
         fake.assert_all_free()
 
 
-async def test_prompt_tokens_in_the_queue_are_bounded_before_they_are_counted_exactly(autojump_clock):
+async def test_queue_limits_estimated_prompt_tokens(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
 
         async def ask(prompt: list[int]) -> None:
@@ -64,7 +64,7 @@ async def test_prompt_tokens_in_the_queue_are_bounded_before_they_are_counted_ex
         fake.steps.release()
 
 
-async def test_tokens_that_are_known_of_a_response_count_as_those_of_its_prompt(autojump_clock):
+async def test_known_output_of_a_resumed_response_counts_as_prompt_tokens(autojump_clock):
     resume = Resume(token_ids=((65,) * 10, (65,) * 5), finished=(False, True))
     sampling = SamplingParams(n=2, max_tokens=12)
     async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
@@ -86,7 +86,7 @@ async def test_tokens_that_are_known_of_a_response_count_as_those_of_its_prompt(
         fake.steps.release()
 
 
-async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
+async def test_requests_are_refused_after_the_longest_wait(autojump_clock, caplog):
     caplog.set_level("INFO", logger="trioserve.engine")
     async with open_memory_server(max_num_seqs=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
         server.engine.steps.hold()
@@ -102,8 +102,8 @@ async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
         await server.assert_all_free()
 
 
-async def test_a_lease_goes_on_together_with_the_blocks(autojump_clock):
-    """The client has left, and the step still reads its blocks: nobody else is let in for it."""
+async def test_lease_passes_on_only_when_the_blocks_are_free(autojump_clock):
+    """The client leaves while a step reads its blocks. The next request waits until that step has ended."""
     async with open_fake_engine(max_num_seqs=1, waiting_requests_max=1) as fake:
         fake.steps.hold()
         async with trio.open_nursery() as nursery:
@@ -120,7 +120,7 @@ async def test_a_lease_goes_on_together_with_the_blocks(autojump_clock):
             nursery.cancel_scope.cancel()
 
 
-async def test_the_tenant_is_a_header(autojump_clock):
+async def test_header_sets_the_tenant(autojump_clock):
     async with open_memory_server(max_num_seqs=1, waiting_requests_max=20) as server:
         tenants: list[str] = []
         begin = server.engine.dispatch.begin
@@ -146,5 +146,5 @@ async def test_the_tenant_is_a_header(autojump_clock):
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 40}, 7]}, {}]), 11),
     ],
 )
-def test_tokens_are_estimated_from_what_came(prompt, tokens):
+def test_prompt_tokens_are_estimated_from_the_length(prompt, tokens):
     assert local_request([prompt], tenant="", priority=0, sequences=1).prompt_tokens == tokens

@@ -1,4 +1,4 @@
-"""What becomes of prompts, and in which thread."""
+"""Encoding prompts: results, refusals, and the thread that does the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(thread, options) of each call of the tokenizer's encode, once an engine was given to watch()."""
+    """Return a function that records (thread, options) of each later call of an engine's tokenizer.encode."""
     seen: list[tuple[str, dict[str, object]]] = []
 
     def watch(engine) -> list[tuple[str, dict[str, object]]]:
@@ -62,7 +62,7 @@ async def test_a_chat_is_rendered_in_a_text_thread_if_anything_in_it_may_take_lo
         assert [where for where, _options in seen] == [thread]
 
 
-async def test_what_cannot_fit_is_refused_before_it_is_tokenized(calls):
+async def test_prompt_that_cannot_fit_is_refused_before_tokenizing(calls):
     """The longest token of the vocabulary, <|end|>, has 7 bytes."""
     async with open_fake_engine(context_tokens_max=128) as fake:
         seen = calls(fake)
@@ -81,8 +81,8 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(calls):
         assert fake.stats().blocks_used == 0
 
 
-async def test_what_might_have_fitted_is_counted(calls):
-    """Between the context and its longest spelling a prompt is tokenized, so that its tokens can be counted."""
+async def test_prompt_that_may_fit_is_tokenized_and_counted(calls):
+    """A text that would fit with the longest tokens is tokenized, so that its tokens can be counted."""
     async with open_fake_engine(context_tokens_max=128) as fake:
         assert await fake.encode("<|end|>" * 128) == [256] * 128
         assert len(await fake.encode("x" * 7 * 128)) == 7 * 128
@@ -90,22 +90,22 @@ async def test_what_might_have_fitted_is_counted(calls):
             await fake.encode("x" * (7 * 128 + 1))
 
 
-async def test_only_what_a_template_writes_counts():
-    """A template may leave messages out, as some do with earlier reasoning."""
+async def test_only_the_rendered_text_of_a_chat_counts():
+    """A template may leave parts of the messages out. Some templates leave out earlier reasoning."""
     async with open_fake_engine(context_tokens_max=128) as fake:
         messages = [{"role": "user", "content": "x" * 100_000}, {"role": "user", "content": "hi"}]
         chat = ChatPrompt(messages=messages, chat_template="{{ messages[-1].content }}")
         assert await fake.encode(chat) == list(b"hi")
 
 
-async def test_too_many_token_ids_are_refused_unread():
+async def test_too_many_token_ids_are_refused_before_they_are_checked():
     async with open_fake_engine(context_tokens_max=128) as fake:
         assert await fake.encode([1] * 128) == [1] * 128
         with pytest.raises(ContextTooLong, match="maximum context length is 128 tokens, and the prompt has 129"):
             await fake.encode([-1] * 129)
 
 
-async def test_the_caller_says_whether_text_begins_with_special_tokens(calls):
+async def test_caller_chooses_whether_special_tokens_are_added(calls):
     async with open_fake_engine() as fake:
         seen = calls(fake)
         await fake.encode("x", add_special_tokens=False)
@@ -114,7 +114,7 @@ async def test_the_caller_says_whether_text_begins_with_special_tokens(calls):
         assert [options for _thread, options in seen] == [{"add_special_tokens": False}] * 2
 
 
-async def test_token_ids_come_back_as_text_if_the_model_has_them():
+async def test_decode_returns_text_and_refuses_unknown_token_ids():
     async with open_fake_engine() as fake:
         assert await fake.decode(b"text") == "text"
         assert await fake.decode([ord("x")] * 2000) == "x" * 2000
@@ -125,7 +125,7 @@ async def test_token_ids_come_back_as_text_if_the_model_has_them():
 
 
 @pytest.mark.parametrize("count", [1, 2000])
-async def test_numbers_that_are_no_integers_are_no_token_ids(count):
+async def test_token_ids_must_be_integers(count):
     async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         assert await fake.encode([1] * count) == [1] * count
         with pytest.raises(InvalidRequest, match=r"prompt holds 1\.0 \(float\), allowed is a list of token ids"):

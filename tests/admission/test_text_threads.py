@@ -1,6 +1,6 @@
-"""A long text delays none that is shorter, and what is tokenized for its own sake delays no request and has a bound.
+"""A long text does not delay shorter texts. Work aside delays no request, and is limited.
 
-Real threads and so the real clock; nothing here waits for time to pass.
+The tests use real threads and the real clock. No test waits for time to pass.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.fair_places import FairPlaces
 from trioserve.trio_tools.long_job import JobCancelled
 
-WAIT_SECONDS_MAX = 60  # a test that fails must end; a machine that is busy must not make one fail
+WAIT_SECONDS_MAX = 60  # ends a failing test. Long enough for a busy machine.
 
 
 class Gate:
-    """Jobs that stay in their threads until it opens."""
+    """Jobs that stay in their threads until the gate opens."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -58,7 +58,7 @@ def gate() -> Iterator[Gate]:
     made.open()
 
 
-def hold_up_long_texts(engine: FakeEngine, gate: Gate, longer_than: int) -> None:
+def block_long_texts(engine: FakeEngine, gate: Gate, longer_than: int) -> None:
     encode = engine.tokenizer.encode
 
     def slow(text: str, **options: Any) -> list[int]:
@@ -87,9 +87,9 @@ ENGINE: dict[str, Any] = {
         (LONG_CHARACTERS_MAX + 1, 2000),
     ],
 )
-async def test_a_long_prompt_delays_none_that_is_much_shorter(long, short, gate):
+async def test_long_prompt_does_not_delay_a_much_shorter_prompt(long, short, gate):
     async with open_fake_engine(**ENGINE) as fake:
-        hold_up_long_texts(fake, gate, short)
+        block_long_texts(fake, gate, short)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fake.encode, "x" * long)
             await gate.wait_until_begun()
@@ -102,9 +102,9 @@ async def test_a_long_prompt_delays_none_that_is_much_shorter(long, short, gate)
     ("path", "body"),
     [("/tokenize", {"prompt": "x" * 5000}), ("/tokenize", {"messages": [{"role": "user", "content": "x" * 5000}]})],
 )
-async def test_tokenizing_delays_no_prompt_however_long(path, body, gate):
+async def test_tokenize_endpoint_does_not_delay_prompts(path, body, gate):
     async with open_memory_server(**ENGINE) as server:
-        hold_up_long_texts(server.engine, gate, 4999)
+        block_long_texts(server.engine, gate, 4999)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(server.client().post, path, body)
             await gate.wait_until_begun()
@@ -114,9 +114,9 @@ async def test_tokenizing_delays_no_prompt_however_long(path, body, gate):
             gate.open()
 
 
-async def test_of_texts_that_are_tokenized_for_their_own_sake_few_may_wait(gate):
+async def test_number_of_waiting_tokenize_requests_is_limited(gate):
     async with open_memory_server(**ENGINE) as server:
-        hold_up_long_texts(server.engine, gate, 4999)
+        block_long_texts(server.engine, gate, 4999)
         statuses: list[int] = []
 
         async def ask() -> None:
@@ -144,7 +144,7 @@ async def test_of_texts_that_are_tokenized_for_their_own_sake_few_may_wait(gate)
         assert refused.endswith(" 2.0")
 
 
-async def test_one_key_leaves_room_for_the_texts_of_others(gate):
+async def test_one_owner_cannot_use_all_jobs_aside(gate):
     async with TextThreads() as threads, trio.open_nursery() as nursery:
 
         async def tokenize(owner: str | None) -> None:
@@ -163,7 +163,7 @@ async def test_one_key_leaves_room_for_the_texts_of_others(gate):
         gate.open()
 
 
-async def test_the_longest_text_comes_alone_and_others_after_it(gate):
+async def test_text_above_the_character_limit_runs_alone(gate):
     async with TextThreads() as threads, trio.open_nursery() as nursery:
 
         async def tokenize(size: int) -> None:
@@ -180,7 +180,7 @@ async def test_the_longest_text_comes_alone_and_others_after_it(gate):
 
 
 @pytest.mark.slow
-async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no_longer(gate):
+async def test_cancelled_caller_releases_its_place_and_its_text(gate):
     class Text:
         pass
 
@@ -193,7 +193,7 @@ async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokenize, Text())
             await gate.wait_until_begun()
-            gc.freeze()  # looking through all that other tests have left takes a second each time
+            gc.freeze()  # otherwise each collection scans all objects of earlier tests, which takes a second
             for _ in range(3 * ASIDE_JOBS_OF_ONE_MAX):
                 text = Text()
                 is_kept = weakref.ref(text)
@@ -203,7 +203,7 @@ async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no
                     del text
                     inner.cancel_scope.cancel()
                 gc.collect()
-                assert is_kept() is None, "the thread has not come to it, and holds it"
+                assert is_kept() is None, "the thread holds a text that it has not processed"
             gc.unfreeze()
             gate.open()
         with threads.aside("key") as texts:
@@ -217,12 +217,12 @@ STAGES: dict[str, Any] = {
     "short texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=2000),
     "long texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=SHORT_CHARACTERS_MAX + 1),
     "longest texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=LONG_CHARACTERS_MAX + 1),
-    "forms": lambda threads, key, job: threads.run_compile(job, tenant=key),
+    "schemas and grammars": lambda threads, key, job: threads.run_compile(job, tenant=key),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_tenant_waits_for_one_job_of_a_tenant_with_hundreds(stage, gate):
+async def test_tenant_waits_for_at_most_one_job_of_a_busy_tenant(stage, gate):
     run, order = STAGES[stage], []
     async with TextThreads() as threads, trio.open_nursery() as nursery:
         nursery.start_soon(run, threads, "flood", gate.job)
@@ -237,7 +237,7 @@ async def test_a_tenant_waits_for_one_job_of_a_tenant_with_hundreds(stage, gate)
     assert len(order) == 201
 
 
-async def test_texts_for_their_own_sake_take_turns(gate):
+async def test_owners_of_jobs_aside_take_turns(gate):
     order: list[str] = []
 
     async def ask(threads: TextThreads, owner: str, job: Any) -> None:
@@ -256,7 +256,7 @@ async def test_texts_for_their_own_sake_take_turns(gate):
     assert order[0] == "other"
 
 
-async def test_a_compile_that_nobody_waits_for_ends(gate):
+async def test_compiling_ends_early_after_its_caller_is_cancelled(gate):
     ended: list[str] = []
 
     def compile_parts(check: Any) -> None:
@@ -276,10 +276,10 @@ async def test_a_compile_that_nobody_waits_for_ends(gate):
     assert ended == ["in the middle"]
 
 
-async def test_a_tenant_with_too_many_texts_is_refused_and_others_are_served(gate, monkeypatch):
+async def test_tenant_with_too_many_waiting_texts_is_refused(gate, monkeypatch):
     monkeypatch.setattr("trioserve.admission.text_threads.FairPlaces", partial(FairPlaces, waiting_of_one_max=2))
     async with open_memory_server(**ENGINE) as server:
-        hold_up_long_texts(server.engine, gate, 4999)
+        block_long_texts(server.engine, gate, 4999)
         statuses: list[int] = []
 
         async def ask(tenant: str) -> None:
@@ -309,10 +309,10 @@ async def test_a_tenant_with_too_many_texts_is_refused_and_others_are_served(gat
 
 
 class PanicException(BaseException):
-    """As PyO3 names and derives what a panic of Rust code raises."""
+    """Stands for a panic in Rust code, with the name and base class that PyO3 uses."""
 
 
-async def test_a_panic_of_a_library_fails_its_job_and_not_the_thread():
+async def test_library_panic_fails_its_job_but_not_the_thread():
     def panic(*_):
         raise PanicException("index out of bounds")
 
@@ -325,7 +325,7 @@ async def test_a_panic_of_a_library_fails_its_job_and_not_the_thread():
         assert await threads.run(lambda: 7, size=1) == 7
 
 
-async def test_a_panic_while_a_request_is_read_or_written_fails_that_request_alone(monkeypatch, autojump_clock):
+async def test_library_panic_fails_only_one_request(monkeypatch, autojump_clock):
     async with open_memory_server() as server:
         body = {"prompt": "Hi", "max_tokens": 4}
 

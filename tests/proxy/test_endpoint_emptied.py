@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.admission.dispatch import Taken
+from trioserve.admission.dispatch import Withdrawn
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.proxy.endpoint_watch import WatchSettings
 
@@ -203,7 +203,7 @@ async def test_a_request_is_not_taken_while_an_event_is_on_its_way_to_the_client
                     await trio.lowlevel.checkpoint()
                 is_told = True
 
-            with pytest.raises(Taken), admission.attempt():
+            with pytest.raises(Withdrawn), admission.attempt():
                 admission.first_token()
                 await admission.tell(tell())
             assert is_told

@@ -1,13 +1,12 @@
-"""The scope in which a request waits, has its lease and goes to its endpoint: the router as a Trio program sees it.
-Decides nothing; see router/core.
+"""The Trio shell around the router core: scopes in which a request waits, gets its lease and runs at its endpoint.
 
-with dispatch.enter(request) as admission:      # refusals rise here; leaving gives back whatever it holds
-    endpoint = await admission.lease()          # or here, for those that had to wait
-    with admission.attempt():
-        ...                                     # the request goes there; admission.first_token() once it answers
+    with dispatch.enter(request) as admission:      # raises refusals; leaving returns the lease
+        endpoint = await admission.lease()          # raises the refusals of requests that waited
+        with admission.attempt():
+            ...                                     # send the request; admission.first_token() once it answers
 
-A request that is disaggregated has two leases, one after the other: admission.stage says what is to be done with the
-one in hand, and admission.prefilled() gives the first one back.
+The core makes all decisions, see router/core. A disaggregated request has two leases, one after the other.
+admission.stage says what the current lease is for, and admission.prefilled() returns the first lease.
 """
 
 from __future__ import annotations
@@ -32,13 +31,18 @@ from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["AdmissionScope", "Dispatch", "Fault", "Taken"]
+__all__ = ["AdmissionScope", "Dispatch", "Fault", "Withdrawn"]
 
 RETRY_SECONDS = 5.0
 
 
-class Taken(EndpointLost):
-    """The router takes the request from its endpoint. fault: why."""
+class Withdrawn(EndpointLost):
+    """The router withdraws the request from its endpoint.
+
+    Args:
+        message: Explanation for the log and the client.
+        fault: Why the request is withdrawn.
+    """
 
     def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
@@ -47,14 +51,21 @@ class Taken(EndpointLost):
 
 @uninterrupted
 class Dispatch:
-    """One router. Every method belongs to the thread of the Trio program that runs it.
+    """One router. All methods must be called in the thread of the Trio program that runs it.
 
-    on_gone: told of an endpoint that was drained and is empty. on_move: told of a request that has a lease elsewhere,
-    so that its endpoint may give it away; it owes `admission.take()`, unless the attempt ends before that.
-    on_drain: told that nothing new is taken.
-    on_wait_over: told how many seconds a request has waited when it gets its lease, or is refused in the queue.
-    on_paired: told how many seconds a disaggregated request took from the end of its prompt to the first token of its
-    response.
+    Args:
+        settings: Limits and timeouts.
+        policy: Makes the policy that chooses endpoints.
+        rng: Source of random numbers. Default: a new one.
+
+    Attributes:
+        on_gone: Called with an endpoint that was drained and has no request left.
+        on_move: Called with a request that has a lease at another endpoint. Its endpoint may hand it over. The callee
+            must make sure that `admission.withdraw()` is called, unless the attempt ends earlier.
+        on_drain: Called when the router accepts no new requests any more.
+        on_wait_over: Called with the seconds that a request waited, when it gets its lease or is refused in the queue.
+        on_paired: Called with the seconds between the end of a disaggregated request's prompt and its first token.
+        load_reports_total: Load reports by how they came: "asked" or "pushed".
     """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, rng: Rng | None = None) -> None:
@@ -67,7 +78,7 @@ class Dispatch:
             on_move=self._move_admission,
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
-        self.on_move: Callable[[AdmissionScope], None] = lambda admission: admission.take()
+        self.on_move: Callable[[AdmissionScope], None] = lambda admission: admission.withdraw()
         self.on_drain: Callable[[], None] = lambda: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self.on_paired: Callable[[float], object] = lambda seconds: None
@@ -76,27 +87,46 @@ class Dispatch:
         self._sent_times = SentTimes()
         self.load_reports_total = {"asked": 0, "pushed": 0}
         self._ticks_at = math.inf
-        self._sooner = trio.Event()
+        self._tick_is_earlier = trio.Event()
         self._idle = trio.Event()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Does what only time brings: waits that are over, endpoints that may be probed. Runs until cancelled."""
+        """Do the work that depends on time: end waits at their deadlines, and allow probes of endpoints. Runs until
+        cancelled.
+
+        Args:
+            task_status: Reports the start.
+        """
         task_status.started()
         while True:
-            self._sooner = trio.Event()
+            self._tick_is_earlier = trio.Event()
             self._ticks_at = self.core.next_tick(trio.current_time())
             with trio.move_on_at(self._ticks_at):
-                await self._sooner.wait()
+                await self._tick_is_earlier.wait()
             self.core.tick(trio.current_time())
 
     def block_sizes(self, request: RoutedRequest) -> frozenset[int]:
-        """In which sizes of blocks the policy wants the request named; none if it has no choice to make."""
+        """Return the block sizes for which the policy needs the request's block hashes.
+
+        Args:
+            request: The request.
+
+        Returns:
+            Sizes in tokens. Empty if there is only one possible endpoint.
+        """
         sizes = self.core.policy.block_sizes()
         return sizes if sizes and self.core.has_choice(request) else frozenset()
 
     @contextmanager
     def preparing(self, request: RoutedRequest) -> Iterator[None]:
-        """Count a request while it is read, before it enters. Raises as `enter` does, and then holds nothing."""
+        """Count a request while its body is read, before it enters.
+
+        Args:
+            request: The request as far as it is known.
+
+        Raises:
+            Overloaded: see `enter`. The request is then not counted.
+        """
         self.core.prepare(request, trio.current_time())
         try:
             yield
@@ -107,8 +137,16 @@ class Dispatch:
     def enter(
         self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None
     ) -> Iterator[AdmissionScope]:
-        """A place in the queue, or a lease at once. id: under which it may be seen and aborted by its owner, or by
-        those who may see everything. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
+        """Put a request into the queue, or give it a lease at once. Leaving the scope returns the place or the lease.
+
+        Args:
+            request: The request.
+            id: Id under which its owner, or an operator, may see and abort it.
+            owner: Owner of the request. None if clients are not distinguished.
+
+        Raises:
+            Overloaded: a limit is reached. Draining and NoEndpoint are kinds of it. The request then holds nothing.
+        """
         admission = self.begin(request, id=id, owner=owner)
         try:
             yield admission
@@ -116,15 +154,28 @@ class Dispatch:
             self.leave(admission)
 
     def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> AdmissionScope:
-        """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
+        """Enter a request without a `with` block. The caller must call `leave`.
+
+        Args:
+            request: The request.
+            id: See `enter`.
+            owner: See `enter`.
+
+        Raises:
+            Overloaded: see `enter`.
+        """
         ticket = self.core.enter(request, trio.current_time())
         admission = self._admissions[ticket.index] = AdmissionScope(self, self.core, ticket, id=id, owner=owner)
         if ticket.state is TicketState.WAITING:
-            self.retime()  # the end of its wait may be the next thing that time brings
+            self.retime()  # its queue deadline may be the next tick
         return admission
 
     def leave(self, admission: AdmissionScope) -> None:
-        """Whatever it holds is back. Nothing to do when it has left."""
+        """Return everything that a request holds. Has no effect if it has left already.
+
+        Args:
+            admission: Result of `begin`.
+        """
         if self._admissions.pop(admission.index, None) is not None:
             self.core.leave(admission.ticket, trio.current_time())
             if admission.id is not None:
@@ -133,8 +184,15 @@ class Dispatch:
                 self._idle.set()
 
     def abort(self, ids: Iterable[str], *, owner: str | None = None) -> dict[str, AbortOutcome]:
-        """End requests by their ids: out of the queue, or from their endpoint, at once; their clients are told. Never
-        raises. owner: only theirs; those of others are unknown."""
+        """End requests by their ids, in the queue or at their endpoints. Never raises.
+
+        Args:
+            ids: Ids to abort.
+            owner: Abort only requests of this owner. Other requests count as unknown. None for all owners.
+
+        Returns:
+            The outcome of each id.
+        """
         admissions: dict[str | None, list[AdmissionScope]] = {}
         for admission in self.live_admissions(owner=owner):
             admissions.setdefault(admission.id, []).append(admission)
@@ -153,19 +211,34 @@ class Dispatch:
         return outcomes
 
     def live_admissions(self, *, owner: str | None = None) -> list[AdmissionScope]:
-        """Every request that is entered and not left, oldest first. owner: only theirs."""
+        """Return all requests that have entered and not left, oldest first.
+
+        Args:
+            owner: Return only requests of this owner. None for all owners.
+        """
         return [admission for admission in self._admissions.values() if owner in (None, admission.owner)]
 
     def note_sent(self) -> None:
-        """A request goes to its endpoint now."""
+        """Note that a request is sent to its endpoint now."""
         self._sent_times.note(trio.current_time())
 
     def sent_total_at(self, moment: float) -> int:
-        """What `sent_total` was then."""
+        """Return the value that `sent_total` had at an earlier time.
+
+        Args:
+            moment: Time on Trio's clock.
+        """
         return self._sent_times.count_at(moment)
 
     def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int, is_pushed: bool = False) -> None:
-        """is_pushed: nobody has asked for it."""
+        """Note the load that an endpoint reported.
+
+        Args:
+            id: The endpoint.
+            load: Its load.
+            sent_when_asked: Value of sent_total when the endpoint was asked, or when it measured a pushed report.
+            is_pushed: True if the endpoint sent the report without being asked.
+        """
         self.load_reports_total["pushed" if is_pushed else "asked"] += 1
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
         self.retime()
@@ -175,21 +248,21 @@ class Dispatch:
 
     @property
     def endpoints(self) -> Collection[EndpointState]:
-        """Those that there are, to be looked at."""
+        """Return the states of all endpoints, read-only."""
         return self.core.endpoints.values()
 
     def model_names(self) -> KeysView[str]:
-        """What the endpoints serve."""
+        """Return the names of all models that the endpoints serve."""
         return self.core.model_names()
 
     @property
     def is_any_nameless(self) -> bool:
-        """Whether an endpoint has not told yet what it serves."""
+        """Return True if an endpoint has not reported yet which models it serves."""
         return self.core.is_any_nameless
 
     @property
     def policy(self) -> Policy:
-        """Who chooses among them."""
+        """Return the policy that chooses between endpoints."""
         return self.core.policy
 
     @property
@@ -197,14 +270,25 @@ class Dispatch:
         return self.core.is_draining
 
     def endpoint(self, id: EndpointId) -> EndpointState | None:
-        """The one of this name, to be looked at, if there is one."""
+        """Return the state of one endpoint, read-only.
+
+        Args:
+            id: The endpoint.
+
+        Returns:
+            None if there is no such endpoint.
+        """
         return self.core.endpoints.get(id)
 
     def is_endpoint_draining(self, id: EndpointId) -> bool:
         return self.core.is_endpoint_draining(id)
 
     def is_pair_there(self, model: str) -> bool:
-        """Whether a request for the model can be disaggregated: there are endpoints for both of its stages."""
+        """Return True if requests for a model can be disaggregated: both stages have an endpoint.
+
+        Args:
+            model: Name of the model.
+        """
         return self.core.is_pair_there(model)
 
     def add_endpoint(
@@ -215,17 +299,27 @@ class Dispatch:
         leases_max: int | None = None,
         role: EngineRole | None = None,
     ) -> None:
-        """It gets requests once it is known to be well. Raises StartupError for an id that is taken."""
+        """Add an endpoint. It gets requests after its first successful health check.
+
+        Args:
+            id: Name of the endpoint.
+            models: Models that it serves. Empty if not known yet.
+            leases_max: Most leases. None for the router's default.
+            role: Role in disaggregated requests.
+
+        Raises:
+            StartupError: the id is in use.
+        """
         self.core.add_endpoint(id, models, trio.current_time(), leases_max=leases_max, role=role)
 
     @property
     def wants_prefix(self) -> bool:
-        """Whether it matters that requests name their prefixes."""
+        """Return True if the policy uses the prefix hashes of requests."""
         return self.core.policy.wants_prefix
 
     @property
     def sent_total(self) -> int:
-        """Requests that were sent anywhere; to be kept when an endpoint is asked for its load."""
+        """Return the number of requests sent to endpoints. Note it when asking an endpoint for its load."""
         return self.core.sent_total
 
     def set_lease_share(self, id: EndpointId, share: int) -> None:
@@ -233,8 +327,14 @@ class Dispatch:
         self.retime()
 
     def lend(self, id: EndpointId, sequences: int) -> None:
-        """The head of the queue gets a lease of so many sequences beyond the endpoint's share, as far as its limit has
-        room. From then on the share counts as before."""
+        """Grant leases beyond the endpoint's share to the head of the queue, up to the endpoint's limit.
+
+        The share itself does not change.
+
+        Args:
+            id: The endpoint.
+            sequences: Sequences that the extra leases may have.
+        """
         state, now = self.core.endpoints[id], trio.current_time()
         share = state.leases_own_max
         self.core.set_lease_share(id, max(share, min(state.claims + sequences, state.leases_max)), now)
@@ -250,37 +350,64 @@ class Dispatch:
         self.retime()
 
     def drain_endpoint(self, id: EndpointId, *, move_seconds: float | None = None) -> None:
-        """Give it nothing more. move_seconds: and empty it: what can go on elsewhere is moved there as there is room,
-        and after so long all that is left leaves that can."""
+        """Send no further requests to an endpoint.
+
+        Args:
+            id: The endpoint.
+            move_seconds: Also move its streams: a stream that can resume moves when another endpoint has a free lease.
+                After this time, all remaining streams that can resume leave the endpoint. None to let them finish.
+        """
         self.core.drain_endpoint(id, trio.current_time(), move_seconds=move_seconds)
         self.retime()
 
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool, is_hung: bool = False) -> None:
-        """A health check ended. hangs: it got no response, or the response that a step there does not end. What an
-        endpoint that is ejected for that has not begun to answer is taken from it, to be tried elsewhere, and so is
-        what can go on elsewhere: that also later, once there is somewhere to go. is_hung: so it was for so long that
-        the endpoint is ejected at once."""
+        """Note the result of a health check.
+
+        An endpoint that is ejected because it hangs loses its requests that have no response yet. They are retried. If
+        another endpoint is available, it also loses the streams that can resume, even if that endpoint becomes
+        available only at a later check.
+
+        Args:
+            id: The endpoint.
+            is_well: True if the check succeeded.
+            hangs: True if the check got no response, or the response that a step does not end.
+            is_hung: True if the endpoint hangs for so long that it is ejected at once.
+        """
         was_given = self._is_given(id)
         self.core.note_health(id, is_well, trio.current_time(), is_hung=is_hung)
         if hangs and not self._is_given(id):
             has_other = self._has_other(id)
             for admission in list(self._admissions.values()):
-                admission.take_from(id, Fault.HUNG, unbegun=was_given, streams=has_other)
+                admission.withdraw_from(id, Fault.HUNG, unbegun=was_given, streams=has_other)
         self.retime()
 
     def note_leaving(self, id: EndpointId, *, move_seconds: float | None) -> None:
-        """An endpoint says that it will stop: it gets nothing, and is emptied as by drain_endpoint, until a check finds
-        it well."""
+        """Note that an endpoint will stop. It gets no requests and is drained as by drain_endpoint, until a health
+        check succeeds.
+
+        Args:
+            id: The endpoint.
+            move_seconds: See drain_endpoint.
+        """
         self.core.note_leaving(id, trio.current_time(), move_seconds=move_seconds)
         self.retime()
 
     def wants_probe(self, id: EndpointId) -> bool:
-        """Whether the endpoint has failed requests, and has to serve one of the router's own before it gets others."""
+        """Return True if the endpoint has failed requests, and must answer a probe before it gets requests again.
+
+        Args:
+            id: The endpoint.
+        """
         state = self.core.endpoints.get(id)
         return state is not None and state.wants_probe(trio.current_time())
 
     def note_probe(self, id: EndpointId, is_well: bool) -> None:
-        """Such a request has been answered, or not."""
+        """Note the result of a probe request.
+
+        Args:
+            id: The endpoint.
+            is_well: True if the endpoint answered.
+        """
         self.core.note_probe(id, is_well, trio.current_time())
         self.retime()
 
@@ -288,29 +415,33 @@ class Dispatch:
         self.core.note_fingerprint(id, fingerprint)
 
     def drain(self) -> None:
-        """Take nothing new, refuse who waits."""
+        """Accept no new requests, and refuse the waiting requests."""
         self.core.drain(trio.current_time())
         self.on_drain()
 
     def abort_all(self, message: str) -> None:
-        """End those that are at an endpoint, too; each client is told the message."""
+        """End all requests, also those at an endpoint.
+
+        Args:
+            message: Explanation for each client.
+        """
         for admission in list(self._admissions.values()):
             admission.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
 
     async def wait_until_idle(self) -> None:
-        """Returns when no request is entered. For use after drain()."""
+        """Wait until no request is left. For use after drain()."""
         while self._admissions:
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
 
     def retime(self) -> None:
-        """Something has changed that may bring the next tick forward."""
+        """Wake `run` if the next tick is earlier than before. Call it after each change of the core."""
         if self.core.next_tick(trio.current_time()) < self._ticks_at:
-            self._sooner.set()
+            self._tick_is_earlier.set()
 
     def _has_other(self, id: EndpointId) -> bool:
-        """Whether another endpoint takes requests of one of its models."""
+        """Return True if another endpoint accepts requests of one of this endpoint's models."""
         there = self.core.endpoints.get(id)
         return there is not None and any(
             state.is_given and state.models & there.models for state in self.core.endpoints.values()
@@ -328,24 +459,32 @@ class Dispatch:
         if ticket.has_token and not admission.can_go_on():
             self.core.stays(ticket, trio.current_time())
         elif ticket.next_lease is None:
-            admission.take()
+            admission.withdraw()
         else:
             self.on_move(admission)
 
     def _wake_admission(self, ticket: Ticket) -> None:
         admission = self._admissions.get(ticket.index)
-        if admission is not None:  # one that is just entering looks for itself
+        if admission is not None:  # None while the request enters: `begin` reads the ticket itself
             admission.wake()
 
 
 @uninterrupted
 class AdmissionScope:
-    """One request, from entering the queue to leaving it. can_go_on: asked, once its client has a token, whether
-    another endpoint could go on from what the client has. note_thought_ended: told when its endpoint has ended its
-    thought by hand. headers: with which its endpoint may be asked about it, in
-    its client's name. gives_partial: its client wants to have what there is, also where it is ended by another's hand.
-    attempts: that have begun. taken: why the one at hand is to end, if so; is_telling: not before
-    what is being sent to the client has been: see `tell`."""
+    """One request, from entering the queue to leaving it.
+
+    Attributes:
+        ticket: The core's state of the request.
+        id: Id under which the request may be seen and aborted. None if it has none.
+        owner: Owner of the request.
+        can_go_on: Called after the first token. True if another endpoint could resume the stream.
+        note_thought_ended: Called when the endpoint has ended the reasoning by hand.
+        headers: Returns headers to ask the endpoint about the request, in the client's name.
+        gives_partial: True if the client wants the partial result, also after an abort by another party.
+        withdrawn_for: Reason why the current attempt must end. None if it may continue.
+        is_telling: True while data is sent to the client. The attempt ends only afterwards, see `tell`.
+        attempts: Number of attempts that have begun.
+    """
 
     def __init__(
         self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
@@ -362,14 +501,21 @@ class AdmissionScope:
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
         self._end: TrioserveError | None = None
-        self.taken: Fault | None = None
+        self.withdrawn_for: Fault | None = None
         self.is_telling = False
         self.attempts = 0
         self._is_attempt_over = trio.Event()
 
     async def lease(self) -> EndpointId:
-        """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
-        when its own time is over, Draining, NoEndpoint, RequestAborted."""
+        """Wait for a lease and return its endpoint.
+
+        Raises:
+            Overloaded: the request waited too long in this queue.
+            QueueWaitOver: the request's own queue deadline passed.
+            Draining: the server drains.
+            NoEndpoint: no endpoint is left for the request.
+            RequestAborted: the request was aborted.
+        """
         ticket = self.ticket
         while ticket.state is TicketState.WAITING and self._end is None:
             self._changed = trio.Event()
@@ -385,7 +531,7 @@ class AdmissionScope:
 
     @property
     def index(self) -> int:
-        """Of its arrival at this router."""
+        """Return the request's number, in order of arrival at this router."""
         return self.ticket.index
 
     @property
@@ -398,12 +544,12 @@ class AdmissionScope:
 
     @property
     def tenant(self) -> str:
-        """With whom it shares its turn in the queue."""
+        """Return the tenant. Requests of one tenant share one turn in the queue."""
         return self.ticket.request.tenant
 
     @property
     def prompt_tokens(self) -> int:
-        """As they were counted or estimated when it came."""
+        """Return the prompt's tokens as counted or estimated at entry."""
         return self.ticket.request.prompt_tokens
 
     @property
@@ -412,7 +558,7 @@ class AdmissionScope:
 
     @property
     def is_pinned(self) -> bool:
-        """It may be at one endpoint only."""
+        """Return True if the request may run at one endpoint only."""
         return self.ticket.request.pinned is not None
 
     @property
@@ -421,37 +567,39 @@ class AdmissionScope:
 
     @property
     def leased_at(self) -> float:
-        """When it got the lease in hand."""
+        """Return when the current lease was granted."""
         return self.ticket.leased_at
 
     @property
     def endpoint(self) -> EndpointId | None:
-        """Where its lease is, or was when it went back at the first token."""
+        """Return the endpoint of the lease, also after the lease was returned at the first token."""
         return self.ticket.endpoint
 
     @property
     def prefilled_by(self) -> EndpointId | None:
-        """The endpoint that computed its prompt for another one."""
+        """Return the endpoint that computed the prompt for another endpoint."""
         return self.ticket.prefilled_by
 
     @property
     def pair_outcome(self) -> PairOutcome | None:
-        """What became of its being disaggregated."""
+        """Return the outcome of disaggregating the request."""
         return self.ticket.pair_outcome
 
     @property
     def has_token(self) -> bool:
-        """Its client has seen a token."""
+        """Return True if the client has received a token."""
         return self.ticket.has_token
 
     @property
     def stage(self) -> Stage | None:
-        """What is to be done with the lease in hand; None: the whole request. To be looked at after each `lease`."""
+        """Return the purpose of the current lease. None for the whole request. May change with each `lease`."""
         return self.ticket.stage
 
     @property
     def state(self) -> str:
-        """Where it is, in a word: "waiting" and "running", or what of a disaggregated request is being done."""
+        """Return "waiting" or "running". For a disaggregated request: "prefill", "handover" or "decode" once it has
+        a lease.
+        """
         if self.ticket.stage is Stage.DECODE:
             return "handover" if self.is_queued else "decode"
         if self.is_queued:
@@ -460,26 +608,30 @@ class AdmissionScope:
 
     @property
     def is_waiting(self) -> bool:
-        """It has no lease."""
+        """Return True if the request waits for a lease."""
         return self.ticket.state is TicketState.WAITING
 
     @property
     def is_queued(self) -> bool:
-        """It waits, or has a lease that it has not used yet."""
+        """Return True if the request waits, or has not used its lease yet."""
         ticket = self.ticket
         return ticket.state in (TicketState.WAITING, TicketState.LEASED) and not ticket.is_sent
 
     def sent(self) -> None:
-        """The request goes to its endpoint: for those whose attempt is not a `with` block here."""
+        """Note that the request is sent to its endpoint, for callers that do not use `attempt`."""
         self._core.sent(self.ticket)
         self._dispatch.note_sent()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """The request goes to its endpoint. Raises Taken if the router takes it from there, Draining if it ends the
-        request."""
+        """Run one attempt at the endpoint of the lease.
+
+        Raises:
+            Withdrawn: the router withdrew the request from the endpoint.
+            TrioserveError: the request was ended, such as RequestAborted or Draining.
+        """
         self.sent()
-        self.taken, self.is_telling = None, False
+        self.withdrawn_for, self.is_telling = None, False
         self.attempts += 1
         self._is_attempt_over = trio.Event()
         with trio.CancelScope() as scope:
@@ -487,39 +639,57 @@ class AdmissionScope:
             try:
                 yield
             finally:
-                self._attempt = None  # from here on the end of the request is not the attempt's
+                self._attempt = None  # a later end of the request no longer cancels this scope
                 self._is_attempt_over.set()
         if scope.cancelled_caught:
-            raise self._end or self._was_taken()
+            raise self._end or self._withdrawn()
 
     async def wait_for_end(self, attempt: int) -> None:
-        """Returns when the attempt of this number has ended; see attempts."""
+        """Wait until an attempt has ended.
+
+        Args:
+            attempt: Number of the attempt, see `attempts`.
+        """
         if self.attempts == attempt:
             await self._is_attempt_over.wait()
 
-    def check_taken(self) -> None:
-        """To be asked whenever something has come from the endpoint, before it is passed on. Raises Taken: then nobody
-        is to get it."""
-        if self.taken is not None and self._end is None:
-            raise self._was_taken()
+    def check_withdrawn(self) -> None:
+        """Check that data from the endpoint may still be passed on. Call it for all data that arrives.
+
+        Raises:
+            Withdrawn: the data must be discarded.
+        """
+        if self.withdrawn_for is not None and self._end is None:
+            raise self._withdrawn()
 
     async def tell(self, telling: Awaitable[None], *, is_last: bool = False) -> None:
-        """Pass on to the client what an endpoint has said. Meanwhile the request is not taken from its endpoint: half
-        of an event would reach the client, and the other half nobody. is_last: nor after it. Raises Taken."""
+        """Send data to the client. The request is not withdrawn in the meantime, so the client never gets half of an
+        event.
+
+        Args:
+            telling: The sending.
+            is_last: True if no more data follows. Then the request is not withdrawn afterwards either.
+
+        Raises:
+            Withdrawn: the request was withdrawn in the meantime.
+        """
         self.is_telling = True
         await telling
         if not is_last:
             self.is_telling = False
-            self.check_taken()
+            self.check_withdrawn()
 
-    def _was_taken(self) -> Taken:
-        fault = self.taken or Fault.HUNG
-        said = "is being emptied" if fault is Fault.LEAVING else "does not answer any more"
-        return Taken(f'the endpoint "{self.ticket.endpoint}" {said}', fault)
+    def _withdrawn(self) -> Withdrawn:
+        fault = self.withdrawn_for or Fault.HUNG
+        reason = "drains" if fault is Fault.LEAVING else "does not answer any more"
+        return Withdrawn(f'the endpoint "{self.ticket.endpoint}" {reason}', fault)
 
     def first_token(self, *, is_last: bool = False) -> None:
-        """The endpoint has begun to answer. is_last: all of its response is there, so that nobody knows when it
-        began."""
+        """Note that the endpoint has begun to answer.
+
+        Args:
+            is_last: True if the response arrived as a whole, so that the time of its first token is not known.
+        """
         ticket, now = self.ticket, trio.current_time()
         if ticket.stage is Stage.DECODE and not ticket.has_token and not is_last:
             self._dispatch.on_paired(now - ticket.prefilled_at)
@@ -527,13 +697,17 @@ class AdmissionScope:
         self._dispatch.retime()
 
     def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
-        """The endpoint has computed the prompt, and its slot there is free: `lease` again, for the rest. outcome: why
-        one endpoint has to do that alone; None: the blocks are held for a decode endpoint."""
+        """Note that the endpoint has computed the prompt and freed its slot. The caller calls `lease` again for the
+        response.
+
+        Args:
+            outcome: Why one endpoint must serve the rest alone. None if the blocks are held for a decode endpoint.
+        """
         self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
         self._dispatch.retime()
 
     def hold_lost(self) -> None:
-        """The blocks are held no longer. Legal at any moment."""
+        """Note that the blocks are no longer held. May be called at any time."""
         self._core.hold_lost(self.ticket, trio.current_time())
         self._dispatch.retime()
 
@@ -546,9 +720,18 @@ class AdmissionScope:
         is_certain: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """The endpoint failed the request before it began to answer, or in the middle of what can go on elsewhere;
-        token_count: what its client has by then. is_certain: the endpoint has said itself that it is its fault. True:
-        `lease` again; False: it has ended here, see `refusal`."""
+        """Note that the attempt failed, before its response or in the middle of a stream that can resume.
+
+        Args:
+            fault: Kind of the failure.
+            busy_seconds: How long a busy or leaving endpoint gets no requests.
+            token_count: Tokens that the client has received.
+            is_certain: True if the endpoint itself reported that the failure is its fault.
+            reason: Label of the failure for metrics. None for the default of the fault.
+
+        Returns:
+            True if the caller may call `lease` again. False if the request has ended here, see `refusal`.
+        """
         if fault is Fault.LEAVING and self.ticket.next_lease is not None:
             self._core.moved(self.ticket, trio.current_time())
             self._dispatch.retime()
@@ -566,45 +749,62 @@ class AdmissionScope:
         return is_waiting
 
     def note_client_fault(self) -> bool:
-        """Note that its endpoint refused it as its client's fault. Returns whether another one has to confirm that."""
+        """Note that the endpoint refused the request as the client's fault.
+
+        Returns:
+            True if another endpoint must confirm the refusal.
+        """
         return self._core.note_client_fault(self.ticket)
 
     def wake(self) -> None:
         self._changed.set()
 
-    def take_from(self, id: EndpointId, fault: Fault, *, unbegun: bool, streams: bool) -> None:
-        """End the attempt if it is at this endpoint: unbegun: one that has brought nothing; streams: one that can go on
-        elsewhere from what it has brought."""
+    def withdraw_from(self, id: EndpointId, fault: Fault, *, unbegun: bool, streams: bool) -> None:
+        """End the attempt if it runs at the given endpoint.
+
+        Args:
+            id: The endpoint.
+            fault: Why the attempt ends.
+            unbegun: True to end an attempt without a response so far.
+            streams: True to end a stream that another endpoint can resume.
+        """
         if self._attempt is None or self.ticket.endpoint != id:
             return
         if (streams and self.can_go_on()) if self.ticket.has_token else unbegun:
-            self.take(fault)
+            self.withdraw(fault)
 
-    def take(self, fault: Fault = Fault.LEAVING) -> None:
-        """End the attempt, which raises Taken, as soon as nothing is on its way to the client. Nothing to do when there
-        is none."""
+    def withdraw(self, fault: Fault = Fault.LEAVING) -> None:
+        """End the attempt with Withdrawn, as soon as no data is on its way to the client. No effect without an attempt.
+
+        Args:
+            fault: Why the attempt ends.
+        """
         if self._attempt is not None:
-            self.taken = fault
+            self.withdrawn_for = fault
             if not self.is_telling:
                 self._attempt.cancel()
 
     @property
     def refusal(self) -> TrioserveError | None:
-        """Why the router does not go on with it, if that is so."""
+        """Return why the router does not continue the request. None if it does."""
         return self.ticket.refusal
 
     @property
     def end_reason(self) -> TrioserveError | None:
-        """Why somebody has ended it; None: nobody has."""
+        """Return why the request was ended from outside. None if it was not."""
         return self._end
 
     @property
     def is_ended(self) -> bool:
-        """Somebody has ended it, or the queue has refused it."""
+        """Return True if the request was ended from outside, or refused in the queue."""
         return self._end is not None or self.ticket.state is TicketState.ENDED
 
     def end(self, reason: TrioserveError) -> None:
-        """End it, wherever it is. In the queue its place is free at once; an attempt ends with its scope."""
+        """End the request. In the queue, its place is free at once. At an endpoint, the attempt is cancelled.
+
+        Args:
+            reason: Raised in the request's task.
+        """
         self._end = reason
         if self._attempt is not None:
             self._attempt.cancel()

@@ -1,4 +1,4 @@
-"""Which requests have ended lately, so that a late abort is told "already finished" and not "unknown"."""
+"""Ids of requests that ended recently, so that a late abort gets "already finished" instead of "unknown"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ ENDED_IDS_MAX = 10_000
 
 
 class EndedIds:
-    """The latest ids, with the owners that used them. None is the owner of requests that are nobody's."""
+    """The latest ENDED_IDS_MAX ids, with the owners that used them. The owner None stands for requests without an
+    owner.
+    """
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, set[str | None]] = OrderedDict()
@@ -22,6 +24,11 @@ class EndedIds:
             self._owners.popitem(last=False)
 
     def knows(self, id: str, *, owner: str | None) -> bool:
-        """owner: only whether one of theirs bore the id; None: whether any did."""
+        """Return True if a request with this id ended recently.
+
+        Args:
+            id: Id of the request.
+            owner: Consider only requests of this owner. None for all owners.
+        """
         owners = self._owners.get(id, set())
         return bool(owners) if owner is None else owner in owners

@@ -1,7 +1,7 @@
-"""Decodes images that clients sent, in processes that can be killed: see ProcessPool.
+"""Decodes images of clients in processes that can be killed, see ProcessPool.
 
-Decoders are C code on a stranger's bytes. Nothing interrupts them, and a header does not tell what they will take. So
-each image has a time limit and a memory limit, and a file that goes beyond one costs its own request alone.
+Decoders are C code that reads untrusted bytes. They cannot be interrupted, and an image's header does not predict their
+time and memory. So each image has a time limit and a memory limit. An image beyond a limit fails only its own request.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from trioserve.vision.tiles import tiles_from
 
 __all__ = ["ImageDecoder"]
 
-PROCESSES_MAX = 3  # one tenant uses two at most, the last one is for the others; each takes some 50 MB when idle
+PROCESSES_MAX = 3  # one tenant uses at most two, so one is left for others. An idle process takes about 50 MB.
 RETRY_SECONDS = 5.0
 
 
 class ImageDecoder:
-    """`async with decoder.turn(tenant): await decoder.tiles(...)`. Processes start with the first image, and `close`
-    ends them.
+    """Pool of decoder processes: `async with decoder.turn(tenant): await decoder.tiles(...)`.
+
+    The processes start with the first image. `close` ends them.
 
     Args:
-        limits: of the images; the largest one allowed sets the memory limit.
+        limits: Limits of images. The largest allowed image sets the memory limit.
+        metrics: Counts killed processes.
     """
 
     def __init__(self, limits: ImageLimits, metrics: Metrics) -> None:
@@ -45,17 +47,23 @@ class ImageDecoder:
         )
 
     def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """A place to decode in. Tenants take turns, and one of them never holds all places."""
+        """Return a scope that holds a place in the pool. Tenants take turns, and no tenant holds all places.
+
+        Args:
+            tenant: Owner of the image.
+        """
         return self._pool.turn(tenant)
 
     async def tiles(self, content: bytes, processing: ImageProcessing, place: str) -> Tiles:
-        """Cut an image into the tiles that a model sees.
+        """Decode an image and cut it into the model's tiles.
 
         Args:
-            place: what the image is called in an error.
+            content: The encoded image.
+            processing: Preprocessing of the model.
+            place: Name of the image in errors.
 
         Raises:
-            InvalidRequest: the file is damaged, or takes too much time or memory.
+            InvalidRequest: the image is damaged, or takes too much time or memory.
             Overloaded: no process can be started.
         """
         width, height = read_header(content, self.limits, place).upright_size
@@ -67,11 +75,29 @@ class ImageDecoder:
         return tiles_from(pixels, processing)
 
     async def picture(self, content: bytes, place: str) -> Picture:
-        """Decode an image to upright RGB, what is transparent on white. Raises what `tiles` raises."""
+        """Decode an image to upright RGB, with transparent parts on white.
+
+        Args:
+            content: The encoded image.
+            place: Name of the image in errors.
+
+        Raises:
+            InvalidRequest: see `tiles`.
+            Overloaded: see `tiles`.
+        """
         return await self._picture(DecodeJob(kind="picture", place=place, limits=self.limits), content)
 
     async def mask(self, content: bytes, place: str) -> Picture:
-        """Decode a mask: see picture_file.decoded_mask. Raises what `tiles` raises."""
+        """Decode a mask, see picture_file.decoded_mask.
+
+        Args:
+            content: The encoded mask.
+            place: Name of the mask in errors.
+
+        Raises:
+            InvalidRequest: see `tiles`.
+            Overloaded: see `tiles`.
+        """
         return await self._picture(DecodeJob(kind="mask", place=place, limits=self.limits), content)
 
     async def _picture(self, job: DecodeJob, content: bytes) -> Picture:
@@ -91,14 +117,14 @@ class ImageDecoder:
             self._killed_total.labels("timeout").inc()
             raise InvalidRequest(
                 f"{place} was not decoded within {seconds:g} s (--image-decode-timeout): send a smaller image, or save "
-                "it anew with an ordinary program",
+                "it again with a common image program",
                 param=place,
             ) from None
         except ProcessLost as error:
             self._killed_total.labels("lost").inc()
             raise InvalidRequest(
-                f"{place} cannot be decoded: the process that decoded it ended ({error}): save it anew with an "
-                "ordinary program",
+                f"{place} cannot be decoded: the process that decoded it ended ({error}): save it again with a "
+                "common image program",
                 param=place,
             ) from error
         except OSError as error:
@@ -114,5 +140,5 @@ class ImageDecoder:
         return reply, pixels
 
     def close(self) -> None:
-        """End all processes, at once and synchronously."""
+        """End all processes at once. Does not wait."""
         self._pool.close()

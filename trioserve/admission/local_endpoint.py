@@ -1,4 +1,4 @@
-"""Our own engine as an endpoint: who waits before it, in which order, and how much may. What decides is the router."""
+"""The local engine as the only endpoint of a router, which keeps its queue."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ __all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch
 
 LOCAL_ENDPOINT = EndpointId("local")
 LOCAL_MODEL = "local"
-"""One engine has one queue, by whichever of its names its model is asked for."""
+"""The only model name in this router: an engine has one queue for all names of its model."""
 
-WAITING_DEPTH_MAX = 4  # prepared already when places in the batch come free, so that none waits for a tokenizer
-TOKEN_CHARACTERS = 4  # of English text, on average
-IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole, as small models have them
+WAITING_DEPTH_MAX = 4  # requests that are tokenized before the batch has space, so that a free place is used at once
+TOKEN_CHARACTERS = 4  # average of English text
+IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole image in small models
 
 
 def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: int = 0) -> Dispatch:
-    """A router with one endpoint, which takes as many sequences as may run and a few more. With those who wait in its
-    queue they are max_num_seqs + waiting_requests_max, for requests of one sequence. lent_max: so many leases may be
-    lent beyond that (see Dispatch.lend), and so many requests more there may be then."""
+    """Make a router with the local engine as its endpoint.
+
+    Its limits allow max_num_seqs + waiting_requests_max requests of one sequence, at the engine and in the queue
+    together.
+
+    Args:
+        max_num_seqs: Sequences that may run at once.
+        settings: Limits of waiting.
+        lent_max: Further leases that may be lent (Dispatch.lend).
+    """
     waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
     dispatch = Dispatch(
         RouterSettings(
@@ -50,8 +57,17 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: 
 def local_request(
     prompts: Iterable[PooledInput], *, tenant: str, priority: int, sequences: int, known_tokens: int = 0
 ) -> RoutedRequest:
-    """What the queue is told of a request. Its tokens are estimated from its length: nothing is tokenized before it has
-    a lease. known_tokens: of a response that goes on, those that are computed as a prompt is."""
+    """Return the routing properties of a request.
+
+    The token count is estimated from the length, because tokenization happens after the lease.
+
+    Args:
+        prompts: Prompts of the request.
+        tenant: Tenant of the request.
+        priority: A lower number runs sooner.
+        sequences: Sequences of the request.
+        known_tokens: Output tokens of a resumed response, which are computed like a prompt.
+    """
     return RoutedRequest(
         model=LOCAL_MODEL,
         tenant=tenant,
@@ -74,7 +90,7 @@ def _token_count(prompt: PooledInput) -> int:
 
 
 def _character_count(message: dict[str, Any]) -> int:
-    """Of its text; whether the message is one is not asked here."""
+    """Return the characters of a message's text. Accepts malformed messages, which are refused later."""
     content = message.get("content")
     if isinstance(content, str):
         return len(content)

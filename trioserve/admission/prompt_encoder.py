@@ -1,5 +1,8 @@
-"""Prompts to token ids and back, without holding up the event loop: short ones here, long ones in a text thread, and
-none that is too long for the model whatever its tokens turn out to be."""
+"""Turns prompts into token ids, and token ids into text, without blocking the event loop.
+
+Short texts are processed at once, long texts in a text thread. A text that cannot fit the model's context is refused
+before it is tokenized.
+"""
 
 from __future__ import annotations
 
@@ -25,33 +28,49 @@ from trioserve.vision.image_prompt import ImageReader, PromptImage
 
 __all__ = ["NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
 
-INLINE_CHARACTERS_MAX = 1000  # well under a millisecond; a longer piece of Python would show in everybody's latency
-TOKEN_CHARACTERS = 1  # what a token counts for that is looked at: about a microsecond
-VALUE_CHARACTERS = 8  # what a value that is no text counts for
-CHAT_VALUES_MAX = 8192  # that are gone through for a chat's size, in a millisecond or two; with more it is a long one
+# Work is measured in characters. One character takes about a microsecond.
+INLINE_CHARACTERS_MAX = 1000  # under a millisecond. More work in the event loop would add to every request's latency.
+TOKEN_CHARACTERS = 1  # work of checking one token id
+VALUE_CHARACTERS = 8  # work of a value that is not text
+CHAT_VALUES_MAX = 8192  # values to count in a chat, which takes up to 2 ms. A chat with more counts as LONGEST.
 LONGEST = LONG_CHARACTERS_MAX + 1
-IMAGE_CHARACTERS = 2000  # what an image counts for besides its bytes, of which 200 are decoded in a microsecond
-IMAGE_BYTES_PER_CHARACTER = 200
+IMAGE_CHARACTERS = 2000  # work of an image, in addition to the work of its bytes
+IMAGE_BYTES_PER_CHARACTER = 200  # bytes decoded in a microsecond
 NO_IMAGES = "is an image, and this model reads text alone: send text"
-INPUT_CHARACTERS = 30  # what one of many inputs counts for, however short it is
-PIECE_CHARACTERS = 32_768  # of many inputs, about so much is tokenized in one go: a client that leaves waits no longer
+INPUT_CHARACTERS = 30  # least work of one of many inputs
+PIECE_CHARACTERS = 32_768  # work of one piece of many inputs. A cancelled caller's piece occupies the thread this long.
 
 T = TypeVar("T")
 
 
 class EncodedPrompt(NamedTuple):
-    """images: in their order; what the model makes of them is not computed here."""
+    """Token ids of a prompt, and its images.
+
+    Attributes:
+        token_ids: The tokens.
+        images: Images in the order of the prompt. Their embeddings are not computed here.
+    """
 
     token_ids: list[int]
     images: tuple[PromptImage, ...] = ()
 
 
 class PromptEncoder:
-    """texts: where long ones are worked on. context_tokens_max: a prompt that is certain to have more tokens is refused
-    before it is tokenized. One that may fit is encoded and counted, and whoever runs it compares: so a text's tokens
-    can be counted here up to a length of context_tokens_max times the longest token, and a text that does fit is never
-    refused. tool_family: how tools and calls are written where the chat template has no place for them. images: reads
-    those of chats; None: there are none to be. media: fetches those that are elsewhere; None: nobody does."""
+    """Encodes the prompts of one model.
+
+    A prompt that cannot fit is refused before it is tokenized. A prompt that may fit is encoded, and the caller
+    compares its tokens with the context. So texts up to context_tokens_max times the longest token can be counted, and
+    a text that fits is never refused.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: Runs long texts.
+        vocab_size: Number of token ids.
+        context_tokens_max: The model's context, in tokens.
+        tool_family: Format of tools and tool calls if the chat template does not render them. None for a common format.
+        images: Reads the images of chats. None if the model has no images.
+        media: Fetches images by URL. None if this is not allowed.
+    """
 
     def __init__(
         self,
@@ -73,21 +92,45 @@ class PromptEncoder:
         self._tool_family = tool_family or COMMON_TOOL_FAMILY
 
     def within(self, texts: TextRunner) -> PromptEncoder:
-        """The same encoder, with long texts worked on elsewhere."""
+        """Return a copy of this encoder that runs long texts elsewhere.
+
+        Args:
+            texts: Runs long texts.
+        """
         encoder = copy(self)
         encoder._texts = texts
         return encoder
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
-        """Token ids of a prompt. cut: of one that is longer; None: it is refused. Raises InvalidRequest,
-        ContextTooLong; a cancelled caller leaves at once."""
+        """Return the token ids of a prompt. A cancelled caller leaves at once.
+
+        Args:
+            prompt: Text, token ids or a chat.
+            add_special_tokens: True to add the tokenizer's special tokens to a text.
+            cut: Truncation of a longer prompt. None to refuse it.
+
+        Raises:
+            InvalidRequest: the prompt is not valid.
+            ContextTooLong: the prompt cannot fit the model's context.
+        """
         return (await self.encode_prompt(prompt, add_special_tokens=add_special_tokens, cut=cut)).token_ids
 
     async def encode_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedPrompt:
-        """The same, with the images of a chat. Of these the headers are read: a file that is damaged behind its header
-        is found when it is decoded."""
+        """Return the token ids and images of a prompt. A cancelled caller leaves at once.
+
+        Only the headers of images are read. Damage behind a header is found when the image is decoded.
+
+        Args:
+            prompt: Text, token ids or a chat.
+            add_special_tokens: See `encode`.
+            cut: See `encode`. Not allowed with images.
+
+        Raises:
+            InvalidRequest: the prompt is not valid.
+            ContextTooLong: the prompt cannot fit the model's context.
+        """
         if isinstance(prompt, ChatPrompt):
             messages, sources = split_images(prompt.messages)
             if sources:
@@ -128,8 +171,18 @@ class PromptEncoder:
         add_special_tokens: bool = True,
         cut: Cut | None = None,
     ) -> list[EncodedInput]:
-        """The same of many at once, in pieces that are not long. cut: of one that is too long; None: it is refused.
-        Raises what encode does, with the name of the input, which name_of gives for its index."""
+        """Encode many inputs, in pieces that are short enough to let other texts in between.
+
+        Args:
+            inputs: Prompts, pairs of texts, or prompts with labels.
+            name_of: Returns the name of an input for errors, by index.
+            add_special_tokens: See `encode`.
+            cut: See `encode`.
+
+        Raises:
+            InvalidRequest: an input is not valid. Names it.
+            ContextTooLong: an input cannot fit the model's context. Names it.
+        """
         encoded: list[EncodedInput] = []
 
         def encode_piece(first: int, piece: Sequence[PooledInput]) -> list[EncodedInput]:
@@ -149,14 +202,27 @@ class PromptEncoder:
         return encoded
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        """Return the text of token ids.
+
+        Args:
+            token_ids: The tokens.
+            skip_special_tokens: True to leave special tokens out.
+
+        Raises:
+            InvalidRequest: the model has no such token id.
+        """
         return await self.run(
             lambda: self._tokenizer.decode(self._checked(token_ids), skip_special_tokens=skip_special_tokens),
             size=len(token_ids) * TOKEN_CHARACTERS,
         )
 
     async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """Call a function of values: here if it is short, else where long texts are worked on. size: see TextRunner."""
+        """Call a function at once if its work is small, else in a text thread.
+
+        Args:
+            function: Must not use state of the event loop.
+            size: Work of the function, see TextRunner.
+        """
         return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
 
     def _encode_input(self, one: PooledInput, name: str, add_special_tokens: bool, cut: Cut | None) -> EncodedInput:
@@ -185,7 +251,7 @@ class PromptEncoder:
         text = self._chat_text(prompt)
         if not is_cut:
             self._check_length(text, param="messages")
-        # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
+        # The template writes the special tokens itself. Only its text counts: it may leave out parts of the messages.
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:
@@ -194,7 +260,7 @@ class PromptEncoder:
             raise InvalidRequest(f"{place} {NO_IMAGES}", param=place)
         if cut is not None:
             raise InvalidRequest(
-                "truncate_prompt_tokens is set, and the prompt has images, of which none can be cut: leave it out",
+                "truncate_prompt_tokens is set, but a prompt with images cannot be truncated: leave it out",
                 param="truncate_prompt_tokens",
             )
         self._images.check_count(sources)
@@ -236,10 +302,10 @@ class PromptEncoder:
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         try:
-            checked = list(map(operator.index, token_ids))  # a float would pass what follows, and break a step
+            checked = list(map(operator.index, token_ids))  # a float would pass the range check, and break a step
         except TypeError:
-            stranger = next((token_id for token_id in token_ids if not _is_whole(token_id)), token_ids)
-            refuse("prompt", stranger, "a list of token ids (int)", verb="holds")
+            wrong = next((token_id for token_id in token_ids if not _is_whole(token_id)), token_ids)
+            refuse("prompt", wrong, "a list of token ids (int)", verb="holds")
         if checked and not (min(checked) >= 0 and max(checked) < self._vocab_size):
             token_id = next(token_id for token_id in checked if not 0 <= token_id < self._vocab_size)
             raise InvalidRequest(
@@ -275,15 +341,16 @@ def _image_size(source: ImageSource) -> int:
 
 def _is_whole(value: object) -> bool:
     try:
-        operator.index(value)  # type: ignore[arg-type]  # that is the question
+        operator.index(value)  # type: ignore[arg-type]  # raises for other types
     except TypeError:
         return False
     return True
 
 
 def _chat_size(prompt: ChatPrompt) -> int:
-    """How much there is to render, in characters; LONGEST if that is not soon told. What a template of the request's
-    own does is not told by any length."""
+    """Return the work of rendering a chat, in characters. LONGEST if counting would take too long, or if the request
+    has its own chat template, whose work cannot be predicted.
+    """
     if prompt.chat_template is not None:
         return LONGEST
     size = value_count = 0

@@ -1,4 +1,4 @@
-"""How the router's own counts become metrics: at every scrape, so that its core need not know of them."""
+"""Copies the router's counts into metrics at every scrape, so that the router core does not depend on metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from trioserve.metrics.registry import Metrics
 
 __all__ = ["show_router"]
 
-OF_ENDPOINTS = tuple(metric.name for metric in CATALOGUE if any(label.name == "endpoint" for label in metric.labels))
+ENDPOINT_METRICS = tuple(
+    metric.name for metric in CATALOGUE if any(label.name == "endpoint" for label in metric.labels)
+)
 
 
 def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
-    """Have every exposition of `metrics` show what the router says at that moment. Once for each router."""
+    """Update `metrics` from the router at every scrape. Call it once for each router.
+
+    Args:
+        metrics: Metrics to update.
+        dispatch: The router.
+    """
     dispatch.on_wait_over = metrics.queue_wait_seconds.observe
     dispatch.on_paired = metrics.pair_handover_seconds.observe
     seen = dispatch.stats()
@@ -39,8 +46,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         for outcome, total in stats.pairs_total.items():
             metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats
-        for name in OF_ENDPOINTS:
-            getattr(metrics, name).clear()  # those that are gone are not shown: where they come and go there is no end
+        for name in ENDPOINT_METRICS:
+            getattr(metrics, name).clear()  # forget removed endpoints: a fleet may add and remove any number
         for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)

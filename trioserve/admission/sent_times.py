@@ -1,4 +1,4 @@
-"""When requests were sent, so that it can be told how many were sent by a moment that is not long ago."""
+"""Times at which requests were sent, to count the requests that were sent before a recent moment."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import bisect
 
 __all__ = ["SentTimes"]
 
-KEPT_SECONDS = 10.0  # a report is believed for two
+KEPT_SECONDS = 10.0  # a load report is used for two seconds
 
 
 class SentTimes:
-    """Times are seconds of one monotonic clock."""
+    """The recent times, in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
-        self._before = 0  # sent before the first of these
+        self._before = 0  # requests sent before the first of these times
 
     def note(self, now: float) -> None:
-        """One is sent now."""
+        """Note that a request is sent.
+
+        Args:
+            now: Current time.
+        """
         self._times.append(now)
         if len(self._times) > 64 and self._times[len(self._times) // 2] < now - KEPT_SECONDS:
             half = len(self._times) // 2
@@ -25,8 +29,11 @@ class SentTimes:
             del self._times[:half]
 
     def count_at(self, moment: float) -> int:
-        """How many were sent by then. What was sent longer ago than is kept counts as sent by then, unless the moment
-        is longer ago as well: then it is unknown, and none of these are."""
+        """Return the number of requests sent until a moment.
+
+        Args:
+            moment: A recent time. For a time before all times that are kept, the count is unknown and 0 is returned.
+        """
         if self._before and self._times and moment < self._times[0]:
             return 0
         return self._before + bisect.bisect_right(self._times, moment)

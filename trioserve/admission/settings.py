@@ -1,4 +1,4 @@
-"""The bounds of waiting before a request runs, and of leaving, each with its unit and its reason."""
+"""Limits of waiting before a request runs, and of stopping."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ __all__ = ["AdmissionSettings"]
 
 
 class AdmissionSettings(StoppingSettings, frozen=True, kw_only=True):
-    """waiting_requests_max: requests that may wait beside those that run; beyond that new ones are refused at once.
-    waiting_prompt_tokens_max: what their prompts may have together. waiting_seconds_max: how long anybody waits.
-    deadlines: of requests that bring none. deadlines_max: what any request may have at most.
+    """Limits of the local engine's queue.
+
+    Attributes:
+        waiting_requests_max: Requests that may wait in addition to the running requests. Further requests are refused.
+        waiting_prompt_tokens_max: Prompt tokens of all waiting requests together.
+        waiting_seconds_max: Longest wait of a request.
+        deadlines: Deadlines of requests that set none.
+        deadlines_max: Largest deadlines that a request may have.
+
+    Raises:
+        StartupError: a value is out of range.
     """
 
     waiting_requests_max: int = 256

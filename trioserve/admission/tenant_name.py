@@ -1,4 +1,4 @@
-"""Whose a request is, for people: short, and it tells nothing of the key that stands behind it."""
+"""Short names of tenants for people, which do not reveal the API key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ CHARACTERS_MAX = 40
 
 
 def tenant_name(owner: str | None, tenant: str) -> str | None:
-    """tenant: with whom the request shares its turn; it begins with the owner, if there is one."""
+    """Return the name of a tenant for display.
+
+    Args:
+        owner: Owner of the request. None if clients are not distinguished.
+        tenant: Tenant in the queue. Begins with the owner if there is one.
+
+    Returns:
+        A name of a hash and the tenant's own part. None if there is neither.
+    """
     if owner is None:
         return tenant[:CHARACTERS_MAX] or None
     key = "key-" + hashlib.blake2b(owner.encode(), digest_size=3).hexdigest()

@@ -1,17 +1,15 @@
-"""Where texts become tokens and tokens texts, so that a long one delays none that is shorter.
+"""Threads that tokenize, detokenize and compile, in which a long text does not delay shorter texts.
 
-A text is tokenized in one call that nothing can interrupt, and takes about a microsecond a character. So texts of each
-order of size have a thread of their own: a short one never waits for a long one, and a long one for none that takes
-more than some times as long as itself. The operating system shares the cores between them, since tokenizing lets go of
-the GIL.
+One call tokenizes a text. It cannot be interrupted, and takes about a microsecond per character. So each order of size
+has its own thread. A short text never waits for a long text. A long text waits only for texts of its own order of size.
+Tokenizing releases the GIL, so the operating system shares the cores between these threads.
 
-Forms of responses are compiled in a thread of their own, which has the stack that this takes.
+Schemas and grammars are compiled in their own thread, which has a larger stack.
 
-In front of each thread tenants take turns (FairPlaces): a tenant's text waits for one text of another tenant at most,
-however many that one has sent.
+Before each thread, tenants take turns (FairPlaces). A tenant's text waits for at most one text of each other tenant.
 
-What is done aside, for its own sake and without a place in the queue, has one more thread, and a bound of its own: it
-delays no request at all.
+Work that is not part of a request in the queue, such as /tokenize, runs in one more thread with its own limit. So it
+delays no request.
 """
 
 from __future__ import annotations
@@ -39,29 +37,35 @@ __all__ = [
     "TextThreads",
 ]
 
-SHORT_CHARACTERS_MAX = 65_536  # under 100 ms with the slowest tokenizer we know; more than most contexts hold
-LONG_CHARACTERS_MAX = 1_048_576  # about a second; what is longer are books
-ASIDE_JOBS_MAX = 16  # done aside at a time, or waiting for it; each keeps its text in memory
-ASIDE_JOBS_OF_ONE_MAX = 4  # of them, those of one owner: the others have room left
-ASIDE_CHARACTERS_MAX = 8_388_608  # of them together, about ten seconds; a longer text comes alone
-CHARACTERS_PER_SECOND = 800_000  # of a slow tokenizer, for telling when to come again
+SHORT_CHARACTERS_MAX = 65_536  # under 100 ms with the slowest known tokenizer. More than most contexts hold.
+LONG_CHARACTERS_MAX = 1_048_576  # about a second. Longer texts are books.
+ASIDE_JOBS_MAX = 16  # jobs aside that run or wait. Each keeps its text in memory.
+ASIDE_JOBS_OF_ONE_MAX = 4  # jobs aside of one owner, so that other owners can have some
+ASIDE_CHARACTERS_MAX = 8_388_608  # characters of all jobs aside, about ten seconds. A single job may be longer.
+CHARACTERS_PER_SECOND = 800_000  # speed of a slow tokenizer, to compute retry times
 TEXT_QUEUE_FULL = "text_queue_full"
-"""The reason of a refusal to do something aside."""
+"""Reason of a refusal when there are too many jobs aside."""
 
 T = TypeVar("T")
 
 
 class TextRunner(Protocol):
+    """Runs functions on texts outside of the event loop."""
+
     async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """Call a function of values in a thread. size: of its text, in characters, or as many microseconds. A cancelled
-        caller leaves at once, and what the function makes of it is thrown away."""
+        """Call a function in a thread. A cancelled caller leaves at once, and the function's result is discarded.
+
+        Args:
+            function: Must not use state of the event loop.
+            size: Characters of its text, or an equal number of microseconds.
+        """
 
 
 @uninterrupted
 class TextThreads:
-    """`async with TextThreads() as threads: await threads.run(function, size=len(text))`.
+    """The threads: `async with TextThreads() as threads: await threads.run(function, size=len(text))`.
 
-    Leaving waits for the jobs at hand, and ends the threads; whoever asks from then on gets AlreadyEnded.
+    Leaving the scope waits for the current jobs and ends the threads. Later calls raise AlreadyEnded.
     """
 
     def __init__(self) -> None:
@@ -69,8 +73,8 @@ class TextThreads:
         self._long = WorkerThread("text-long")
         self._longest = WorkerThread("text-longest")
         self._aside = WorkerThread("text-aside")
-        self._forms = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
-        # One job at a time leaves its queue for the thread, which therefore needs none of its own.
+        self._compiling = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
+        # A place admits one job at a time, so a thread needs no queue of its own.
         self._places = {
             thread: FairPlaces(1, what=what)
             for thread, what in (
@@ -78,7 +82,7 @@ class TextThreads:
                 (self._long, "long texts"),
                 (self._longest, "longest texts"),
                 (self._aside, "texts aside"),
-                (self._forms, "forms of responses"),
+                (self._compiling, "schemas and grammars"),
             )
         }
         self._scopes = AsyncExitStack()
@@ -87,7 +91,7 @@ class TextThreads:
 
     async def __aenter__(self) -> TextThreads:
         async with AsyncExitStack() as scopes:
-            for thread in (self._short, self._long, self._longest, self._aside, self._forms):
+            for thread in (self._short, self._long, self._longest, self._aside, self._compiling):
                 await scopes.enter_async_context(thread)
             self._scopes = scopes.pop_all()
         return self
@@ -98,11 +102,20 @@ class TextThreads:
         await self._scopes.__aexit__(kind, error, traceback)
 
     def of_tenant(self, tenant: str | None) -> TextRunner:
-        """Runs the texts of one tenant. None: of everybody who cannot be told apart."""
+        """Return a runner for the texts of one tenant.
+
+        Args:
+            tenant: The tenant. None if clients are not distinguished.
+        """
         return _TenantTexts(self, tenant)
 
     async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
-        """Call a function of values in the thread for texts of its size (see TextRunner).
+        """Call a function in the thread for texts of its size.
+
+        Args:
+            function: See TextRunner.
+            size: See TextRunner.
+            tenant: Owner of the text.
 
         Raises:
             Overloaded: too many texts of this tenant wait for that thread.
@@ -114,24 +127,30 @@ class TextThreads:
         return await self._run_in_turn(thread, tenant, function)
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What there is to do before the first request: loading."""
+        """Call a function in a text thread without a turn. For loading, before the first request.
+
+        Args:
+            function: Function to call.
+            arguments: Its arguments.
+        """
         return await self._short.run_cancellable(function, *arguments)
 
     async def run_compile(self, function: Callable[[Callable[[], None]], T], *, tenant: str | None) -> T:
-        """Compile a form. A cancelled caller leaves at once.
+        """Compile a schema or grammar. A cancelled caller leaves at once.
 
         Args:
-            function: gets a function to call now and then, which raises when the caller has left: what nobody waits
-                for ends there.
+            function: Gets a check function to call often. The check raises when the caller has left, which ends the
+                work.
+            tenant: Owner of the request.
 
         Raises:
-            Overloaded: too many forms of this tenant wait.
+            Overloaded: too many schemas and grammars of this tenant wait.
         """
         job = LongJob()
         try:
-            return await self._run_in_turn(self._forms, tenant, function, job.check)
+            return await self._run_in_turn(self._compiling, tenant, function, job.check)
         finally:
-            job.cancel()  # if it still runs
+            job.cancel()  # the thread may still run it
 
     async def _run_aside(self, function: Callable[[], T], owner: str | None) -> T:
         return await self._run_in_turn(self._aside, owner, function)
@@ -144,9 +163,14 @@ class TextThreads:
 
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:
-        """For what somebody wants done for its own sake. It takes its place with the first `run`, which raises
-        Overloaded if there is none, and keeps it as long as this scope. owner: None is everybody who cannot be told
-        apart."""
+        """Return a runner for work that is not part of a request in the queue.
+
+        The runner counts as one job from its first `run` until the scope ends. That `run` raises Overloaded if there
+        are too many jobs.
+
+        Args:
+            owner: Owner of the work. None if clients are not distinguished.
+        """
         job = _AsideJob(self, owner)
         try:
             yield job
@@ -160,7 +184,7 @@ def _without_panic(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class _TenantTexts:
-    """A TextRunner."""
+    """A TextRunner for one tenant."""
 
     __slots__ = ("_tenant", "_threads")
 
@@ -173,6 +197,8 @@ class _TenantTexts:
 
 
 class _AsideJob:
+    """A TextRunner that counts as one job aside."""
+
     def __init__(self, threads: TextThreads, owner: str | None) -> None:
         self._threads = threads
         self._owner = owner
@@ -204,7 +230,7 @@ class _AsideJob:
         if self._is_counted:
             threads = self._threads
             threads._aside_jobs[self._owner] -= 1
-            threads._aside_jobs += Counter()  # without those who have none
+            threads._aside_jobs += Counter()  # removes owners with a count of 0
             threads._aside_characters -= self._characters
 
     def _refusal(self, message: str) -> Overloaded:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import Fault, Taken
+from trioserve.admission.dispatch import Fault, Withdrawn
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
 from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
@@ -299,7 +299,7 @@ def reason_of(failure: Exception) -> str | None:
 
 def fault_of(failure: EndpointLost) -> Fault:
     """Whose fault it is that an endpoint does not go on."""
-    if isinstance(failure, Taken):
+    if isinstance(failure, Withdrawn):
         return failure.fault
     if isinstance(failure, GivenAway) or (isinstance(failure, StreamFailed) and failure.code in LEAVING_CODES):
         return Fault.LEAVING

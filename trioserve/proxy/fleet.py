@@ -381,7 +381,7 @@ class Fleet:
     def _begin_move(self, admission: AdmissionScope) -> None:
         """It has a lease elsewhere: its endpoint may give it away."""
         if self._nursery is None or admission.id is None or admission.endpoint is None:
-            admission.take()
+            admission.withdraw()
         else:
             self._nursery.start_soon(hand_over, self._members[admission.endpoint].remote, admission)
 

@@ -33,7 +33,7 @@ async def hand_over(remote: RemoteEndpoint, admission: AdmissionScope) -> None:
         if await _is_given_away(remote, path, admission.headers()):
             await admission.wait_for_end(attempt)
     if admission.attempts == attempt:
-        admission.take()
+        admission.withdraw()
 
 
 async def _is_given_away(remote: RemoteEndpoint, path: str, headers: list[tuple[str, str]]) -> bool:

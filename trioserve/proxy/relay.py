@@ -498,8 +498,8 @@ async def _relay_events(
             if not stream.is_over:
                 raise
             piece = None  # there is nothing that could be missing
-        if admission.taken is not None:
-            admission.check_taken()
+        if admission.withdrawn_for is not None:
+            admission.check_withdrawn()
         is_over = piece is None
         kept_bytes, was_answered = stream.kept_bytes, stream.is_answered
         events = stream.end() if piece is None else stream.feed(piece)
@@ -525,8 +525,8 @@ async def _relay_events(
             admission.is_telling = True  # as `tell` does it
             await send(events)
             admission.is_telling = False
-            if admission.taken is not None:
-                admission.check_taken()
+            if admission.withdrawn_for is not None:
+                admission.check_withdrawn()
         if stream.failure or stream.given_away is not None:
             return _last_event(context, admission, stream)
     if not stream.is_complete or (checked.must_end and not (checked.is_over or stream.is_over)):
