@@ -130,8 +130,8 @@ ROOMS = {
         only_in={
             "httptools": words("http1.py"),
             "llguidance": words("judge.py"),
-            "numpy": words("bandwidth.py"),
-            "torch": words("product_rate.py"),
+            "numpy": words("machine_speed.py"),
+            "torch": words("machine_speed.py"),
         },
         without=words("asyncio"),
     ),
@@ -167,11 +167,11 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py images/pipeline.py"),
     "model": words(
-        "attention.py sampled_ids.py cuda_graphs.py decoder.py delta_net.py diffusion/abandoning.py "
+        "attention.py sampled_ids.py decoder.py delta_net.py "
         "diffusion/autoencoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
         "diffusion/families/flux.py diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
         "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/latent_state.py "
-        "diffusion/noise.py diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
+        "diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
         "drafts/mtp.py encoder.py encoder_layers.py gumbel.py host_to_device.py latent_attention.py layers.py "
         "parallel/rank_vocabulary.py parallel/torch_collectives.py "
         "recurrent_layers.py sampler.py static_decode.py "
@@ -417,7 +417,7 @@ async def late():
         ("trioserve/core/a.py", "from ..router import x", "core may import contracts"),
         ("trioserve/core/a.py", "from .. import router", "core may import contracts"),
         ("trioserve/core/a.py", "from trioserve import router", "core may import contracts"),
-        ("trioserve/core/a.py", "import trioserve.simulation.faults", "core may import contracts"),
+        ("trioserve/core/a.py", "import trioserve.simulation.core.generator", "core may import contracts"),
         ("trioserve/core/a.py", "from trioserve.assemble import x", "who puts the rooms together"),
         ("trioserve/contracts/a.py", "from trioserve.core.x import y", "contracts may import no other room"),
         ("trioserve/api/a.py", "from trioserve.core.engine import EngineCore", "api may import"),
@@ -444,7 +444,11 @@ async def late():
         ("trioserve/bench/a.py", "from trioserve.bench.inside.core_cost import x", "bench may import contracts"),
         ("trioserve/bench/inside/a.py", "from trioserve.engine.engine import Engine", None),
         ("trioserve/commands/bench.py", "from trioserve.bench.inside.core_cost import run_core_cost", None),
-        ("trioserve/commands/serve.py", "from trioserve.simulation.faults import x", "does not know what pretends"),
+        (
+            "trioserve/commands/serve.py",
+            "from trioserve.simulation.runs import x",
+            "does not know what pretends",
+        ),
     ],
 )
 def test_the_reader_itself_names_wrong_arrows(file, source, expect):

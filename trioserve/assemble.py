@@ -35,7 +35,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterPlace, Adapters
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_parts import EngineParts, Guard, Nap
-from trioserve.engine.guide_metrics import show_masks
+from trioserve.engine.guide_preparation import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel

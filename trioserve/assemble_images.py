@@ -26,9 +26,8 @@ from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
 from trioserve.model.device import torch_now
 from trioserve.model.diffusion.description import describe
-from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra
+from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
 from trioserve.model.diffusion.settings import ImageModelSettings
-from trioserve.model.diffusion.weights_name import name_of_weights
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.text.tokenizer_patterns import check_tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped

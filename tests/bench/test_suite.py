@@ -12,8 +12,7 @@ import trio
 
 from trioserve.api.routes import App
 from trioserve.bench import suite
-from trioserve.bench.bandwidth import read_bandwidth
-from trioserve.bench.product_rate import product_rate
+from trioserve.bench.machine_speed import product_rate, read_bandwidth
 from trioserve.bench.run import CannotMeasure
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.suite import Cost, decode_bound, main, row_bound

@@ -24,7 +24,7 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
-from trioserve.simulation.core.residency_book import ResidencyBook
+from trioserve.simulation.core.expected import ResidencyBook
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.testing.fake_connector import FakeConnector, FakeLoad
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel

@@ -7,7 +7,7 @@ import pytest
 from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache, PrefixChain
-from trioserve.simulation.core.residency_book import ResidencyBook
+from trioserve.simulation.core.expected import ResidencyBook
 
 BLOCK_SIZE = 2
 

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve.bench.bandwidth import read_bandwidth
 from trioserve.bench.client import Failure, stream_opener
 from trioserve.bench.http1 import Http1Client
-from trioserve.bench.product_rate import product_rate
+from trioserve.bench.machine_speed import product_rate, read_bandwidth
 from trioserve.bench.report import BenchReport, Figures, Machine
 from trioserve.bench.run import (
     EXIT_INTERRUPTED,

@@ -7,7 +7,9 @@ of the engine lets go of what has no lease any more, in the compute thread, behi
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -16,9 +18,11 @@ import trio
 from trioserve.contracts.adapter import AdapterContent, AdapterId
 from trioserve.contracts.errors import AdapterRefused, ModelLoadError, RankLost, UnknownModel
 from trioserve.core.adapters import AdapterBook, AdapterLease, AdapterState, LoadedAdapter
+from trioserve.engine.open_request import OpenRequest
+from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["AdapterPlace", "Adapters", "ReadAdapter"]
+__all__ = ["AdapterPlace", "Adapters", "ReadAdapter", "show_adapters"]
 
 logger = logging.getLogger(__name__)
 
@@ -183,3 +187,31 @@ async def _added(place: AdapterPlace, id: AdapterId, name: str, content: Adapter
         raise AdapterRefused(
             f"there is no memory for '{name}', which takes {content.byte_count} bytes", reason="no_memory"
         ) from None
+
+
+def show_adapters(metrics: Metrics, adapters: Adapters, requests: Iterable[OpenRequest]) -> None:
+    """Show adapters and the requests that use them as metrics, read at each scrape. Adapter names are the operator's.
+
+    Args:
+        requests: all requests that have been entered and not left.
+    """
+
+    def show() -> None:
+        if not adapters.is_enabled:
+            return
+        for state in AdapterState:
+            metrics.adapters.labels(state.value).set(adapters.count_of(state))
+        metrics.adapter_bytes.set(adapters.byte_count)
+        running: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for request in requests:
+            if request.adapter_lease is not None:
+                (running if request.has_run else waiting)[request.adapter_lease.name] += 1
+        metrics.adapter_requests.clear()
+        for name in {*adapters.names, *running, *waiting}:
+            metrics.adapter_requests.labels(name).set(running[name] + waiting[name])
+        metrics.lora_requests_info.clear()
+        names = (str(adapters.book.adapters_max), ",".join(sorted(waiting)), ",".join(sorted(running)))
+        metrics.lora_requests_info.labels(*names).set(time.time())
+
+    metrics.on_scrape(show)

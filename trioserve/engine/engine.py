@@ -44,8 +44,7 @@ from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
-from trioserve.engine.adapter_metrics import show_adapters
-from trioserve.engine.adapters import Adapters
+from trioserve.engine.adapters import Adapters, show_adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_parts import EngineParts, Guard, Nap, no_parts
@@ -53,9 +52,8 @@ from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_feed import EngineLook, LiveFeed
-from trioserve.engine.live_view import view_of
 from trioserve.engine.model_description import ModelDescription
-from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.engine.open_request import Choice, OpenRequest, view_of
 from trioserve.engine.part_stream import PartStream
 from trioserve.engine.pooled_preparation import (
     check_can_be_pooled,

@@ -15,10 +15,11 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.adapter import AdapterRef, adapter_salt
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
-from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.events import FinishReason, Phase, TokenLogprob
 from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.output import Delta, join_unread
 from trioserve.contracts.partial import Partial, PartialChoice
 from trioserve.contracts.pooling import Pooled, PooledInput
@@ -30,6 +31,8 @@ from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.contracts.weights import WeightVersions, weights_salt
 from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
+from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import RequestStatus
 from trioserve.engine.given_output import GivenOutput
 from trioserve.engine.known_output import KnownChoice
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope
@@ -38,7 +41,7 @@ from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.vision.image_prompt import PromptImage
 
-__all__ = ["Choice", "OpenRequest"]
+__all__ = ["Choice", "OpenRequest", "view_of"]
 
 
 class Choice(RequestPart["OpenRequest"]):
@@ -396,3 +399,36 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             self._unfinished_count = 1  # the client resumes behind the end, and the known output was not replayed
         super().fail(error)
         self._end_wait_for_release()
+
+
+def view_of(
+    request: OpenRequest, sequences: Sequence[LiveRequest | None], now: float, *, held_block_count: int = 0
+) -> LiveRequestView:
+    """Describe a request for status pages, from the engine's and the core's state.
+
+    Args:
+        sequences: the core's state per choice. None: the choice has ended, or has not reached the core.
+        now: seconds of Trio's clock.
+        held_block_count: its blocks that are held for another engine.
+    """
+    living = [live for live in sequences if live is not None]
+    if request.is_finished:
+        state = "held" if request.is_held else "finished"
+    elif not living:
+        state = "preparing"
+    else:
+        state = "running" if any(live.status is RequestStatus.RUNNING for live in living) else "waiting"
+    if any(choice.first_token_at is not None for choice in request.choices):
+        phase = Phase.DECODE
+    else:
+        phase = Phase.PREFILL if any(choice.has_run for choice in request.choices) else Phase.QUEUED
+    return LiveRequestView(
+        id=request.id,
+        state=state,
+        phase=phase,
+        priority=request.priority,
+        age_seconds=now - request.entered_at,
+        prompt_token_count=request.prompt_token_count,
+        completion_token_count=request.completion_token_count,
+        block_count=sum(live.own_block_count for live in living) + held_block_count,
+    )

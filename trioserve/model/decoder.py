@@ -35,8 +35,7 @@ from trioserve.model.model_config import (
     ModelConfig,
     ShortConvConfig,
 )
-from trioserve.model.parallel.collectives import Collectives, Lonely
-from trioserve.model.parallel.rank_sums import RankSums
+from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.parallel.rank_vocabulary import RankVocabulary
 from trioserve.model.recurrent_layers import ShortConv, StateSpace
 from trioserve.model.state_storage import StateStorage

@@ -49,8 +49,8 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.handover import Handover, NoNeighbours
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+from trioserve.model.parallel.stages import Handover, NoNeighbours
 from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
@@ -28,7 +29,7 @@ from trioserve.model.static_inputs import StaticInputs
 from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk
 from trioserve_kernels.paged import DecodeWork, split_count
 
-__all__ = ["ROWS_MAX", "Recorder", "Recording", "StaticDecode", "row_sizes"]
+__all__ = ["ROWS_MAX", "CudaGraphRecorder", "Recorder", "Recording", "StaticDecode", "row_sizes"]
 
 # Larger steps compute for so long that launching their kernels one by one costs nothing; and each size takes memory.
 ROWS_MAX = 512
@@ -167,3 +168,27 @@ class StaticDecode:
             attention={window: AttentionTensors((), (), TableWalk(window, decodes, None)) for window in windows},
             first_rows=tuple(range(rows)),
         )
+
+
+class CudaGraphRecorder:
+    """Recorder that captures CUDA graphs.
+
+    The graphs share one memory pool for intermediate results. Together they need little more than the largest graph.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Recording:
+        # Libraries allocate a workspace per stream, so the warm-up has to run on the stream of the capture.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # In torch's default mode a capture fails when any thread of the process makes a call that cannot be captured,
+        # such as an allocation. Other threads do not use this stream.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = compute()
+        return Recording(output, graph.replay)

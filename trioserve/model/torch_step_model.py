@@ -17,7 +17,6 @@ from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.host_to_device import Sending
@@ -44,7 +43,7 @@ from trioserve.model.samples import (
 )
 from trioserve.model.settings import ModelSettings
 from trioserve.model.state_storage import StateStorage
-from trioserve.model.static_decode import StaticDecode
+from trioserve.model.static_decode import CudaGraphRecorder, StaticDecode
 from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
 from trioserve.model.torch_adapters import TorchAdapter, adapter_rows, torch_adapter
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot

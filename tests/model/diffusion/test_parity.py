@@ -258,7 +258,7 @@ def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, pr
     ids=["ancestral", "sde", "sde-heun"],
 )
 def test_a_step_adds_noise_that_seed_and_step_decide(sd, sampler, module, settings, monkeypatch):
-    from trioserve.model.diffusion.noise import step_noise
+    from trioserve.model.diffusion.runner import step_noise
     from trioserve.model.diffusion.solvers import Solver
 
     config = {**sd.config, **settings}

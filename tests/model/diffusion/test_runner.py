@@ -10,8 +10,8 @@ from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import Picture
 from trioserve.contracts.iterative import IterativePlan, LatentMove
 from trioserve.contracts.step import IsAbandoned
-from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
 from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
+from trioserve.model.diffusion.runner import Abandoned, Abandoning
 from trioserve.model.diffusion.solvers import Solver
 
 ENCODE, DENOISE, DECODE = IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE

@@ -23,8 +23,7 @@ from trioserve.model import torch_step_model
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import tensor_shapes
-from trioserve.model.parallel.rank_adapter import rank_adapter
-from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.shares import share_of
 from trioserve.model.runner import ModelRunner
 from trioserve.model.samples import NOT_FINITE

@@ -20,8 +20,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import AttentionConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import Float32Array
-from trioserve.model.parallel.rank_adapter import rank_adapter
-from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
+from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter, stage_config, stage_runs
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings

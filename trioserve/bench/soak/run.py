@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 import msgspec
@@ -23,12 +24,11 @@ from trioserve.bench.run import (
     cancel_on_signal,
 )
 from trioserve.bench.scrape import Scrape
-from trioserve.bench.soak.book import SliceBook, rounds_from
 from trioserve.bench.soak.clients import SoakClients
-from trioserve.bench.soak.plan import Moment, SoakPlan, SoakRequest, Way
+from trioserve.bench.soak.plan import Moment, Slice, SoakPlan, SoakRequest, Way
 from trioserve.bench.soak.report import SoakReport, soak_json, soak_text
 from trioserve.bench.soak.settings import SoakSettings
-from trioserve.bench.soak.verdict import MEMORY, Ended, Evidence, SoakFigures, is_quiet, missing_series
+from trioserve.bench.soak.verdict import MEMORY, Ended, Evidence, Round, SoakFigures, is_quiet, missing_series
 from trioserve.trio_tools.progress import ProgressLine
 
 __all__ = ["Soaked", "main", "soak"]
@@ -40,6 +40,43 @@ QUIET_SECONDS_MAX = 30.0  # a server that is not at rest by then is not coming t
 QUIET_PERIOD_SECONDS = 0.2
 FIRST_TOKEN_SECONDS = 0.5  # until the warm-up has shown how long the first token takes
 SETTLING_LINES = 2  # of a slice, so many times the concurrency: until the clients of the last one have gone
+
+
+class SliceBook:
+    """began_at: when its first client came. started_count: clients that have come."""
+
+    def __init__(self, piece: Slice) -> None:
+        self.piece = piece
+        self.began_at: float | None = None
+        self.started_count = 0
+        self._responses: list[tuple[int, float, array.array[float]]] = []
+
+    def start(self, now_seconds: float) -> int:
+        """A client comes. Returns its number within the slice."""
+        if self.began_at is None:
+            self.began_at = now_seconds
+        self.started_count += 1
+        return self.started_count - 1
+
+    def note_response(self, number: int, now_seconds: float, gaps_seconds: array.array[float]) -> None:
+        """A client that stayed has its whole response."""
+        self._responses.append((number, now_seconds, gaps_seconds))
+
+    def settled_gaps(self, first_number: int, ended_at: float) -> array.array[float]:
+        """Of the responses whose clients came no sooner than this one, and that were complete by then."""
+        gaps = array.array("d")
+        for number, responded_at, gaps_seconds in self._responses:
+            if number >= first_number and responded_at <= ended_at:
+                gaps.extend(gaps_seconds)
+        return gaps
+
+
+def rounds_from(books: Sequence[SliceBook], *, settled_number: int, all_sent_at: float) -> list[Round]:
+    """books: of slices with leavers and of the control, in turn. settled_number: of each slice the first client that
+    counts; by then those of the slice before have gone. all_sent_at: when the last client of all had come."""
+    ends = [*(book.began_at or all_sent_at for book in books[1:]), all_sent_at]
+    gaps = [book.settled_gaps(settled_number, ended_at) for book, ended_at in zip(books, ends, strict=True)]
+    return [Round(soak_gaps, control_gaps) for soak_gaps, control_gaps in zip(gaps[::2], gaps[1::2], strict=True)]
 
 
 def main(settings: SoakSettings) -> int:

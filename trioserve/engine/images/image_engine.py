@@ -21,7 +21,7 @@ from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageModelDescription, ImageParams, ImageRequestLimits
-from trioserve.contracts.iterative import IterativeRequest, IterativeStats
+from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeStats
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.iterative.engine import IterativeCore
@@ -29,17 +29,16 @@ from trioserve.engine.engine_parts import Nap
 from trioserve.engine.images.image_delivery import ImageDelivery
 from trioserve.engine.images.image_parts import ImageParts, ImageSteps, no_image_parts
 from trioserve.engine.images.image_preparation import ImagePreparation
-from trioserve.engine.images.image_step_times import ImageStepTimes
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_attributes
-from trioserve.engine.images.live_image import view_of
-from trioserve.engine.images.open_image import ImageChoice, OpenImage
+from trioserve.engine.images.open_image import ImageChoice, OpenImage, view_of
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.engine_life import SERVER_STOPPING, Guard
 from trioserve.engine.shell.engine_loop import EngineLoop
 from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
 from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
+from trioserve.engine.shell.step_times import PlanTimes, StepCounts
 from trioserve.metrics.image_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
@@ -47,6 +46,13 @@ from trioserve.trio_tools.interrupts import uninterrupted
 __all__ = ["ImageEngine"]
 
 DRAWN_SEED_BITS = 53  # whoever reads a seed that was drawn may send it back: JavaScript's numbers hold so many
+
+
+class ImageStepTimes(PlanTimes[IterativePlan]):
+    """PlanTimes of steps that compute images."""
+
+    def _counts(self, plan: IterativePlan) -> StepCounts:
+        return StepCounts(len(plan.works), phase=plan.phase.value, work_count=plan.work_count)
 
 
 @uninterrupted

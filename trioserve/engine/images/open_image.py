@@ -4,20 +4,28 @@ been told that it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from trioserve.admission.local_endpoint import local_request
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
-from trioserve.contracts.events import FinishReason
+from trioserve.contracts.events import FinishReason, IterativePhase
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageDelta, ImageParams, Picture
 from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.core.iterative.live_iteration import LiveIteration
+from trioserve.core.request_state import RequestStatus
 from trioserve.engine.images.image_preparation import WantedImage
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope
 
-__all__ = ["ImageChoice", "OpenImage", "merge"]
+__all__ = ["ImageChoice", "OpenImage", "merge", "view_of"]
+
+
+PHASES = tuple(IterativePhase)
 
 
 class ImageChoice(RequestPart["OpenImage"]):
@@ -120,3 +128,34 @@ def merge(pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
     if delta.picture is not None or delta.finish_reason is not None or pending.picture is None:
         return delta
     return msgspec.structs.replace(delta, picture=pending.picture)
+
+
+def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: float) -> LiveImageView:
+    """Describe a request for images for status pages, from the engine's and the core's state.
+
+    Args:
+        lives: the core's state per image. None: the image has ended, or has not reached the core.
+        now: seconds of Trio's clock.
+    """
+    living = [live for live in lives if live is not None]
+    if request.is_finished:
+        state = "finished"
+    elif not living:
+        state = "preparing"
+    else:
+        state = "running" if any(live.status is RequestStatus.RUNNING for live in living) else "waiting"
+    if any(choice.is_ended and choice.has_run for choice in request.choices):
+        phase = IterativePhase.DECODE
+    else:
+        phase = max((live.phase for live in living), key=PHASES.index, default=IterativePhase.QUEUED)
+    return LiveImageView(
+        id=request.id,
+        state=state,
+        phase=phase,
+        priority=request.priority,
+        age_seconds=now - request.entered_at,
+        picture_count=request.sequence_count,
+        steps_done=sum(choice.steps_done for choice in request.choices),
+        step_count=request.wanted.step_count * request.sequence_count,
+        slot_count=sum((live.slot is not None) + (live.kept_slot is not None) for live in living),
+    )

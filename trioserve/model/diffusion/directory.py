@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import reprlib
@@ -28,6 +29,10 @@ WHOLE_MAX = 65_536  # of a number in a description, if no tensor of the weights 
 SCHEDULER_WHOLE_MAX = 100_000  # timesteps that a scheduler was trained with are 1000
 BLOCKS_MAX = 16  # each halves an image's sides; real ones are 3 to 5
 DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+DIGEST_BYTES = 8
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, all over it
 
 
 def is_image_model(directory: str | Path) -> bool:
@@ -283,3 +288,37 @@ def _stored_dtype(path: Path) -> Dtype:
         if name != "__metadata__" and entry.get("dtype") in DTYPES:
             return DTYPES[entry["dtype"]]
     return "float32"
+
+
+def name_of_weights(directory: ImageDirectory) -> str:
+    """Name the weights by their family and a digest of samples of all files.
+
+    Reading all bytes would take as long as loading. Training changes all weights, so samples are enough.
+
+    Args:
+        directory: a diffusers directory.
+
+    Returns:
+        Equal names for equal files.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    try:
+        for path in _files(directory):
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(directory.path)} {size}\n".encode())
+            with path.open("rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(size * sample // SAMPLES)
+                    digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelLoadError(f"{directory.path} cannot be read: {error.strerror}") from None
+    return f"{directory.pipeline.family}-{digest.hexdigest()}"
+
+
+def _files(directory: ImageDirectory) -> Iterator[Path]:
+    yield directory.path / "model_index.json"
+    for component in sorted([*directory.pipeline.classes, "scheduler"]):
+        yield from sorted(path for path in (directory.path / component).iterdir() if path.is_file())

@@ -7,8 +7,9 @@ request, so whoever moves it moves the request.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from trioserve.contracts.image_generation import ImageTask
 from trioserve.contracts.iterative import IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu
-from trioserve.model.diffusion.abandoning import Abandoned, Abandoning
 from trioserve.model.diffusion.autoencoder import Autoencoder
 from trioserve.model.diffusion.beginning import Beginning
 from trioserve.model.diffusion.components import load_parts, make_family
@@ -28,7 +28,6 @@ from trioserve.model.diffusion.description import SAMPLER_NAMES, samplers_of
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import BadTask, Family, Parts
 from trioserve.model.diffusion.latent_state import Inputs, LatentState
-from trioserve.model.diffusion.noise import step_noise
 from trioserve.model.diffusion.pictures import picture_of
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 from trioserve.model.diffusion.settings import ImageModelSettings
@@ -37,13 +36,65 @@ from trioserve.model.diffusion.solvers import Solver
 from trioserve.model.number_formats import Dtype
 from trioserve.model.torch_formats import TORCH_DTYPES
 
-__all__ = ["DiffusionRunner"]
+__all__ = ["Abandoned", "Abandoning", "DiffusionRunner", "step_noise"]
 
 logger = logging.getLogger(__name__)
 
 NO_NUMBERS = "take less guidance, another sampler, or have the model served with dtype float32"
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Abandoned(Exception):
+    """The step is abandoned: its requests have ended."""
+
+
+class Abandoning:
+    """Raise Abandoned out of a forward pass, before a block of the networks, once the step is abandoned.
+
+    Args:
+        networks: their blocks get a hook.
+    """
+
+    def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
+        self._is_abandoned = never_abandoned
+        for network in networks:
+            for module in network.modules():
+                if isinstance(module, torch.nn.ModuleList):
+                    for block in filter(None, module):  # diffusers has None where there is no attention
+                        block.register_forward_pre_hook(self._look)
+
+    def begin(self, is_abandoned: IsAbandoned) -> None:
+        """Set the check for the step that starts now.
+
+        Args:
+            is_abandoned: the step's own check.
+        """
+        self._is_abandoned = is_abandoned
+
+    def check(self) -> None:
+        """Raise Abandoned if the step is abandoned."""
+        if self._is_abandoned():
+            raise Abandoned
+
+    def _look(self, *_: object) -> None:
+        self.check()
+
+
+def step_noise(seed: int, step: int, latent: torch.Tensor) -> torch.Tensor:
+    """Draw normally distributed noise for one step. It is drawn on the CPU, so it is equal on every device.
+
+    Args:
+        seed: of the image.
+        step: number of the denoising step.
+        latent: gives shape and device.
+
+    Returns:
+        float32, shaped like `latent`, of unit variance.
+    """
+    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(latent.shape, generator=generator).to(latent.device)
 
 
 class DiffusionRunner:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Collectives", "Lonely"]
+from trioserve.contracts.step import IsAbandoned, never_abandoned
+
+__all__ = ["Collectives", "Lonely", "RankSums"]
 
 
 class Collectives(Protocol):
@@ -51,3 +53,33 @@ class Lonely:
 
     def close(self) -> None:
         pass
+
+
+class RankSums:
+    """Sums over all ranks during one step of one rank, and their agreement on abandoning the step.
+
+    Args:
+        collectives: connection to the other ranks.
+        is_abandoned: this rank's own view. Either all ranks pass `never_abandoned`, and then ask nobody, or none does.
+    """
+
+    def __init__(self, collectives: Collectives, is_abandoned: IsAbandoned) -> None:
+        self._collectives = collectives
+        self._is_abandoned = is_abandoned
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """True once the step is abandoned. Between two sums every rank has the same answer."""
+        return self._is_over or (self._collectives.size == 1 and self._is_abandoned())
+
+    def add_(self, part: Any) -> None:
+        """Replace a part by the sum of all ranks' parts.
+
+        Args:
+            part: as in `Collectives.sum_`.
+        """
+        if self._is_abandoned is never_abandoned:
+            self._collectives.sum_(part)
+        else:
+            self._is_over |= self._collectives.sum_(part, self._is_abandoned())

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.gguf import STORAGE_TYPES
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
@@ -183,13 +184,38 @@ def _blocks_of(tensor: StoredTensor) -> Bytes:
     return tensor.read_blocks()
 
 
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def rank_adapter(whole: AdapterWeights, checkpoint: RankCheckpoint) -> AdapterWeights:
+    """Cut an adapter as the rank's weights are cut.
+
+    Where the rank has some outputs of a matrix, `b` has these outputs. Where it has some inputs, `a` has these inputs,
+    and the product with `b` is one part of the sum over all ranks, like the product of the matrix itself.
+
+    Args:
+        whole: the adapter for all ranks.
+        checkpoint: the rank's weights.
+
+    Returns:
+        The rank's part. Matrices that the rank does not have are left out.
+    """
+
+    def part(values: Values, runs: Runs | None, axis: int) -> Values:
+        return values if runs is None else np.ascontiguousarray(_taken(values, runs, axis))
+
+    matrices: dict[str, AdapterMatrix] = {}
+    for name, matrix in whole.matrices.items():
+        cut = checkpoint.cut_of(f"{name}.weight")
+        if cut is not None:
+            matrices[name] = AdapterMatrix(part(matrix.a, cut.columns, 1), part(matrix.b, cut.rows, 0))
+    return AdapterWeights(whole.digest, whole.dtype, matrices)
+
+
 def _taken(values: npt.NDArray[Any], runs: Runs, axis: int = 0) -> npt.NDArray[Any]:
     """A copy, so that what was read beside it can go."""
     if _is_all(runs, values.shape[axis]):
         return values
     places = np.concatenate([np.arange(first, first + count) for first, count in runs])
     return np.take(values, places, axis=axis)
-
-
-def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

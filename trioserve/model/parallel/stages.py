@@ -11,7 +11,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
@@ -20,11 +22,59 @@ from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import AttentionConfig, LayerConfig, ModelConfig, StagePart
+from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.cuts import Run, Runs
 
-__all__ = ["StageCheckpoint", "cache_shares", "stage_adapter", "stage_config", "stage_configs", "stage_runs"]
+__all__ = [
+    "Handover",
+    "NoNeighbours",
+    "StageCheckpoint",
+    "cache_shares",
+    "stage_adapter",
+    "stage_config",
+    "stage_configs",
+    "stage_runs",
+]
 
 EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # beginnings of names
+
+
+class Handover(Protocol):
+    """Connection of a stage to the stages before and after it.
+
+    Only the thread that computes uses it, once per step, in the order of the steps. If a neighbour is gone, a call may
+    block for ever or raise. The process that started the stages ends all of them in that case.
+    """
+
+    def receive(self, row_count: int, hidden_size: int) -> Float32Array | None:
+        """Wait for the hidden states of a step from the stage before.
+
+        Args:
+            row_count: rows of the step.
+            hidden_size: values per row.
+
+        Returns:
+            [row_count, hidden_size], or None if the step is abandoned and must not be computed here either.
+        """
+        ...
+
+    def send(self, hidden: Float32Array | None) -> None:
+        """Give the hidden states of a step to the stage after this one. May block until it accepts them.
+
+        Args:
+            hidden: C-contiguous [row_count, hidden_size], or None if the step is abandoned.
+        """
+        ...
+
+
+class NoNeighbours:
+    """Handover for steps that one stage computes alone, such as warm-up. Received hidden states are zeros."""
+
+    def receive(self, row_count: int, hidden_size: int) -> Float32Array | None:
+        return np.zeros((row_count, hidden_size), dtype=np.float32)
+
+    def send(self, hidden: Float32Array | None) -> None:
+        pass
 
 
 class StageCheckpoint:

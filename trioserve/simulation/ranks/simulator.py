@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import trio
+from trio.testing import MockClock
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId, AdapterRef
@@ -59,7 +60,6 @@ from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.ranks.group import RankGroup, open_ranks
 from trioserve.ranks.messages import RankSetup
 from trioserve.ranks.ranked_weights import RankedWeights
-from trioserve.simulation.ranks.bounded_clock import bounded_clock
 from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Swap, Unload
 from trioserve.simulation.ranks.played_opening import PlayedOpening
 from trioserve.simulation.ranks.wire_executor import LookingModel
@@ -86,6 +86,31 @@ WAITING_MAX = 40
 ADAPTERS_MAX = 8
 ADAPTER_SECONDS = 0.01
 READ = "read to the end"
+
+
+IN_VAIN_MAX = 1_000  # jumps by nothing: what is awaited outside of the run has come by then
+
+
+def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClock:
+    """Jumps as soon as nobody can go on. Raises AssertionError out of the run (as the cause of a TrioInternalError)
+    when there is nothing to jump to, or so much time has passed, as long as is_bounded says so: nobody may wait for a
+    real thread meanwhile."""
+    clock = MockClock(autojump_threshold=0)
+    jump, in_vain = clock._autojump, 0
+
+    def bounded_jump() -> None:
+        nonlocal in_vain
+        before = clock.current_time()
+        jump()
+        now = clock.current_time()
+        in_vain = in_vain + 1 if now == before else 0
+        if not is_bounded():
+            return
+        assert in_vain < IN_VAIN_MAX, f"at {now:.3f} everybody waits for something that never comes"
+        assert now < seconds_max, f"somebody waits for something that does not come in {now:.0f} s"
+
+    clock._autojump = bounded_jump  # type: ignore[method-assign]  # Trio has no other place for it
+    return clock
 
 
 class RanksSimulation(TracedRun):
