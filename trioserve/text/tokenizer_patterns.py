@@ -75,8 +75,8 @@ def check_tokenizer(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
         if math.prod(growths.values()) > GROWTH_MAX:
             shown = " and ".join(name for name, growth in growths.items() if growth > 1)
             raise ModelLoadError(
-                f"{source}: with its {shown}, a text may become more than {GROWTH_MAX} times as long, so a client could "
-                "take all memory: take another tokenizer"
+                f"{source}: with its {shown}, a text may become more than {GROWTH_MAX} times as long, so a client "
+                "could take all memory: take another tokenizer"
             )
     word_characters = getattr(tokenizer.model, "max_input_chars_per_word", 0)
     if word_characters > WORD_CHARACTERS_MAX:
