@@ -37,6 +37,12 @@ def tiny_vision() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_encoders() -> ModuleType:
+    """The module tiny_encoders itself: KINDS, write_encoder."""
+    return _neighbour("tiny_encoders")
+
+
+@pytest.fixture(scope="session")
 def tiny_quantized() -> ModuleType:
     """The module tiny_quantized itself: VARIANTS, write_quantized, write_dense, change_files."""
     return _neighbour("tiny_quantized")

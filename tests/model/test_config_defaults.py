@@ -104,6 +104,19 @@ def test_a_missing_field_is_what_transformers_takes_or_is_refused(tiny_checkpoin
     assert compared > 1500
 
 
+def test_no_config_of_a_family_has_a_field_that_is_warned_of(
+    tiny_checkpoints: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    warned = []
+    for kind in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}:
+        whole, config_class = _config_of(kind, tiny_checkpoints)
+        known = {"architectures", *config_class().to_dict()}  # tiny checkpoints have fields of other families, too
+        model_config_from({name: value for name, value in whole.items() if name in known}, {}, dtype_name="float32")
+        warned += [f"{kind}: {message}" for message in caplog.messages]
+        caplog.clear()
+    assert not warned, "\n".join(warned)
+
+
 def _found(fields: dict[str, Any], name: str) -> object:
     value: Any = fields
     for step in name.split("."):

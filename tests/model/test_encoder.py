@@ -35,20 +35,15 @@ REAL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 @pytest.fixture(scope="module")
-def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def encoders(tiny_encoders: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """encoders(kind, **changes of its config) -> directory. It is shared: copy it before changing it."""
-    spec = importlib.util.spec_from_file_location("tiny_encoders", Path(__file__).with_name("tiny_encoders.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     made: dict[str, Path] = {}
 
     def encoder(kind: str, **changes: Any) -> Path:
         key = f"{kind} {sorted(changes.items())}"
         if key not in made:
             made[key] = tmp_path_factory.mktemp(kind)
-            module.write_encoder(made[key], kind, **changes)
+            tiny_encoders.write_encoder(made[key], kind, **changes)
         return made[key]
 
     return encoder

@@ -459,7 +459,7 @@ def test_keys_of_the_model_that_are_not_read_are_named_in_the_log(
     assert not caplog.records
     keys = {"general.made_up": 1.0, "qwen2.attention.made_up": 3.0, "general.architecture": "qwen2"}
     open_checkpoint(rewrite(tiny_gguf("qwen2"), tmp_path / "changed.gguf", keys))
-    assert "has 1 keys of its model that are not read here" in caplog.text
+    assert "has 1 fields that are not read here" in caplog.text
     assert "qwen2.attention.made_up" in caplog.text
     assert "general.made_up" not in caplog.text
 

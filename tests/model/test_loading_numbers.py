@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import struct
@@ -78,16 +77,6 @@ def check_safetensors(path: Path, opened: Callable[[], object]) -> None:
         path.write_bytes(struct.pack("<Q", number) + whole[8:])
         check(opened, number)
     path.write_bytes(whole)
-
-
-@pytest.fixture(scope="module")
-def tiny_encoders() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny_encoders", Path(__file__).with_name("tiny_encoders.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "ModernBertModel"])

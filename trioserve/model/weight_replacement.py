@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError
 from trioserve.contracts.weights import ReplacementState, SharedWeights
 from trioserve.model.loading.arriving_tensor import ArrivingTensor
-from trioserve.model.loading.checkpoint import Checkpoint, one_line, open_checkpoint
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.described_tensors import check_same_model, described_tensors
+from trioserve.model.loading.fields import one_line
 from trioserve.model.loading.file_identity import identities_of
 from trioserve.model.loading.read_ahead import weight_files
 from trioserve.model.loading.shared_weights import shared_file, shared_tensors

@@ -15,7 +15,7 @@ import numpy as np
 
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, WeightsLost
 from trioserve.model.loading.arriving_tensor import ArrivingTensor
-from trioserve.model.loading.checkpoint import one_line
+from trioserve.model.loading.fields import one_line
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import values_of
 from trioserve.model.trainer_groups import arriving_tensors

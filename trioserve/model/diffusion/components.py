@@ -19,7 +19,7 @@ import transformers
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import Family, Parts
-from trioserve.model.loading.checkpoint import one_line
+from trioserve.model.loading.fields import one_line
 
 __all__ = ["load_parts", "make_family"]
 

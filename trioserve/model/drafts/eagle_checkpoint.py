@@ -25,6 +25,7 @@ __all__ = ["EagleCheckpoint", "is_eagle", "open_eagle"]
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TAPPED_COUNT = 3
+OWN_FIELDS = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "norm_before_residual")
 WEIGHTS_NAME = "model.safetensors"
 
 
@@ -80,7 +81,10 @@ def open_eagle(directory: Path) -> EagleCheckpoint:
         raise ModelLoadError(f"the EAGLE-3 head in {directory} has no {WEIGHTS_NAME}: fetch it in that format")
     fields = Fields(values, "config.json")
     config = model_config_from(
-        {**values, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {}, dtype_name="float32"
+        {**values, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {},
+        dtype_name="float32",
+        also_read=OWN_FIELDS,
     )
     if config.layer_count != 1 or not isinstance(config.layers[0].mlp, MlpConfig):
         raise ModelLoadError(f"the EAGLE-3 head has {config.layer_count} layers, and such a head has one")

@@ -104,6 +104,7 @@ DEEPSEEK_V2 = Family(
     classes=("DeepseekV2ForCausalLM",),
     model_type="deepseek_v2",
     defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "v_head_dim": 128},
+    notes=("qk_head_dim",),
     describe=_describe_v2,
     transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
     gguf=GgufNaming(architecture="deepseek2", pairs_adjacent=True),
@@ -123,6 +124,7 @@ DEEPSEEK_V3 = Family(
         "first_k_dense_replace": 3,
         "norm_topk_prob": True,
     },
+    notes=("qk_head_dim",),
     describe=_describe_v3,
     transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
     gguf=GgufNaming(architecture="deepseek2", pairs_adjacent=True),
@@ -140,6 +142,7 @@ GLM4_MOE_LITE = Family(
         "v_head_dim": 256,
         "norm_topk_prob": True,
     },
+    notes=("qk_head_dim",),
     describe=_describe_glm,
     transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
 )
@@ -148,6 +151,7 @@ MINICPM3 = Family(
     classes=("MiniCPM3ForCausalLM",),
     model_type="minicpm3",
     defaults={"num_key_value_heads": 40, "q_lora_rank": 768},
+    notes=("qk_head_dim",),
     describe=_describe_minicpm3,
     gguf=GgufNaming(architecture="minicpm3"),
 )

@@ -69,6 +69,7 @@ EXAONE4 = Family(
     classes=("Exaone4ForCausalLM",),
     model_type="exaone4",
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    notes=("sliding_window_pattern",),
     describe=_describe_exaone4,
     gguf=GgufNaming(architecture="exaone4"),
 )

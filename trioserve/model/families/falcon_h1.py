@@ -82,6 +82,7 @@ FALCON_H1 = Family(
     classes=("FalconH1ForCausalLM",),
     model_type="falcon_h1",
     defaults={"num_key_value_heads": 8},
+    notes=("mamba_expand", "mamba_norm_before_gate"),
     describe=_describe,
     transformers=Naming(
         modules={

@@ -53,7 +53,8 @@ class Family:
     gguf: None if llama.cpp does not write it. with_images: classes of models that see images, too, and whose part for
     texts, which text_config describes, is of this family. text_defaults: what such a text_config leaves out. spellings:
     by the usual name of a field, the one that config.json may have in its place. defaults: values of fields that a
-    config.json lacks, as transformers' class of this family has them, where they differ from the usual.
+    config.json lacks, as transformers' class of this family has them, where they differ from the usual. notes: fields
+    of this family's config.json that change nothing here, besides those of all families (see loading/unread_fields.py).
 
     describe: reads the fields; it may raise ModelLoadError.
     """
@@ -68,6 +69,7 @@ class Family:
     text_defaults: Mapping[str, object] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def headless_classes(self) -> tuple[str, ...]:
@@ -109,8 +111,8 @@ class Family:
         return config
 
 
-# Fields that some family's models are computed by, with the values that change nothing. Whatever else a config has is
-# taken to be a note.
+# Fields that some family's models are computed by, with the values that change nothing. Other fields that nobody reads
+# are named in a warning.
 MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "activation_sparsity_pattern": (0, 0.0),
     "alibi": (False,),
@@ -153,6 +155,7 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1, 1.0),
     "rope_interleave": (False,),
+    "rope_interleaved": (False,),
     "rotary_pct": (1, 1.0),
     "routed_scaling_factor": (0, 0.0, 1, 1.0),
     "scale_depth": (),

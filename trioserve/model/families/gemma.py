@@ -127,6 +127,7 @@ GEMMA2 = Family(
     classes=("Gemma2ForCausalLM",),
     model_type="gemma2",
     defaults={"query_pre_attn_scalar": 256},
+    notes=("sliding_window_size",),
     describe=_describe_gemma2,
     transformers=Naming(norm_offset=1.0, modules=MODULES),
     gguf=GgufNaming(architecture="gemma2"),

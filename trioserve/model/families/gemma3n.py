@@ -111,6 +111,7 @@ GEMMA3N = Family(
     classes=("Gemma3nForCausalLM",),
     model_type="gemma3n_text",
     defaults={"num_key_value_heads": 2},
+    notes=("altup_coef_clip",),
     describe=_describe,
     transformers=Naming(modules=GEMMA3.transformers.modules),
     gguf=GgufNaming(architecture="gemma3n"),

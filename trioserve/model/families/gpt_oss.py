@@ -54,6 +54,7 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     },
+    notes=("experts_per_token", "initial_context_length"),
     describe=_describe,
     transformers=Naming(
         alternating=GATE_UP,

@@ -99,6 +99,7 @@ GRANITE_HYBRID = Family(
     name="granitemoehybrid",
     classes=("GraniteMoeHybridForCausalLM",),
     model_type="granitemoehybrid",
+    notes=("num_experts_per_tok", "rope_parameters", "rope_scaling", "rope_theta"),
     describe=_describe_hybrid,
     transformers=Naming(
         modules={

@@ -23,6 +23,7 @@ LLAMA = Family(
     name="llama",
     classes=("LlamaForCausalLM",),
     model_type="llama",
+    notes=("is_llama_config", "perceiver_config", "pixel_shuffle_factor"),
     describe=_describe,
     with_images=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     gguf=GgufNaming(architecture="llama", pairs_adjacent=True),

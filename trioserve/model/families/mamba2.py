@@ -45,6 +45,17 @@ MAMBA2 = Family(
     name="mamba2",
     classes=("Mamba2ForCausalLM",),
     model_type="mamba2",
+    notes=(
+        "norm_before_gate",
+        "residual_in_fp32",
+        "time_step_floor",
+        "time_step_init_scheme",
+        "time_step_max",
+        "time_step_min",
+        "time_step_rank",
+        "time_step_scale",
+        "use_associative_scan",
+    ),
     describe=_describe,
     transformers=Naming(
         layers="backbone.layers",

@@ -31,6 +31,7 @@ MINIMAX_M2 = Family(
     classes=("MiniMaxM2ForCausalLM",),
     model_type="minimax_m2",
     defaults={"num_key_value_heads": 8},
+    notes=("attn_type_list", "mlp_intermediate_size", "shared_moe_mode"),
     describe=_describe,
     transformers=Naming(
         modules={

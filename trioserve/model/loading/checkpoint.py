@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import one_line
 from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
 from trioserve.model.loading.safetensors import SafetensorsCheckpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["Checkpoint", "one_line", "open_checkpoint"]
-
-MESSAGE_CHARACTERS_MAX = 600  # our own longest is about 300
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
@@ -68,11 +67,6 @@ def open_checkpoint(path: Path, *, context_tokens: int | None = None, uses_furth
         raise ModelLoadError(f"cannot load {path}: {one_line(str(error))}") from error
     except OSError as error:
         raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
-
-
-def one_line(message: str) -> str:
-    """It may quote a damaged file, and so hold anything: line breaks, control characters, halves of characters."""
-    return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
 
 
 def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool) -> Checkpoint:

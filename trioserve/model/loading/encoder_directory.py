@@ -10,7 +10,6 @@ from pathlib import Path
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
 from trioserve.model.encoder_config import LAYERS_MAX, EncoderActivation, EncoderConfig, ModernLayers
-from trioserve.model.loading.checkpoint import one_line
 from trioserve.model.loading.encoder_names import (
     EMBEDDING_ENDS,
     ENCODER_CLASSES,
@@ -19,10 +18,11 @@ from trioserve.model.loading.encoder_names import (
     is_unused,
     outside_name,
 )
-from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.fields import Fields, one_line
 from trioserve.model.loading.hf_config import read_json_list, read_json_object
 from trioserve.model.loading.safetensors import INDEX_NAME, stored_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
+from trioserve.model.loading.unread_fields import unread_names, warn_of_unread
 from trioserve.model.model_config import RotaryConfig
 from trioserve.model.number_formats import Dtype
 
@@ -37,6 +37,17 @@ _ACTIVATIONS: dict[str, EncoderActivation] = {
     "silu": "silu",
     "swish": "silu",
 }
+# Fields that change no vector and no score, besides those of unread_fields.py.
+_NOTES = (
+    *("decoder_bias", "deterministic_flash_attn", "directionality", "matryoshka_dimensions", "pooler_fc_size"),
+    *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    *("reference_compile", "repad_logits_with_grad", "sbert_ce_default_activation_function"),
+    *("sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings"),
+)
+_MODERN_NOTES = (
+    *("classifier_pooling", "global_attn_every_n_layers", "layer_norm_eps", "position_embedding_type"),
+    "type_vocab_size",
+)
 _MODERN_LAYER_TYPES = ("full_attention", "sliding_attention")
 _MODERN_THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 _MODERN_THETA_NAMES = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
@@ -128,13 +139,15 @@ def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> 
         raise ModelLoadError(
             f"the model gives a text {_label_count(fields)} labels; supported are heads that give one score"
         )
+    if fields.flag_or("is_decoder", False):
+        raise fields.wrong("is_decoder", "false for an encoder, which sees all tokens of a text")
     is_roberta = encoder_class.family == "roberta"
     position_offset = (fields.whole_or("pad_token_id", 1) or 0) + 1 if is_roberta else 0
     position_count = fields.whole("max_position_embeddings")
     method, normalize = _pooling(directory)
     if encoder_class.scores_pairs:
         method = _scored_method(fields) if is_modern else "cls"
-    return EncoderConfig(
+    config = EncoderConfig(
         family=encoder_class.family,
         vocab_size=fields.whole("vocab_size"),
         hidden_size=fields.whole("hidden_size"),
@@ -154,6 +167,8 @@ def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> 
         dtype_name=dtype_name,
         modern=_modern_layers(fields) if is_modern else None,
     )
+    warn_of_unread("config.json", unread_names(fields, _NOTES + _MODERN_NOTES if is_modern else _NOTES))
+    return config
 
 
 def _activation(fields: Fields, name: str) -> EncoderActivation:

@@ -10,8 +10,9 @@ from typing import TypeGuard, TypeVar
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["Fields", "check_apart"]
+__all__ = ["Fields", "check_apart", "one_line"]
 
+MESSAGE_CHARACTERS_MAX = 600  # our own longest is about 300
 _INFINITY = {"__float__": "Infinity"}
 WHOLES_MAX = 65_536  # in one field; real ones have one for each layer or each end token
 
@@ -27,6 +28,7 @@ class Fields:
         self._source = source
         self._spellings = spellings or {}
         self._asked: set[str] = set()
+        self._groups: dict[str, Fields] = {}
 
     def __contains__(self, name: str) -> bool:
         return self._value(name) is not None
@@ -44,6 +46,18 @@ class Fields:
     def asked(self) -> frozenset[str]:
         """The names that somebody has asked for."""
         return frozenset(self._asked)
+
+    def unread(self) -> dict[str, object]:
+        """Return the fields that have a value and that nobody has asked for.
+
+        The names are those of the file. A name in a group follows the group's and a dot. An object that was asked for
+        as a whole counts as read.
+        """
+        read = {self.spelling(name) for name in self._asked}
+        found = {name: value for name, value in self._values.items() if name not in read and value is not None}
+        for name, group in self._groups.items():
+            found |= {f"{name}.{inner}": value for inner, value in group.unread().items()}
+        return found
 
     def is_null(self, name: str) -> bool:
         """Whether the file has the field, and null in it."""
@@ -154,9 +168,14 @@ class Fields:
         return value
 
     def group_or_none(self, name: str) -> Fields | None:
-        """The fields of an object inside this one."""
+        """The fields of an object inside this one: the same ones each time, so that they know who asked for what."""
         value = self.object_or_none(name)
-        return None if value is None else Fields(value, f"{self.spelling(name)} in {self._source}")
+        if value is None:
+            return None
+        spelled = self.spelling(name)
+        if spelled not in self._groups:
+            self._groups[spelled] = Fields(value, f"{spelled} in {self._source}")
+        return self._groups[spelled]
 
     def wrong(self, name: str, wanted: str) -> ModelLoadError:
         """The error for a value of the wrong kind, to be raised."""
@@ -171,6 +190,11 @@ class Fields:
         if value is None:
             raise ModelLoadError(f"{self._source} lacks {self.spelling(name)}, which must be {wanted}")
         return value
+
+
+def one_line(message: str) -> str:
+    """It may quote a damaged file, and so hold anything: line breaks, control characters, halves of characters."""
+    return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
 
 
 def check_apart(file_name: str, places: Iterable[tuple[int, int, str]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 
 from trioserve.contracts.errors import ModelLoadError
@@ -13,11 +12,10 @@ from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
 from trioserve.model.loading.gguf_hybrids import delta_values, falcon_h1_values, hybrid_values, mamba2_values
 from trioserve.model.loading.gguf_streams import streams_values
+from trioserve.model.loading.unread_fields import warn_of_unread
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAMES", "further_layers", "model_config_from", "sampling_defaults_from"]
-
-logger = logging.getLogger(__name__)
 
 SOURCE = "the file's metadata"
 ROPE_FACTORS_NAME = "rope_freqs.weight"
@@ -181,14 +179,8 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     )
     config = family.config_from(fields)
     read = raw.asked | {spellings.get(field, field) for field in fields.asked}
-    unread = [key for key in file.metadata if key.startswith(f"{name}.") and key not in read | notes_of(str(name))]
-    if unread:
-        shown = ", ".join(key[:80] for key in sorted(unread)[:10])
-        logger.warning(
-            "the file's metadata has %d keys of its model that are not read here, and may change what it computes: %s",
-            len(unread),
-            shown,
-        )
+    unread = (key for key in file.metadata if key.startswith(f"{name}.") and key not in read | notes_of(str(name)))
+    warn_of_unread(SOURCE, sorted(unread))
     return config
 
 

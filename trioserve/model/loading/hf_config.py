@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.family import Family
+from trioserve.model.families.family import MEANINGFUL_FIELDS, Family
 from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_of_class, family_of_model_type
 from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.unread_fields import IMAGE_NOTES, unread_names, warn_of_unread
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
 __all__ = [
@@ -67,17 +69,25 @@ def model_config_from(
     *,
     dtype_name: Dtype,
     context_tokens: int | None = None,
+    also_read: Collection[str] = (),
 ) -> ModelConfig:
-    """Dimensions from config.json; the end tokens are those of either file, as chat models often name them in one only.
+    """Read what a model is made of. A warning names the fields that nobody reads and that are not known to be harmless.
 
-    dtype_name: what the weights are stored in, which the config does not reliably know. context_tokens: see
-    open_checkpoint.
+    Args:
+        generation_config: the end tokens are those of either file, as chat models often name them in one only.
+        dtype_name: what the weights are stored in, which the config does not reliably know.
+        context_tokens: see open_checkpoint.
+        also_read: fields that the caller reads itself.
+
+    Raises:
+        ModelLoadError: no family that is served has such a model.
     """
     outer = Fields(config, "config.json")
     family, is_with_images = _family(outer)
     ends = (*end_token_ids_from(generation_config), *outer.wholes("eos_token_id"))
-    source = "config.json"
+    source, named = "config.json", config
     if is_with_images:
+        named = outer.object_or_none("text_config") or {}
         config, source = _text_config(outer, family), "text_config in config.json"
     config = family.with_defaults(config)
     fields = ModelFields(
@@ -89,7 +99,17 @@ def model_config_from(
         spellings={name: theirs for name, theirs in family.spellings.items() if theirs in config},
     )
     _check_windows(Fields(config, source))
-    return family.config_from(fields)
+    found = family.config_from(fields)
+    notes = {*map(fields.spelling, MEANINGFUL_FIELDS), *family.notes, *also_read}
+    if config.get("use_sliding_window") is False:
+        notes |= {"sliding_window", "max_window_layers"}
+    unread = [name for name in unread_names(fields, notes) if name.partition(".")[0] in named]
+    if is_with_images:
+        beside = unread_names(outer, IMAGE_NOTES, with_images=True)
+        unread = [f"text_config.{name}" for name in unread]
+        unread += (name for name in beside if not name.startswith("text_config."))
+    warn_of_unread("config.json", unread)
+    return found
 
 
 def _check_windows(fields: Fields) -> None:

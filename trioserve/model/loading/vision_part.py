@@ -13,6 +13,7 @@ from trioserve.model.loading.file_tensor import PLAIN_DTYPES, FileTensor
 from trioserve.model.loading.hf_config import read_json_object
 from trioserve.model.loading.names import Shape, TensorPlace
 from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.unread_fields import unread_names, warn_of_unread
 from trioserve.model.model_config import Activation, ModelConfig
 from trioserve.model.vision_config import VisionConfig
 
@@ -24,6 +25,7 @@ VISION_CLASSES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGene
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the latter since transformers 5
 _PREFIXES = ("model.", "")
+_NOTES = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # those of the processor count
 
 
 class VisionPart:
@@ -100,7 +102,7 @@ def _vision_config(outer: Fields, texts: ModelConfig) -> VisionConfig:
         raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
     if fields.whole_or("num_channels", 3) != 3:
         raise fields.wrong("num_channels", "3")
-    return VisionConfig(
+    config = VisionConfig(
         # What a config leaves out is what transformers' classes say.
         hidden_size=fields.whole_or("hidden_size", 1152),
         intermediate_size=fields.whole_or("intermediate_size", 3072),
@@ -113,6 +115,8 @@ def _vision_config(outer: Fields, texts: ModelConfig) -> VisionConfig:
         scale_factor=outer.whole_or("scale_factor", 2),
         output_size=texts.hidden_size,
     )
+    warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
+    return config
 
 
 def _processing(directory: Path, outer: Fields, config: VisionConfig) -> ImageProcessing:
