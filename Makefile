@@ -2,7 +2,8 @@
 # make serve-digits  the same with a model of pictures, which draws digits; it is trained first, in some minutes
 # make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
 #              on http://127.0.0.1:8000 sends each request to the one and then to the other
-# make test    sets everything up, checks style and types, and runs the tests
+# make test    sets everything up, checks style and types, runs the fast tests and a share of the slow ones
+# make test-all  the same with all tests; half an hour to an hour
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
 # make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
 # make ray-tests  installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines with it; some minutes
@@ -17,6 +18,7 @@ PYTHON ?= python3
 ARGS ?=
 TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
+SLOW_SHARE ?= 8
 # What does not load torch, transformers or a model; -m "not slow" leaves out the rest of what takes long.
 FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router store text trio_tools \
 	test_layout.py test_scenarios.py)
@@ -25,7 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve serve-digits disagg test check clients ray-tests docs wheel lint pytest clean
+.PHONY: setup serve serve-digits disagg test test-all check clients ray-tests docs wheel lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -60,7 +62,11 @@ build/digits/model_index.json: | setup
 disagg: setup
 	exec $(BIN)/python -m trioserve disagg --router-args='$(ARGS)' --server-args='$(ROLE_ARGS)'
 
-test: setup lint pytest
+# Each commit chooses another share of the slow tests.
+test: setup lint
+	$(MAKE) pytest ARGS="--slow-share $(SLOW_SHARE) $(ARGS)"
+
+test-all: setup lint pytest
 
 check: lint
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" --quiet $(FAST_TESTS)

@@ -1,8 +1,10 @@
-"""What every test process needs before torch and any test is imported, and which tests come first."""
+"""Sets up every test process before torch and tests are imported, orders the tests, and takes a share of slow tests."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import subprocess
 from pathlib import Path
 
 import hypothesis
@@ -35,11 +37,49 @@ FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = f"{Path(__file__).parent.as_posix()}/"
+HERE = Path(__file__).parent
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one Nth of the slow tests, chosen by the commit, and all other tests (default: 1, all tests)",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    share = config.getoption("slow_share")
+    return None if share == 1 else f"slow tests: one of {share}, chosen by commit {_commit()}; make test-all runs all"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        place = item.path.as_posix().removeprefix(here)
+        place = item.path.relative_to(HERE).as_posix()
         return next((rank for rank, name in enumerate(FIRST) if place.startswith(name)), len(FIRST))
 
     items.sort(key=rank)
+    share = config.getoption("slow_share")
+    if share > 1:
+        commit = _commit()
+        left_out = [item for item in items if item.get_closest_marker("slow") and not _is_chosen(item, share, commit)]
+        names = {item.nodeid for item in left_out}
+        items[:] = [item for item in items if item.nodeid not in names]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _commit() -> str:
+    """Name the commit under test. Without git, every run chooses the same tests."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return found.stdout.strip()
+
+
+def _is_chosen(item: pytest.Item, share: int, commit: str) -> bool:
+    """Choose parameters of a test one by one, and all other tests of a file together: they share servers and models."""
+    name = item.nodeid if "[" in item.name else item.nodeid.partition("::")[0]
+    return int.from_bytes(hashlib.blake2b(f"{commit} {name}".encode(), digest_size=8).digest()) % share == 0

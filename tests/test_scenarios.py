@@ -1,11 +1,11 @@
-"""The table in README.md, of what failed elsewhere and must not fail here, cannot rot: every scenario has its line,
-every test of a line exists and names the scenario, and every test that names one stands in its line."""
+"""Checks the table of scenarios in README.md: each scenario has one line, each test of a line exists and names the
+scenario, and each test that names a scenario is in its line."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,17 +39,26 @@ def lines_of_the_table() -> dict[str, re.Match[str]]:
     return lines
 
 
-def named_in_docstrings() -> Iterator[tuple[str, set[str]]]:
-    """Every test function as path::name, and the scenarios that its docstring names."""
+@functools.cache
+def scenarios_by_test() -> dict[str, set[str]]:
+    """Find the test functions whose docstrings name scenarios.
+
+    Returns:
+        Numbers of scenarios by `path::name` of the test.
+    """
+    found: dict[str, set[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if not NUMBER.search(source):
+            continue
         place = path.relative_to(TESTS.parent).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                yield f"{place}::{node.name}", set(NUMBER.findall(ast.get_docstring(node) or ""))
+                found[f"{place}::{node.name}"] = set(NUMBER.findall(ast.get_docstring(node) or ""))
+    return found
 
 
 LINES = lines_of_the_table()
-NAMED = dict(named_in_docstrings())
 
 
 def test_every_scenario_has_its_line_and_they_are_in_order():
@@ -65,12 +74,11 @@ def test_a_line_has_tests_that_exist_and_name_it_or_says_what_is_missing(number)
     assert len(tests) + len(missing) == len(line["tests"].split("<br>")), f"{number}: {line['tests']}"
     assert line["holds"].strip() or not tests, f"{number} does not say what holds here"
     for test in tests:
-        assert test in NAMED, f"{number}: there is no {test}"
-        assert number in NAMED[test], f"{test} does not name {number} in its docstring"
+        assert number in scenarios_by_test().get(test, set()), f"no {test} names {number} in its docstring"
 
 
 def test_every_test_that_names_a_scenario_stands_in_its_line():
-    for test, numbers in NAMED.items():
+    for test, numbers in scenarios_by_test().items():
         for number in numbers:
             assert number in LINES, f"{test} names {number}, which is not in the table"
             assert test in TEST.findall(LINES[number]["tests"]), f"{test} is missing in the line of {number}"
