@@ -1,9 +1,10 @@
-"""One HTTP/2 connection: h2 in the middle, a task and a scope per stream, bounded bytes.
+"""The I/O of one HTTP/2 connection: tasks, deadlines, and cancellation. The h2 library parses the frames.
 
-One task reads, one writes. The reader acts on an event where it reads it: a reset cancels the stream's scope before
-anything else runs. The writer sends what all streams have to say in one write, and then looks again; since a step of an
-engine wakes all handlers in one pass of the scheduler, its tokens leave in one write of the next pass.
-What goes wrong here ends this connection and no other.
+Each stream has its own task and cancel scope. The reader task handles each event when it reads it: a reset cancels the
+scope of its stream before another task runs. The writer sends the bytes of all streams in one write. An engine step
+wakes all handlers in one pass of Trio's scheduler, so the tokens of a step leave in one write in the next pass.
+
+An error in a connection ends only this connection.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ __all__ = ["H2Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 16384
-WRITE_BYTES = 65536  # DATA taken from the streams for one write; also what has to leave within one stall limit
-CREDIT_BYTES_MIN = 16384
+WRITE_BYTES = 65536  # bytes of DATA for one write, and bytes that the client must read within stall_seconds_max
+CREDIT_BYTES_MIN = 16384  # a window update of the connection is sent for this many bytes, not for each frame
 PING_PAYLOAD = b"alive?\0\0"
 LAST_PING_PAYLOAD = b"the end?"
-PING_LOOK_SECONDS = 2.5  # between two looks whether a PING was delivered and answered
-# CPU time that reading is worth, which is not charged: of a request that is opened, and of a byte of its body.
+PING_POLL_SECONDS = 2.5  # interval of the checks whether a PING was delivered and answered
+# CPU time for reading that does not count against frame_cpu_share_max: of one request, and of one byte of its body.
 REQUEST_CPU_SECONDS = 0.001
 BODY_BYTE_CPU_SECONDS = 1e-7
 
@@ -56,7 +57,14 @@ def _nothing() -> None:
 class H2Connection:
     """One client's connection, from its preface to its end.
 
-    received: what was read from the transport already, the preface first.
+    Args:
+        setup: objects that the connections of the server share.
+        transport: the connection, after the TLS handshake.
+        peer: the client's address, for the log and for handlers.
+        received: bytes that were read from the transport already. They begin with the preface.
+
+    Attributes:
+        on_known: called when a request shows an API key for the first time.
     """
 
     def __init__(self, setup: ConnectionSetup, transport: trio.abc.Stream, *, peer: str, received: bytes) -> None:
@@ -72,46 +80,46 @@ class H2Connection:
         self._gate = FrameGate(limits, now=now)
         self._resets = RateBucket(per_second=limits.resets_per_second_max, burst=limits.resets_burst_max, now=now)
         self._cpu = RateBucket(per_second=limits.frame_cpu_share_max, burst=limits.frame_cpu_burst_seconds_max, now=now)
-        self._cpu_earned = 0.0  # seconds, by what the frames of this piece brought
+        self._cpu_credit = 0.0  # CPU seconds that the requests and bodies of this piece may cost
         self._streams: dict[int, H2Stream] = {}
         self._outbox = H2Outbox(self._protocol, self._gate, self._more_to_write)
-        self._tcp = transport if isinstance(transport, TcpStream) else None  # which the flusher can write to
-        self._is_flushing = False  # the flusher knows
-        self._is_writing = False  # the writer does, and can wait
-        self._wake = trio.Event()  # of the writer
-        self._fault: Exception | None = None  # of a flush
-        self._unwritten = b""  # taken from the outbox, and not by the kernel
-        self._patience = trio.CancelScope()  # of the reader; its deadline ends a connection without streams
-        self._whole = trio.CancelScope()  # reader, writer and streams
+        self._tcp = transport if isinstance(transport, TcpStream) else None  # the flusher writes only to TCP
+        self._is_flushing = False  # the flusher will call flush
+        self._is_writing = False  # the writer task is inside of a write
+        self._wake = trio.Event()  # wakes the writer task
+        self._fault: Exception | None = None  # an error in flush, which the writer task raises
+        self._unwritten = b""  # bytes that were taken from the outbox and that the kernel did not accept
+        self._read_timeout = trio.CancelScope()  # around the reader; its deadline ends a connection without streams
+        self._scope = trio.CancelScope()  # around reader, writer and streams
         self._uncredited_bytes = 0
-        self.on_known: Callable[[], None] = _nothing  # called when a request shows a key
-        self._has_known = False  # a request on it has shown a key
-        self._busy_since = now  # there are streams, if there are any
-        self._ended_at = now  # of the last stream
-        self._heard_at = now  # the client's last bytes
-        self._has_streams = trio.Event()  # for the task that asks whether the client reads
+        self.on_known: Callable[[], None] = _nothing
+        self._has_known = False  # a request on this connection has shown a key
+        self._busy_since = now  # time since which there is at least one stream
+        self._ended_at = now  # end of the last stream
+        self._received_at = now  # arrival of the client's last bytes
+        self._has_streams = trio.Event()  # for the task that sends PINGs
         self._is_last = False  # the connection ends when it has no stream
-        self._is_leaving = False  # no more streams are accepted
-        self._last_stream_id: int | None = None  # of our GOAWAY
-        self._has_read_all = False  # the client answered the PING behind its last response
+        self._is_leaving = False  # the connection accepts no more streams
+        self._last_stream_id: int | None = None  # in the GOAWAY that was sent
+        self._has_read_all = False  # the client answered the PING after its last response
         self._client_gone = False
-        self._lingers = True  # until the client has read our GOAWAY
-        self._write_broken = False  # a part of a frame may be out: nothing can follow it
+        self._lingers = True  # wait until the client has read the GOAWAY
+        self._write_broken = False  # a part of a frame may have been sent, so no other bytes can follow
 
     # --- for the server ---
 
     async def serve(self) -> None:
-        """Returns when the connection has ended and nothing of it is left. Raises only for faults of our own."""
+        """Serve streams until the connection ends. Raises only for faults of the server itself."""
         close_seconds_max = self._limits.close_seconds_max
         try:
-            with self._whole:
+            with self._scope:
                 async with trio.open_nursery() as nursery:
                     self._nursery = nursery
                     nursery.start_soon(self._write)
-                    nursery.start_soon(self._ask_for_life)
+                    nursery.start_soon(self._ping_silent_client)
                     await self._read()
         except BaseException:
-            # The caller ends us, or we are broken. The streams' tasks have left and with that reset their streams.
+            # Cancelled by the caller, or a fault. The streams' tasks have ended and have reset their streams.
             await close_now(self._transport, self._final_bytes(), seconds_max=close_seconds_max)
             raise
         if self._write_broken:
@@ -122,7 +130,7 @@ class H2Connection:
             await close_after(self._transport, self._final_bytes(), seconds_max=close_seconds_max, more_expected=True)
 
     def may_end_at(self) -> float | None:
-        """From when on this connection may have to end for another one; None while it is in use."""
+        """Return the time from which this connection may be closed to accept another one. None while it is in use."""
         limits = self._limits
         if self._is_leaving:
             return None
@@ -135,26 +143,25 @@ class H2Connection:
         return self._ended_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
-        """How many bytes wait here for the client, and in how many streams."""
+        """Return the number of bytes that wait for the client, and the number of their streams."""
         waiting = [stream.unsent_bytes for stream in self._streams.values() if stream.unsent_bytes]
         return sum(waiting) + self._outbox.framed_bytes, len(waiting)
 
     def announce_drain(self) -> None:
-        """End with a GOAWAY as soon as no stream runs behind another request. Never waits.
+        """Begin to drain: end with a GOAWAY when the last stream has ended. Never waits.
 
-        Streams are still accepted until then. A stream that is open now and whose request has not come whole is
-        refused.
+        Streams are accepted until then. A stream that is open now is refused if it needs a missing part of its body.
         """
         self._is_last = True
         for stream in self._streams.values():
             stream.wake()
 
     def drain(self) -> None:
-        """Accept no more streams, and end with a GOAWAY when those that run have ended. Never waits.
+        """Accept no more streams, and end with a GOAWAY when the running streams have ended. Never waits.
 
-        Some clients (httpcore) drop every stream that they have not taken to its end when they read a GOAWAY. So it is
-        sent when the client has answered a PING behind the last response, or close_seconds_max later. A stream whose
-        request has not come whole is refused.
+        Some clients (httpcore) drop all streams that they have not read to the end when they read a GOAWAY. So the
+        GOAWAY is sent when the client has answered a PING after the last response, or close_seconds_max later. A stream
+        is refused if it needs a missing part of its body.
         """
         self._is_last = True
         if not self._is_leaving:
@@ -165,7 +172,7 @@ class H2Connection:
                 stream.wake()
 
     def make_room(self) -> None:
-        """End a connection whose place is needed: a GOAWAY, and no waiting for the client to close, too."""
+        """End the connection with a GOAWAY to accept another one. Does not wait until the client closes."""
         self._lingers = False
         if self._streams:
             self._end(ErrorCodes.ENHANCE_YOUR_CALM)
@@ -179,7 +186,7 @@ class H2Connection:
             self._outbox.collect(self._protocol.head_frames(stream.id, fields, end_stream=end_stream))
             stream.end_sent = end_stream
 
-    def go_on(self, stream: H2Stream) -> None:
+    def send_continue(self, stream: H2Stream) -> None:
         if not stream.gone:
             self._protocol.send_headers(stream.id, [(b":status", b"100")])
             self._outbox.collect()
@@ -192,12 +199,12 @@ class H2Connection:
             self._protocol.increment_flow_control_window(byte_count, stream.id)
             self._outbox.collect()
 
-    def give_up(self, stream: H2Stream, *, takes_some: bool) -> None:
+    def reset_slow(self, stream: H2Stream, *, reads_some: bool) -> None:
         if not stream.gone:
             self._tally.exchanges_stalled_total += 1
-            self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += takes_some
-            what = "too little" if takes_some else "nothing"
-            logger.info("client takes %s, stream reset peer=%s path=%s", what, self._peer, printable(stream.path))
+            self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += reads_some
+            amount = "too little" if reads_some else "nothing"
+            logger.info("client reads %s, stream reset peer=%s path=%s", amount, self._peer, printable(stream.path))
             self._reset(stream, ErrorCodes.CANCEL)
 
     def body_awaited(self, stream: H2Stream) -> None:
@@ -207,7 +214,7 @@ class H2Connection:
 
     def body_too_slow(self) -> None:
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1
-        logger.debug("body given up peer=%s", self._peer)
+        logger.debug("request body too slow peer=%s", self._peer)
 
     def unix_seconds(self) -> int:
         return self._setup.clock_and_ids.unix_seconds()
@@ -215,15 +222,15 @@ class H2Connection:
     # --- reading ---
 
     async def _read(self) -> None:
-        """Until the connection is to end: the client left, was idle, or broke the protocol."""
-        with self._patience:
+        """Read until the client leaves, is idle for too long, or breaks the protocol."""
+        with self._read_timeout:
             try:
                 self._protocol.receive_data(self._received[: len(PREFACE)])
                 received: bytes | bytearray = self._received[len(PREFACE) :]
                 while True:
-                    await self._take(received)
+                    await self._handle_frames(received)
                     received = await self._transport.receive_some(READ_BYTES)
-                    self._heard_at = trio.current_time()
+                    self._received_at = trio.current_time()
                     if not received:
                         self._client_left()
                         return
@@ -232,15 +239,15 @@ class H2Connection:
             except h2.exceptions.ProtocolError as error:
                 self._tally.connections_refused_total[refusal_of(error)] += 1
                 logger.info("connection ended peer=%s reason=%s", self._peer, printable(str(error)))
-                self._protocol.clear_outbound_data_buffer()  # h2's own GOAWAY, for which it knows fewer codes
+                self._protocol.clear_outbound_data_buffer()  # drops h2's own GOAWAY, which may have a wrong code
                 self._end(error_code_of(error))
-        if self._patience.cancelled_caught:
+        if self._read_timeout.cancelled_caught:
             if self._gate.header_block_since is not None:
                 self._tally.connections_refused_total[ConnectionRefusal.HEAD_TIMEOUT] += 1
             self._end(ErrorCodes.NO_ERROR)
 
-    async def _take(self, received: bytes | bytearray) -> None:
-        """Act on all frames that a read brought, with a turn for other tasks after each few milliseconds of work."""
+    async def _handle_frames(self, received: bytes | bytearray) -> None:
+        """Handle all frames of one read. Lets other tasks run after each few milliseconds of work."""
         now = trio.current_time()
         cpu_clock = self._setup.clock_and_ids.cpu_clock
         began_at = cpu_clock()
@@ -250,17 +257,17 @@ class H2Connection:
                 await trio.lowlevel.checkpoint()
                 began_at = cpu_clock()
             is_first = False
-            self._cpu_earned = 0.0
+            self._cpu_credit = 0.0
             for event in self._protocol.receive_data(piece):
-                self._act_on(event, now)
+                self._handle_event(event, now)
             self._outbox.collect()
             if self._outbox.framed_bytes > self._limits.control_bytes_max:
                 raise Flood("the client does not read the responses to its frames", ConnectionRefusal.RESPONSES_UNREAD)
-            if not self._cpu.take(trio.current_time(), max(0.0, cpu_clock() - began_at - self._cpu_earned)):
+            if not self._cpu.take(trio.current_time(), max(0.0, cpu_clock() - began_at - self._cpu_credit)):
                 raise Flood("the frames of this connection cost too much work", ConnectionRefusal.FRAME_WORK)
-        self._set_patience()
+        self._update_read_timeout()
 
-    def _act_on(self, event: h2.events.Event, now: float) -> None:
+    def _handle_event(self, event: h2.events.Event, now: float) -> None:
         if isinstance(event, h2.events.WindowUpdated):
             self._window_opened(event.stream_id)
         elif isinstance(event, h2.events.DataReceived):
@@ -285,7 +292,8 @@ class H2Connection:
             if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
                 self._window_opened(0)
         elif isinstance(event, h2.events.TrailersReceived) and event.headers and event.headers[0][0].startswith(b":"):
-            raise h2.exceptions.ProtocolError("a request's head came for trailers")  # FieldDecoder took it for a head
+            # FieldDecoder accepted the trailers as a request's head, without h2's checks.
+            raise h2.exceptions.ProtocolError("the trailers contain the head of a request")
 
     def _open_stream(self, event: h2.events.RequestReceived, now: float) -> None:
         refusal = self._stream_refusal()
@@ -320,7 +328,7 @@ class H2Connection:
             self._busy_since = now
             self._has_streams.set()
         self._streams[stream.id] = stream
-        self._cpu_earned += REQUEST_CPU_SECONDS
+        self._cpu_credit += REQUEST_CPU_SECONDS
         self._setup.slots.take(is_known=is_known)
         self._nursery.start_soon(self._run_stream, stream)
 
@@ -338,7 +346,7 @@ class H2Connection:
 
     def _data_arrived(self, event: h2.events.DataReceived) -> None:
         window_bytes = event.flow_controlled_length or 0
-        # Credited at once, read or not: one stream whose handler does not read must not close the window of the others.
+        # Credited at once: a handler that does not read must not block the other streams of the connection.
         self._uncredited_bytes += window_bytes
         if self._uncredited_bytes >= CREDIT_BYTES_MIN:
             self._protocol.increment_flow_control_window(self._uncredited_bytes)
@@ -346,11 +354,11 @@ class H2Connection:
         stream = self._streams.get(event.stream_id)
         if stream is not None:
             data = event.data or b""
-            self._cpu_earned += len(data) * BODY_BYTE_CPU_SECONDS
+            self._cpu_credit += len(data) * BODY_BYTE_CPU_SECONDS
             stream.data_arrived(data, window_bytes)
 
     def _window_opened(self, stream_id: int) -> None:
-        """stream_id 0: the connection's window, or through a changed setting every stream's."""
+        """Queue streams whose window has opened. Stream 0 means all streams (connection window, or initial size)."""
         if stream_id:
             stream = self._streams.get(stream_id)
             opened = [] if stream is None else [stream]
@@ -364,20 +372,20 @@ class H2Connection:
         if not self._resets.take(now):
             raise Flood("too many streams opened in vain", ConnectionRefusal.RESETS)
 
-    def _set_patience(self) -> None:
+    def _update_read_timeout(self) -> None:
         deadline = math.inf if self._streams else self._ended_at + self._limits.idle_seconds_max
         if self._gate.header_block_since is not None:
             deadline = min(deadline, self._gate.header_block_since + self._limits.head_seconds_max)
-        if self._patience.deadline != deadline:
-            self._patience.deadline = deadline
+        if self._read_timeout.deadline != deadline:
+            self._read_timeout.deadline = deadline
 
-    # --- running ---
+    # --- running streams ---
 
     async def _run_stream(self, stream: H2Stream) -> None:
         try:
             with stream.scope:
                 if stream.gone:
-                    return  # reset in the same read that opened it
+                    return  # the read that opened the stream also reset it
                 if stream.method == "CONNECT":
                     await stream.respond(405, JSON_FIELDS, refusal_body(405, "this server is not a proxy"))
                 elif not await call_handler(self._setup.handler, stream, stream.response):
@@ -393,7 +401,7 @@ class H2Connection:
         if not stream.end_sent:
             self._reset(stream, ErrorCodes.CANCEL)
         elif not stream.request_ended:
-            # The response is complete, and the rest of the request is of no use (RFC 9113, 8.1).
+            # The response is complete, so the rest of the request is not needed (RFC 9113, 8.1).
             self._reset(stream, ErrorCodes.NO_ERROR)
         stream.gone = True
         stream.share.release()
@@ -405,12 +413,12 @@ class H2Connection:
                 self._outbox.collect(frame(PING, 0, 0, LAST_PING_PAYLOAD))
             self._ended_at = trio.current_time()
             self._has_streams = trio.Event()
-            self._set_patience()
-            self._more_to_write()  # the writer ends a connection that takes no more streams
+            self._update_read_timeout()
+            self._more_to_write()  # the writer ends a connection that accepts no more streams
 
     def _reset(self, stream: H2Stream, code: ErrorCodes) -> None:
         if not stream.gone:
-            # h2 refuses after a protocol error, when the GOAWAY speaks for all streams.
+            # After a protocol error, h2 refuses a reset. Then the GOAWAY ends all streams.
             with contextlib.suppress(h2.exceptions.ProtocolError):
                 self._protocol.reset_stream(stream.id, code)
             self._outbox.collect()
@@ -426,21 +434,21 @@ class H2Connection:
             self._setup.flusher.add(self)
 
     def flush(self) -> None:
-        """Called by the flusher: write what the kernel takes at once, and leave the rest to the writer."""
+        """Write the bytes that the kernel accepts at once, and leave the rest to the writer. The flusher calls it."""
         self._is_flushing = False
         if self._is_writing:
             self._wake.set()
             return
         try:
             self._flush()
-        except Exception as error:  # the flusher goes on for the others; our own writer raises it
+        except Exception as error:  # the flusher must continue for other connections; the writer task raises the error
             self._fault = error
             self._wake.set()
 
     def _flush(self) -> None:
-        assert not self._unwritten, "what is left over is the writer's, and goes before anything new"
+        assert not self._unwritten, "the writer must send unwritten bytes before new bytes"
         if self._outbox.frame_ready_streams(WRITE_BYTES):
-            self._wake.set()  # more than goes into one write: the others have their turn in between
+            self._wake.set()  # too much for one write: other connections get their turn in between
         assert self._tcp is not None
         data = self._outbox.take()
         if data:
@@ -455,16 +463,17 @@ class H2Connection:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """To be called when everything is written: end a connection without streams that takes no more of them."""
+        """End the connection if it has no streams and accepts no more. Call it when all bytes are written."""
         if not self._streams:
             if self._has_read_all or self._last_stream_id is not None or self._gate.goaway_received:
-                self._whole.cancel()
+                self._scope.cancel()
             elif self._is_leaving:
                 deadline = trio.current_time() + self._limits.close_seconds_max
-                self._whole.deadline = min(self._whole.deadline, deadline)
+                self._scope.deadline = min(self._scope.deadline, deadline)
 
     async def _write(self) -> None:
-        with trio.CancelScope() as patience:  # one for all writes: a scope for each would cost as much as its event
+        # One scope for all writes: a scope for each write would cost as much as an event.
+        with trio.CancelScope() as stall_scope:
             while True:
                 await self._wake.wait()
                 if self._fault is not None:
@@ -476,57 +485,58 @@ class H2Connection:
                 data = self._unwritten + self._outbox.take()
                 self._unwritten = b""
                 if data:
-                    await self._send(data, patience)
+                    await self._send(data, stall_scope)
                 self._is_writing = False
                 if not self._wake.is_set():
                     self._end_if_over()
-        if patience.cancelled_caught:
+        if stall_scope.cancelled_caught:
             self._tally.exchanges_stalled_total += len(self._streams)
             self._tally.connections_refused_total[ConnectionRefusal.STALLED] += 1
-            logger.info("client takes nothing, connection ended peer=%s", self._peer)
-            self._whole.cancel()
+            logger.info("client reads nothing, connection ended peer=%s", self._peer)
+            self._scope.cancel()
 
-    async def _send(self, data: bytes, patience: trio.CancelScope) -> None:
-        self._write_broken = True  # unless it comes to its end
+    async def _send(self, data: bytes, stall_scope: trio.CancelScope) -> None:
+        self._write_broken = True  # until the end of this write
         try:
             for start in range(0, len(data), WRITE_BYTES):
-                patience.deadline = trio.current_time() + self._limits.stall_seconds_max
+                stall_scope.deadline = trio.current_time() + self._limits.stall_seconds_max
                 await self._transport.send_all(data[start : start + WRITE_BYTES])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._client_left()
-        patience.deadline = math.inf
+        stall_scope.deadline = math.inf
         self._write_broken = False
 
-    # --- whether the client still reads ---
+    # --- checking that the client still reads ---
 
-    async def _ask_for_life(self) -> None:
-        """Send a PING to a silent client with running streams, and end a connection that does not answer.
+    async def _ping_silent_client(self) -> None:
+        """Send a PING to a silent client with running streams, and end the connection if the client does not answer.
 
-        Only the time after TCP has delivered the PING counts: a slow network is another bound's business
-        (stall_seconds_max, vanished_seconds_max).
+        Only the time after TCP has delivered the PING counts. Other limits handle a slow network (stall_seconds_max,
+        vanished_seconds_max).
         """
         limits = self._limits
         while True:
             await self._has_streams.wait()
-            await trio.sleep_until(self._heard_at + limits.ping_seconds)
-            asked_at = trio.current_time()
-            if not self._streams or self._heard_at + limits.ping_seconds > asked_at:
+            await trio.sleep_until(self._received_at + limits.ping_seconds)
+            ping_at = trio.current_time()
+            if not self._streams or self._received_at + limits.ping_seconds > ping_at:
                 continue
             self._outbox.collect(frame(PING, 0, 0, PING_PAYLOAD))
-            ends_at: float | None = None  # of the sent bytes, in the count of TCP
-            delivered_at = asked_at
-            while self._streams and self._heard_at < asked_at:
+            ping_end_bytes: int | None = None  # bytes up to the end of the PING, as TCP counts them
+            delivered_at = ping_at
+            while self._streams and self._received_at < ping_at:
                 await trio.sleep_until(
-                    min(trio.current_time() + PING_LOOK_SECONDS, delivered_at + limits.ping_answer_seconds_max)
+                    min(trio.current_time() + PING_POLL_SECONDS, delivered_at + limits.ping_answer_seconds_max)
                 )
                 now = trio.current_time()
                 is_written = not (self._unwritten or self._is_writing or self._outbox.framed_bytes)
                 tcp_bytes = self._tcp_bytes()
-                if tcp_bytes is not None and is_written and ends_at is None:
-                    ends_at = sum(tcp_bytes)
-                if not is_written or (tcp_bytes is not None and ends_at is not None and tcp_bytes[0] < ends_at):
+                if tcp_bytes is not None and is_written and ping_end_bytes is None:
+                    ping_end_bytes = sum(tcp_bytes)
+                is_in_flight = tcp_bytes is not None and ping_end_bytes is not None and tcp_bytes[0] < ping_end_bytes
+                if not is_written or is_in_flight:
                     delivered_at = now
-                elif now >= delivered_at + limits.ping_answer_seconds_max and self._heard_at < asked_at:
+                elif now >= delivered_at + limits.ping_answer_seconds_max and self._received_at < ping_at:
                     self._tally.connections_refused_total[ConnectionRefusal.PING_UNANSWERED] += 1
                     logger.info("client answers no PING, connection ended peer=%s", self._peer)
                     self._lingers = False
@@ -534,6 +544,7 @@ class H2Connection:
                     return
 
     def _tcp_bytes(self) -> tuple[int, int] | None:
+        """Return the bytes that the client's kernel has acknowledged, and the bytes in flight. None without TCP."""
         transport: object = self._transport
         while isinstance(transport, trio.SSLStream):
             transport = transport.transport_stream
@@ -547,14 +558,14 @@ class H2Connection:
             if not stream.gone:
                 self._tally.exchanges_left_total += 1
                 stream.leave()
-        self._whole.cancel()
+        self._scope.cancel()
 
     def _end(self, code: ErrorCodes) -> None:
-        """Reset every stream, say why, and give the writer a moment to get it out."""
+        """Reset all streams, send a GOAWAY with the reason, and leave close_seconds_max to write them."""
         for stream in self._streams.values():
             self._reset(stream, ErrorCodes.CANCEL)
         self._go_away(code)
-        self._whole.deadline = trio.current_time() + self._limits.close_seconds_max
+        self._scope.deadline = trio.current_time() + self._limits.close_seconds_max
 
     def _go_away(self, code: ErrorCodes) -> None:
         self._is_leaving = True

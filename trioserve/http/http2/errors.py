@@ -1,4 +1,4 @@
-"""What a client that broke HTTP/2's rules is told (RFC 9113, 7), and how that is counted."""
+"""HTTP/2 error codes (RFC 9113, 7) and counters for clients that break the protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ __all__ = ["error_code_of", "refusal_of"]
 
 
 def error_code_of(error: h2.exceptions.ProtocolError) -> ErrorCodes:
-    """h2 knows no code of its own for header blocks that cannot be unpacked."""
+    """Return the error code of the GOAWAY for a protocol error.
+
+    h2 has no code for header blocks that cannot be decoded, so they are recognised by their cause.
+
+    Args:
+        error: raised by h2 or by FrameGate.
+    """
     if isinstance(error.__cause__, hpack.HPACKError) and not isinstance(error, h2.exceptions.DenialOfServiceError):
         return ErrorCodes.COMPRESSION_ERROR
     return ErrorCodes(error.error_code)
@@ -23,7 +29,7 @@ def refusal_of(error: h2.exceptions.ProtocolError) -> ConnectionRefusal:
     if isinstance(error, Flood):
         return error.reason
     if isinstance(error, h2.exceptions.DenialOfServiceError):
-        return ConnectionRefusal.HEAD_TOO_LARGE  # unpacked; h2 raises it for nothing else
+        return ConnectionRefusal.HEAD_TOO_LARGE  # h2 raises this error only for a decoded head that is too large
     if isinstance(error, h2.exceptions.FrameTooLargeError):
         return ConnectionRefusal.FRAME_TOO_LARGE
     return ConnectionRefusal.MALFORMED

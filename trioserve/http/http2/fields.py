@@ -1,7 +1,7 @@
-"""Header fields in HPACK (RFC 7541): those of our responses, and those of requests within bounds on work.
+"""HPACK (RFC 7541): an encoder for responses without a dynamic table, and a decoder for requests with bounded work.
 
-A response's fields are the same as the last one's, and then short, or new every time, like the request's id and length:
-a table that the client and we would have to keep alike saves some forty bytes a response, and cost a fifth of it.
+Most fields of a response are short or change each time, such as the request id and the length. A dynamic table would
+save about forty bytes per response, but would be a fifth of the response's CPU time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from hpack.table import HeaderTable, table_entry_size
 
 __all__ = ["FieldDecoder", "FieldEncoder", "is_ordinary"]
 
-INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20  # what the first bits of a byte say: 6.1, 6.2.2, 6.3
-# Of a block; a client's usual one is a few hundred bytes, and fewer once it is in the table.
+# First bits of a representation: indexed field (6.1), literal without indexing (6.2.2), table size update (6.3).
+INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20
+# Largest block that is remembered. A typical block has a few hundred bytes, and fewer once its fields are in the table.
 REMEMBERED_BYTES_MAX = 1024
 SIZE_UPDATES_MAX = 4  # at the start of a block; an encoder needs two (RFC 7541, 4.2)
-INTEGER_BYTES_MAX = 5  # behind the prefix: more than 32 bits
-_WHOLE = {field: index for index, field in enumerate(HeaderTable.STATIC_TABLE, start=1)}
-_NAMES: dict[bytes, int] = {}
+INTEGER_BYTES_MAX = 5  # after the prefix: more than 32 bits
+_FIELD_INDEXES = {field: index for index, field in enumerate(HeaderTable.STATIC_TABLE, start=1)}
+_NAME_INDEXES: dict[bytes, int] = {}
 for _index, (_name, _value) in enumerate(HeaderTable.STATIC_TABLE, start=1):
-    _NAMES.setdefault(_name, _index)
+    _NAME_INDEXES.setdefault(_name, _index)
 
-# The fields of an ordinary request, name and value in turn, each with a line feed. It is narrower than what h2 takes.
+# The fields of an ordinary request: names and values in turn, each with a line feed. h2 accepts more than this pattern.
 _ORDINARY = re.compile(
     rb"(?:(?::method\n(?!CONNECT\n)|:scheme\n|:authority\n|:path\n)[!-~]+\n){4}"
     rb"(?:(?!(?:connection|cookie|host|keep-alive|proxy-connection|te|transfer-encoding|upgrade)\n)[-_0-9a-z]+\n"
@@ -38,12 +39,13 @@ _ORDINARY = re.compile(
 
 
 class FieldDecoder(hpack.Decoder):
-    """Stands where h2 has hpack's Decoder, which a client can make work for much longer than its block is.
+    """A replacement for hpack's Decoder with linear time and a bounded number of fields.
 
-    hpack copies the rest of a block for each field, so its time grows with the square of the block; it takes any number
-    of fields and of changes of the table's size. Here the time is linear, and both are bounded.
-    A block that equals the last one means the same again, if the last one left the table as it was. And an ordinary
-    request's fields are right: h2 would look at each of their characters, which config tells it not to.
+    hpack copies the rest of a block for each field, so its time grows with the square of the block size. It also
+    accepts any number of fields and of table size updates.
+
+    Two shortcuts save time. If a block equals the last one, and the last one did not change the table, the result is
+    the same. If the fields are ordinary, they are valid, so `config` tells h2 not to check each character.
 
     Args:
         config: of h2's connection.
@@ -55,7 +57,7 @@ class FieldDecoder(hpack.Decoder):
         super().__init__(max_header_list_size=list_bytes_max)
         self._config = config
         self._fields_max = fields_max
-        self._block: bytes | None = None  # the last one, if it left the table as it was
+        self._block: bytes | None = None  # the last block, if it did not change the table
         self._fields: list[hpack.HeaderTuple] = []
 
     def decode(self, data: bytes, raw: bool = True) -> list[hpack.HeaderTuple]:
@@ -65,31 +67,31 @@ class FieldDecoder(hpack.Decoder):
         entries = self.header_table.dynamic_entries.copy()
         fields = self._read_block(data)
         self._assert_valid_table_size()
-        self._check(not is_ordinary(fields))
+        self._set_validation(not is_ordinary(fields))
         if len(data) <= REMEMBERED_BYTES_MAX and self.header_table.dynamic_entries == entries:
             self._block, self._fields = data, fields
         return fields
 
     def _read_block(self, data: bytes) -> list[hpack.HeaderTuple]:
-        """Fields as bytes, as h2 wants them. Raises an HPACKError."""
+        """Decode a block into fields of bytes, as h2 expects them. Raises an HPACKError if the block is malformed."""
         table = self.header_table
         fields: list[hpack.HeaderTuple] = []
         list_bytes = position = size_update_count = 0
         while position < len(data):
             first = data[position]
-            if first & 0x80:  # 6.1: an entry of the table
+            if first & 0x80:  # 6.1: an indexed field
                 index, position = _read_integer(data, position, 7)
                 field = hpack.HeaderTuple(*table.get_by_index(index))
-            elif first & 0xE0 == NO_TABLE:  # 6.3: the table's size
+            elif first & 0xE0 == NO_TABLE:  # 6.3: a table size update
                 size, position = _read_integer(data, position, 5)
                 size_update_count += 1
                 if fields or size_update_count > SIZE_UPDATES_MAX:
-                    raise hpack.HPACKDecodingError("the size of the table changes behind a field, or too often")
+                    raise hpack.HPACKDecodingError("the size of the table changes after a field, or too often")
                 if size > self.max_allowed_table_size:
-                    raise InvalidTableSizeError("the table is to have more bytes than are allowed")
+                    raise InvalidTableSizeError("a table size update is larger than allowed")
                 self.header_table_size = size
                 continue
-            else:  # 6.2: a literal value, and a name of the table or a literal one
+            else:  # 6.2: a literal value, with a name from the table or a literal name
                 index, position = _read_integer(data, position, 6 if first & 0x40 else 4)
                 if index:
                     name = table.get_by_index(index)[0]
@@ -109,13 +111,13 @@ class FieldDecoder(hpack.Decoder):
                 )
         return fields
 
-    def _check(self, checked: bool) -> None:
-        if self._config.validate_inbound_headers is not checked:
-            self._config.validate_inbound_headers = self._config.normalize_inbound_headers = checked
+    def _set_validation(self, is_needed: bool) -> None:
+        if self._config.validate_inbound_headers is not is_needed:
+            self._config.validate_inbound_headers = self._config.normalize_inbound_headers = is_needed
 
 
 def _read_integer(data: bytes, position: int, prefix_bits: int) -> tuple[int, int]:
-    """An integer (5.1) and where it ends."""
+    """Decode an integer (5.1). Returns the integer and the position after it."""
     try:
         mask = (1 << prefix_bits) - 1
         value = data[position] & mask
@@ -134,7 +136,7 @@ def _read_integer(data: bytes, position: int, prefix_bits: int) -> tuple[int, in
 
 
 def _read_text(data: bytes, position: int) -> tuple[bytes, int]:
-    """A string (5.2) and where it ends."""
+    """Decode a string (5.2). Returns the string and the position after it."""
     if position >= len(data):
         raise hpack.HPACKDecodingError("the block ends before a string")
     is_huffman = data[position] & 0x80
@@ -147,13 +149,15 @@ def _read_text(data: bytes, position: int) -> tuple[bytes, int]:
 
 
 _huffman_steps: dict[int, tuple[int, bytes]] = {}
-"""What a byte does in a state of hpack's table, which has half bytes: the next state and the symbols that end there. At
-most 65,536 entries, made when they are first needed: four times as fast as hpack's own loop."""
+"""A cache of Huffman decoding steps for whole bytes, built from hpack's table for half bytes.
+
+The key is the state and the byte, the value is the next state and the decoded symbols. It has at most 65,536 entries,
+which are made when first needed. Decoding is four times as fast as with hpack's own loop."""
 _HUFFMAN_ENDS = 1 << 8  # flag of a state in which a string may end
 
 
 def _plain_text(coded: bytes) -> bytes:
-    """Decode Huffman's code (5.2)."""
+    """Decode a Huffman-coded string (5.2)."""
     parts = []
     state = _HUFFMAN_ENDS
     steps = _huffman_steps
@@ -165,7 +169,7 @@ def _plain_text(coded: bytes) -> bytes:
         state, symbols = step
         parts.append(symbols)
     if not state & _HUFFMAN_ENDS:
-        raise hpack.HPACKDecodingError("a string in Huffman's code ends within a symbol")
+        raise hpack.HPACKDecodingError("a Huffman-coded string ends within a symbol")
     return b"".join(parts)
 
 
@@ -175,14 +179,18 @@ def _huffman_step(state: int, byte: int) -> tuple[int, bytes]:
     for half in (byte >> 4, byte & 0xF):
         state, flags, symbol = HUFFMAN_TABLE[state * 16 + half]
         if flags & HUFFMAN_FAIL:
-            raise hpack.HPACKDecodingError("a string in Huffman's code has a symbol that may not be there")
+            raise hpack.HPACKDecodingError("a Huffman-coded string has a symbol that is not allowed")
         if flags & HUFFMAN_EMIT_SYMBOL:
             symbols.append(symbol)
     return state | (_HUFFMAN_ENDS if flags & HUFFMAN_COMPLETE else 0), bytes(symbols)
 
 
 def is_ordinary(fields: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether these are the fields of a request which h2 would pass on as they are."""
+    """Return True if the fields are an ordinary request, which h2 would accept without a change.
+
+    Args:
+        fields: names and values, in order.
+    """
     text = b"".join([b"%b\n%b\n" % field for field in fields])
     return (
         _ORDINARY.fullmatch(text) is not None
@@ -192,8 +200,13 @@ def is_ordinary(fields: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 class FieldEncoder:
-    """Stands where h2 has hpack's Encoder. header_table_size is what the client offers; none of it is used, and the
-    first block says so, so that the client may change it as it likes (4.2)."""
+    """A replacement for hpack's Encoder, which uses no dynamic table.
+
+    The first block sets the table size to 0. After that, the client may change its size at any time (4.2).
+
+    Attributes:
+        header_table_size: the size that the client offers. h2 sets it, and it is not used.
+    """
 
     def __init__(self) -> None:
         self.header_table_size = 0
@@ -203,7 +216,7 @@ class FieldEncoder:
         parts = [] if self._has_begun else [bytes((NO_TABLE,))]
         self._has_begun = True
         for name, value in fields:
-            index = _WHOLE.get((name, value))
+            index = _FIELD_INDEXES.get((name, value))
             if index is not None:
                 parts.append(bytes((INDEXED | index,)))
             else:
@@ -213,8 +226,8 @@ class FieldEncoder:
 
 @functools.lru_cache(maxsize=1000)
 def _name_part(name: bytes) -> bytes:
-    """How a literal field begins that is not to be indexed. Huffman's code would cost more than it saves."""
-    index = _NAMES.get(name)
+    """Encode the name of a literal field without indexing. Huffman coding would cost more than it saves."""
+    index = _NAME_INDEXES.get(name)
     if index is not None:
         return _integer(index, 4, NAMED)
     return bytes((NAMED,)) + _length(name) + name

@@ -1,9 +1,13 @@
-"""Which bytes of an HTTP/2 connection reach the h2 library, and when a client sends too much of what is useless.
+"""A filter for the frames of an HTTP/2 client, which protects the h2 library and detects floods. No I/O.
 
-h2 decides what frames mean. This gate stands before it for six reasons: h2 holds a frame of any announced size until it
-is complete; it takes a GOAWAY for the end of the connection, although streams may go on; PRIORITY, which RFC 9113
-deprecates, would only cost time; it keeps every setting that a client invents; floods have to be seen before they are
-paid for; and one read may be so much work that other tasks need a turn in between. Knows bytes, does no I/O.
+h2 decides what frames mean. The filter is needed for six reasons:
+
+- h2 holds a frame of any announced size until the frame is complete.
+- h2 treats GOAWAY as the end of the connection, although open streams continue.
+- PRIORITY frames, which RFC 9113 deprecates, would only cost time.
+- h2 stores each setting that a client sends, even if its number is unknown.
+- The server must detect a flood before it spends work on the frames.
+- One read may contain so much work that other tasks must run in between.
 """
 
 from __future__ import annotations
@@ -35,29 +39,35 @@ __all__ = [
 ]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113, 3.4
-FRAME_BYTES_MAX = 16384  # SETTINGS_MAX_FRAME_SIZE's default; larger frames would only add latency for other streams
+FRAME_BYTES_MAX = 16384  # the default of SETTINGS_MAX_FRAME_SIZE. Larger frames would delay other streams.
 
-HEAD = struct.Struct(">HBBBL")  # of a frame: length, kind, flags, stream (RFC 9113, 4.1)
+HEAD = struct.Struct(">HBBBL")  # the head of a frame: length, kind, flags, stream (RFC 9113, 4.1)
 HEAD_BYTES = HEAD.size
 KIND_AT = 3
-CRUMB_BYTES_MAX = 128  # DATA that small costs as much as a full frame, and a body of a few of them is no hardship
+# DATA up to this size counts as a control frame: it costs as much as a full frame. The limit allows a few per body.
+SMALL_DATA_BYTES_MAX = 128
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 
 
-# What h2 and we need for a frame, in microseconds, measured on one core and rounded up. The block of a head is charged
-# to the frame that ends it.
+# Estimated cost of a frame in microseconds, measured on one core and rounded up. The cost of a header block counts for
+# the frame that ends it.
 PIECE_WORK_US_MAX = 2000
 FRAME_WORK_US = 20
 SETTINGS_WORK_US = 60
 HEAD_WORK_US = 150
-HEAD_BYTES_A_US = 4  # in Huffman's code, which hpack reads in Python
+HEAD_BYTES_A_US = 4  # of Huffman-coded text, which is decoded in Python
 DATA_BYTES_A_US = 1000
 
 
 class Flood(h2.exceptions.ProtocolError):
-    """The client sends more of something than any client needs."""
+    """The client sends more of something than a real client needs.
+
+    Args:
+        message: for the log.
+        reason: for the counters.
+    """
 
     error_code = ErrorCodes.ENHANCE_YOUR_CALM
 
@@ -72,23 +82,34 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
 
 
 def goaway_frame(last_stream_id: int, error_code: int) -> bytes:
-    """A GOAWAY (RFC 9113, 6.8) behind h2's back, which would refuse to go on with the open streams after its own."""
+    """Encode a GOAWAY (RFC 9113, 6.8) without h2, which would stop the open streams after its own GOAWAY.
+
+    Args:
+        last_stream_id: the last stream that the server processes.
+        error_code: of RFC 9113, 7.
+    """
     return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream_id, error_code))
 
 
 class FrameGate:
-    """Cuts what the client sends (after the preface) into whole frames and lets pass what h2 should see.
+    """A filter that splits the client's bytes after the preface into frames, and selects the frames for h2.
 
-    goaway_received: the client opens no more streams. data_frames_sent: ours, since the client's last control frame; it
-    may answer each with two window updates, the stream's and the connection's.
+    Args:
+        limits: of frames and header blocks.
+        now: current time, in monotonic seconds.
+
+    Attributes:
+        goaway_received: the client sent GOAWAY and opens no more streams.
+        data_frames_sent: DATA frames of the server since the client's last control frame. The client may answer each
+            with two window updates, for the stream and for the connection.
     """
 
     def __init__(self, limits: FrontendLimits, *, now: float) -> None:
         self.goaway_received = False
         self.data_frames_sent = 0
         self._header_block_since: float | None = None
-        self._frame_since = now  # when the incomplete frame that is held began to arrive
-        self._settings_came = False
+        self._frame_since = now  # arrival time of the first byte of the incomplete frame
+        self._settings_received = False
         self._header_block_bytes = 0
         self._header_block_bytes_max = limits.head_bytes_max
         self._held = bytearray()
@@ -98,26 +119,26 @@ class FrameGate:
 
     @property
     def header_block_since(self) -> float | None:
-        """When an unfinished header block began, though it be no more than the head of its first frame."""
+        """Arrival time of the first byte of an unfinished header block, or None. A frame head of HEADERS counts."""
         if self._header_block_since is None and len(self._held) > KIND_AT and self._held[KIND_AT] == HEADERS:
             return self._frame_since
         return self._header_block_since
 
     def pieces(self, received: bytes | bytearray, now: float) -> Iterator[bytes]:
-        """Cut what arrived into whole frames for h2. Holds at most one incomplete frame.
+        """Split received bytes into pieces of complete frames for h2. At most one incomplete frame is held.
 
         Args:
-            received: what one read brought.
-            now: when, in monotonic seconds.
+            received: the bytes of one read.
+            now: current time, in monotonic seconds.
 
         Yields:
-            Frames that are about PIECE_WORK_US_MAX of work together. The caller may let other tasks run between two of
-            these pieces. All of them have to be taken before the next call.
+            Frames that cost about PIECE_WORK_US_MAX together. The caller may let other tasks run between two pieces.
+            It must consume all pieces before the next call.
 
         Raises:
             Flood: the client sends too much of something useless.
             FrameTooLargeError: a frame announces more than FRAME_BYTES_MAX.
-            ProtocolError: what h2 does not object to, or not with the code that RFC 9113 asks for.
+            ProtocolError: a violation that h2 ignores, or reports with another code than RFC 9113 requires.
         """
         held = self._held
         if not held:
@@ -138,15 +159,15 @@ class FrameGate:
                 if end > len(held):
                     break
                 work_us += self._work_us(held, position, byte_count)
-                if not self._wanted(held, position, byte_count, now):
+                if not self._passes(held, position, byte_count, now):
                     kept.append(bytes(held[kept_from:position]))
                     kept_from = end
                 elif held[position + KIND_AT] == SETTINGS and byte_count:
                     kept.append(bytes(held[kept_from:position]))
-                    kept.append(_known(bytes(held[position:end])))
+                    kept.append(_with_known_settings(bytes(held[position:end])))
                     kept_from = end
                 position = end
-                self._frame_since = now  # of the next one
+                self._frame_since = now
                 if work_us >= PIECE_WORK_US_MAX:
                     kept.append(bytes(held[kept_from:position]))
                     yield b"".join(kept)
@@ -166,17 +187,18 @@ class FrameGate:
             return HEAD_WORK_US + (self._header_block_bytes + byte_count) // HEAD_BYTES_A_US
         return SETTINGS_WORK_US if kind == SETTINGS else FRAME_WORK_US
 
-    def _wanted(self, held: bytearray, position: int, byte_count: int, now: float) -> bool:
+    def _passes(self, held: bytearray, position: int, byte_count: int, now: float) -> bool:
+        """Check a frame, count it, and return True if h2 should see it."""
         kind = held[position + KIND_AT]
         flags = held[position + 4]
-        if not self._settings_came:
+        if not self._settings_received:
             if kind != SETTINGS:
                 raise h2.exceptions.ProtocolError("the first frame is not SETTINGS")
-            self._settings_came = True
+            self._settings_received = True
         if kind == SETTINGS and flags & ACK and byte_count:
             raise h2.exceptions.FrameTooLargeError("an acknowledgement of SETTINGS is not empty")
         if kind == DATA:
-            if byte_count <= CRUMB_BYTES_MAX and not flags & END_STREAM:
+            if byte_count <= SMALL_DATA_BYTES_MAX and not flags & END_STREAM:
                 self._count_control_frame(now)
             return True
         if kind in (HEADERS, CONTINUATION):
@@ -184,14 +206,14 @@ class FrameGate:
             return True
         self._count_control_frame(now)
         if self._header_block_since is not None:
-            return True  # forbidden inside a header block; h2 ends the connection
+            return True  # not allowed inside a header block: h2 will end the connection
         stream_id = int.from_bytes(held[position + 5 : position + 9], "big") & 0x7FFFFFFF
         if kind == PRIORITY and byte_count == 5 and stream_id:
             return False
         if kind == GOAWAY and byte_count >= 8 and not stream_id:
             self.goaway_received = True
             return False
-        return kind <= CONTINUATION  # unknown kinds are to be ignored (RFC 9113, 5.5)
+        return kind <= CONTINUATION  # unknown kinds must be ignored (RFC 9113, 5.5)
 
     def _follow_header_block(self, byte_count: int, *, ends: bool) -> None:
         self._header_block_bytes += byte_count
@@ -212,8 +234,8 @@ class FrameGate:
             raise Flood("too many control frames", ConnectionRefusal.CONTROL_FRAMES)
 
 
-def _known(settings_frame: bytes) -> bytes:
-    """A SETTINGS frame with the settings that h2 may keep."""
+def _with_known_settings(settings_frame: bytes) -> bytes:
+    """Return a SETTINGS frame without unknown settings."""
     flags = settings_frame[4]
     payload = settings_frame[HEAD_BYTES:]
     if flags & ACK:

@@ -1,5 +1,8 @@
-"""What an HTTP/2 connection has to write, and in which order: control frames and heads first, then a piece of each
-stream in turn, as far as the windows go. Never waits and does no I/O; the connection's writer does."""
+"""The bytes that an HTTP/2 connection has to write, in order.
+
+Control frames and heads come first, then one DATA frame of each stream in turn, as far as the flow-control windows
+allow. No I/O and no waiting: the connection writes the bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,59 @@ __all__ = ["H2Outbox"]
 
 
 class H2Outbox:
-    """on_more: called whenever there may be something to write."""
+    """The outgoing bytes of one connection.
+
+    Args:
+        protocol: h2's connection.
+        gate: counts the DATA frames that were sent.
+        on_more: called when there may be bytes to write.
+    """
 
     def __init__(self, protocol: H2Protocol, gate: FrameGate, on_more: Callable[[], None]) -> None:
         self._on_more = on_more
         self._protocol = protocol
         self._gate = gate
         self._framed = bytearray()
-        self._ready: deque[H2Stream] = deque()  # with something to send and, as far as known, a window to send it in
+        self._ready: deque[H2Stream] = deque()  # streams with bytes to send, and probably a window to send them in
 
     @property
     def framed_bytes(self) -> int:
         return len(self._framed)
 
     def queue(self, stream: H2Stream) -> None:
-        """The stream, which is not queued, has data or its end to send."""
+        """Queue a stream that has data or its end to send.
+
+        Args:
+            stream: it must not be queued already.
+        """
         stream.queued = True
         self._ready.append(stream)
         self._on_more()
 
     def collect(self, extra: bytes = b"") -> None:
-        """Take what h2 wants to be sent, and then `extra`. To be called after whatever may make h2 want it."""
+        """Append the bytes that h2 wants to send, then `extra`. Call it after each call of h2 that may want to send.
+
+        Args:
+            extra: frames that were made without h2.
+        """
         self._framed += self._protocol.data_to_send()
         self._framed += extra
         self._on_more()
 
     def take(self) -> bytes:
-        """Everything that is framed, for one write."""
+        """Remove and return all framed bytes, for one write."""
         taken = bytes(self._framed)
         self._framed.clear()
         return taken
 
     def frame_ready_streams(self, byte_count_max: int) -> bool:
-        """Turn what streams hold into DATA frames, one of each in turn, as far as the windows and byte_count_max go.
+        """Turn bytes of the queued streams into DATA frames, one frame of each stream in turn.
 
-        Returns whether more could be framed at once.
+        Args:
+            byte_count_max: body bytes in all frames together. The windows limit them, too.
+
+        Returns:
+            True if the windows allow more frames now.
         """
         protocol = self._protocol
         gate = self._gate
@@ -63,15 +84,15 @@ class H2Outbox:
                 continue
             data = b""
             if stream.unsent_bytes:
-                room = min(protocol.window_of(stream.id), protocol.max_outbound_frame_size, left)
-                if room <= 0:
+                size_max = min(protocol.window_of(stream.id), protocol.max_outbound_frame_size, left)
+                if size_max <= 0:
                     if protocol.outbound_flow_control_window <= 0:
-                        window_closed = True  # the connection's, so all of them wait
+                        window_closed = True  # the connection's window, so all streams wait
                         break
                     ready.popleft()
                     stream.queued = False  # until its window opens
                     continue
-                data = stream.take_unsent(room)
+                data = stream.take_unsent(size_max)
             ready.popleft()
             ends = stream.response.finished and not stream.unsent_bytes
             framed += protocol.data_frame(stream.id, data, end_stream=ends)

@@ -1,4 +1,4 @@
-"""How h2 is set up for a server of ours, and how its request headers become a request's head."""
+"""Setup of the h2 library for the server, faster encoding of frames, and conversion of request headers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,34 @@ from trioserve.http.message_head import RequestHead, split_target
 
 __all__ = ["H2Protocol", "initiated_protocol", "request_head"]
 
-CONNECTION_WINDOW_BYTES = 1024 * 1024  # bytes on their way to us; what is held of them, the streams' windows bound
+# Request bytes of one connection that may be in flight. The windows of the streams limit the bytes that are held.
+CONNECTION_WINDOW_BYTES = 1024 * 1024
 
 
 class H2Protocol(h2.connection.H2Connection):
-    MAX_CLOSED_STREAMS = 4096  # remembered to tell late frames from wrong ones; h2's 65,536 are megabytes a connection
+    """h2's connection, with direct encoding of the frames of responses."""
+
+    # Closed streams are remembered to accept late frames for them. h2's 65,536 would be megabytes per connection.
+    MAX_CLOSED_STREAMS = 4096
 
     def window_of(self, stream_id: int) -> int:
-        """What local_flow_control_window says of a stream whose head was sent."""
+        """Return the bytes that a stream may send now, as h2's local_flow_control_window does.
+
+        Args:
+            stream_id: a stream whose head was sent.
+        """
         return min(self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window)
 
     def head_frames(self, stream_id: int, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> bytes:
-        """What send_headers makes of the final head of a response: the state machines are asked, and the frames are
-        made by hand. The caller sends it after whatever data_to_send has."""
+        """Encode the head of a response, as h2's send_headers does.
+
+        It uses h2's state machines, but builds the frames directly. The caller must send data_to_send() before them.
+
+        Args:
+            stream_id: of the request.
+            fields: pseudo-fields and header fields.
+            end_stream: the response has no body.
+        """
         self.state_machine.process_input(ConnectionInputs.SEND_HEADERS)
         stream = self.streams[stream_id].state_machine
         stream.process_input(StreamInputs.SEND_HEADERS)
@@ -45,9 +60,16 @@ class H2Protocol(h2.connection.H2Connection):
         return bytes(frames) + frame(kind, flags | END_HEADERS, stream_id, block)
 
     def data_frame(self, stream_id: int, data: bytes, *, end_stream: bool = False) -> bytes:
-        """What send_data(stream_id, data) makes, without the way through h2's state machines, which DATA that does not
-        end its stream leaves as they are: that way is most of what an event costs. The caller keeps to the windows and
-        the frame size, sends it after whatever data_to_send has, and only on a stream whose head was sent.
+        """Encode a DATA frame, as h2's send_data does.
+
+        h2's state machines would be most of the cost of an event. DATA changes their state only if it ends the stream,
+        so other DATA bypasses them. The caller must respect the windows and the frame size, and must send
+        data_to_send() before the frame.
+
+        Args:
+            stream_id: a stream whose head was sent.
+            data: bytes of the body.
+            end_stream: these are the last bytes.
         """
         stream = self.streams[stream_id]
         if end_stream:
@@ -59,11 +81,15 @@ class H2Protocol(h2.connection.H2Connection):
 
 
 def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
-    """h2's connection with our settings, ready to be sent."""
+    """Make an h2 connection for a server, with its first SETTINGS frame ready to be sent.
+
+    Args:
+        limits: become settings of the connection.
+    """
     config = h2.config.H2Configuration(
         client_side=False,
         header_encoding=None,
-        validate_outbound_headers=False,  # done by encode_fields, for every protocol
+        validate_outbound_headers=False,  # encode_fields does it, for all protocols
         normalize_outbound_headers=False,
     )
     protocol = H2Protocol(config)
@@ -75,8 +101,8 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     }
     protocol.local_settings = Settings(client=False, initial_values=settings)
     protocol.initiate_connection()
-    # h2 ends a connection that opens too many streams. We refuse the stream alone (RFC 9113, 5.1.2), so h2 has to let
-    # them pass.
+    # h2 would end a connection that opens too many streams. The server refuses only the stream (RFC 9113, 5.1.2), so h2
+    # must accept it.
     settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 2**31 - 1
     protocol.local_settings = Settings(client=False, initial_values=settings)
     protocol.increment_flow_control_window(CONNECTION_WINDOW_BYTES - protocol.inbound_flow_control_window)
@@ -84,7 +110,13 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
 
 
 def request_head(event: h2.events.RequestReceived, peer: str) -> RequestHead:
-    """h2 has checked the fields; ":authority" takes the place of "host" (RFC 9113, 8.3.1)."""
+    """Convert a request of h2, whose fields are valid. ":authority" becomes "host" if that is missing (RFC 9113,
+    8.3.1).
+
+    Args:
+        event: from h2.
+        peer: the client's address.
+    """
     pseudo: dict[bytes, str] = {}
     fields = []
     for name, value in event.headers or ():

@@ -1,7 +1,7 @@
-"""One HTTP/2 stream as an exchange: what its handler may still send, what it has not read yet, and for whom it waits.
+"""The exchange of one HTTP/2 stream, with its buffers for the request body and the response.
 
-Bytes wait here, not in h2, until the connection's writer takes them: so their number is known and bounded, and all that
-the streams of a connection have to say leaves in one write.
+Response bytes wait here, not in h2, until the connection writes them. So their number is known and bounded, and the
+bytes of all streams of a connection leave in one write.
 """
 
 from __future__ import annotations
@@ -22,41 +22,80 @@ from trioserve.http.response_state import ResponseState
 
 __all__ = ["H2Stream", "StreamOwner"]
 
-CREDIT_BYTES_MIN = 16384  # window updates are worth sending for a quarter of the window, not for every frame
-MERGED_BYTES_MAX = 4096
-TURN_BYTES = 4096  # about 100 us of small events
+CREDIT_BYTES_MIN = 16384  # a window update is sent for a quarter of the window, not for each frame
+MERGED_BYTES_MAX = 4096  # small DATA frames are merged up to this size
+UNSCHEDULED_BYTES_MAX = 4096  # unsent bytes up to which `send` lets no other tasks run: about 100 us of small events
 
 
 class StreamOwner(Protocol):
-    """What a stream asks of its connection. None of it waits."""
+    """The interface of a connection for its streams. No method waits."""
 
     def send_head(self, stream: H2Stream, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> None: ...
 
-    def go_on(self, stream: H2Stream) -> None:
-        """The client waits to be told before it sends the body."""
+    def send_continue(self, stream: H2Stream) -> None:
+        """Send 100 (Continue) to a client that waits for it before it sends the body.
+
+        Args:
+            stream: of the request.
+        """
 
     def queue(self, stream: H2Stream) -> None:
-        """The stream has something to send."""
+        """Queue a stream that has bytes or its end to send.
+
+        Args:
+            stream: it must not be queued already.
+        """
 
     def credit(self, stream: H2Stream, byte_count: int) -> None:
-        """The handler took so many bytes of the body: the client may send as many more."""
+        """Allow the client to send more bytes of the body.
+
+        Args:
+            stream: of the request.
+            byte_count: bytes that the handler has read.
+        """
 
     def body_awaited(self, stream: H2Stream) -> None:
-        """The handler waits for more of the body: if the server is leaving, refuse the stream and cancel its scope."""
+        """Refuse the stream and cancel its scope if the server drains. Called when the handler waits for the body.
+
+        Args:
+            stream: of the request.
+        """
 
     def body_too_slow(self) -> None:
-        """To be counted: a body was given up."""
+        """Count a request body that missed its deadline."""
 
-    def give_up(self, stream: H2Stream, *, takes_some: bool) -> None:
-        """The client takes nothing, or too little: reset the stream and cancel its scope."""
+    def reset_slow(self, stream: H2Stream, *, reads_some: bool) -> None:
+        """Reset a stream and cancel its scope, because the client reads too slowly.
+
+        Args:
+            stream: of the response.
+            reads_some: the client reads too little. False: it reads nothing.
+        """
 
     def unix_seconds(self) -> int:
-        """The time of day."""
+        """Return the time of day, in seconds since 1970."""
 
 
 class H2Stream(Exchange):
-    """`gone`: the stream is closed for both sides; whatever is still sent goes nowhere. `queued`: the writer knows.
-    `is_known`: its caller is. `is_late`: it was opened after the drain was announced."""
+    """The exchange of one HTTP/2 stream. Its connection makes it and enters its scope.
+
+    Args:
+        owner: the connection.
+        stream_id: of HTTP/2.
+        head: of the request.
+        share: holds the request body.
+        limits: of the server.
+        request_ended: the request has no body.
+        is_known: the caller has shown a key, or the server requires none.
+        is_late: the stream was opened after the drain was announced.
+
+    Attributes:
+        request_ended: the whole request has arrived.
+        end_sent: the end of the response has been framed.
+        gone: the stream is closed in both directions. Bytes that the handler still sends are dropped.
+        queued: the stream is in the connection's outbox.
+        unsent_bytes: bytes of the response that wait for the connection.
+    """
 
     def __init__(
         self,
@@ -90,9 +129,9 @@ class H2Stream(Exchange):
         self._owner = owner
         self._limits = limits
         self._unsent: deque[bytes] = deque()
-        self._arrived: deque[tuple[bytes, int]] = deque()
+        self._arrived: deque[tuple[bytes, int]] = deque()  # unread pieces of the body, with their window bytes
         self._changed: trio.Event | None = None
-        self._pace: ResponsePace | None = None  # once the handler has waited for the client
+        self._pace: ResponsePace | None = None  # made when the handler first waits for the client
 
     @property
     def started(self) -> bool:
@@ -104,15 +143,15 @@ class H2Stream(Exchange):
         self.response.check_body_readable()
         self.share.check_announced(self.headers)
         if not self.request_ended and (self.headers.get("expect") or "").lower() == "100-continue":
-            self._owner.go_on(self)
+            self._owner.send_continue(self)
         pace = BodyPace(self._limits, now=trio.current_time())
-        with trio.CancelScope(deadline=pace.deadline) as patience:
+        with trio.CancelScope(deadline=pace.deadline) as timeout:
             uncredited_bytes = 0
             while True:
                 while self._arrived:
                     piece, window_bytes = self._arrived.popleft()
                     self.share.add(piece)
-                    patience.deadline = pace.arrived(len(piece), now=trio.current_time())
+                    timeout.deadline = pace.arrived(len(piece), now=trio.current_time())
                     uncredited_bytes += window_bytes
                 if self.request_ended and not self.gone:
                     break
@@ -120,8 +159,8 @@ class H2Stream(Exchange):
                     self._owner.credit(self, uncredited_bytes)
                     uncredited_bytes = 0
                 self._owner.body_awaited(self)
-                await self._change()
-        if patience.cancelled_caught:
+                await self._wait_for_change()
+        if timeout.cancelled_caught:
             self._owner.body_too_slow()
             raise BodyTimeout(pace.timeout_message)
         await trio.lowlevel.checkpoint()
@@ -137,16 +176,16 @@ class H2Stream(Exchange):
 
     async def send(self, data: bytes) -> None:
         self.response.check_open()
-        await self._hold(data)
-        if self.unsent_bytes < TURN_BYTES:
-            # A turn for the others after each small event would cost as much as the event.
+        await self._buffer(data)
+        if self.unsent_bytes < UNSCHEDULED_BYTES_MAX:
+            # To let other tasks run after each small event would cost as much as the event.
             await trio.lowlevel.checkpoint_if_cancelled()
         else:
             await trio.lowlevel.checkpoint()
 
     async def finish(self, last: bytes = b"") -> None:
         self.response.check_open()
-        await self._hold(last)
+        await self._buffer(last)
         self.response.finish()
         if not (self.gone or self.end_sent or self.queued):
             self._owner.queue(self)
@@ -155,7 +194,11 @@ class H2Stream(Exchange):
     # --- for the connection ---
 
     def take_unsent(self, byte_count_max: int) -> bytes:
-        """The next bytes for one DATA frame, at most so many; room for the handler to go on."""
+        """Remove and return bytes for one DATA frame, and wake the handler if it waits to send more.
+
+        Args:
+            byte_count_max: bytes of the frame.
+        """
         unsent = self._unsent
         if self.unsent_bytes <= byte_count_max:
             taken = unsent[0] if len(unsent) == 1 else b"".join(unsent)
@@ -181,11 +224,16 @@ class H2Stream(Exchange):
         return taken
 
     def data_arrived(self, data: bytes, window_bytes: int) -> None:
-        """`window_bytes` counts padding, too. At most one flow-control window of it is held here at a time."""
+        """Hold bytes of the request body for the handler. The flow-control window of the stream bounds them.
+
+        Args:
+            data: the bytes.
+            window_bytes: bytes of the window that they used, with padding.
+        """
         if self.gone or self.started:
             return
         if self._arrived and len(self._arrived[-1][0]) + len(data) <= MERGED_BYTES_MAX:
-            # An entry for each byte would be a hundred times what the window allows.
+            # With one entry for each byte, the memory would be a hundred times the window.
             last, last_window_bytes = self._arrived.pop()
             data, window_bytes = last + data, last_window_bytes + window_bytes
         self._arrived.append((data, window_bytes))
@@ -196,7 +244,7 @@ class H2Stream(Exchange):
         self.wake()
 
     def leave(self) -> None:
-        """The stream is closed, whoever closed it: let go of its bytes and cancel its handler, now."""
+        """Drop all bytes of the stream and cancel its handler at once, because either side has closed the stream."""
         self.gone = True
         self._unsent.clear()
         self._arrived.clear()
@@ -210,19 +258,19 @@ class H2Stream(Exchange):
             self._changed = None
 
     async def drained(self) -> None:
-        """Wait until the end of the response was handed to the network; stalls count as in `send`."""
+        """Wait until the end of the response has been framed. The deadline for slow clients applies, as in `send`."""
         while not (self.end_sent or self.gone):
-            await self._progress()
+            await self._wait_for_client()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None, end_stream: bool) -> None:
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.response.start(status)
-        self._arrived.clear()  # nobody will read it
+        self._arrived.clear()  # the handler cannot read the body any more
         fields.insert(0, (b":status", b"%d" % status))
         self._owner.send_head(self, fields, end_stream=end_stream or self.response.bodiless)
 
-    async def _hold(self, data: bytes) -> None:
-        """Waits only where the client is too slow for it."""
+    async def _buffer(self, data: bytes) -> None:
+        """Append bytes of the response. Waits only if the buffer is full."""
         if self.response.bodiless:
             return
         if self.unsent_bytes + len(data) <= self._limits.stream_buffer_bytes_max:
@@ -240,25 +288,25 @@ class H2Stream(Exchange):
     async def _send_in_parts(self, data: bytes) -> None:
         position = 0
         while position < len(data) and not self.gone:
-            room = self._limits.stream_buffer_bytes_max - self.unsent_bytes
-            if room > 0:
-                self._push(data[position : position + room])
-                position += room
+            free_bytes = self._limits.stream_buffer_bytes_max - self.unsent_bytes
+            if free_bytes > 0:
+                self._push(data[position : position + free_bytes])
+                position += free_bytes
             else:
-                await self._progress()
+                await self._wait_for_client()
 
-    async def _progress(self) -> None:
-        """Wait until the writer took something, or give the stream up."""
+    async def _wait_for_client(self) -> None:
+        """Wait until the connection takes bytes from the buffer. Resets the stream after the deadline."""
         now = trio.current_time()
         if self._pace is None:
             self._pace = ResponsePace(self._limits, now=now)
-        with trio.CancelScope(deadline=self._pace.run(now)) as patience:
-            await self._change()
-        if patience.cancelled_caught:
-            self._owner.give_up(self, takes_some=self._pace.saw_progress)
+        with trio.CancelScope(deadline=self._pace.run(now)) as timeout:
+            await self._wait_for_change()
+        if timeout.cancelled_caught:
+            self._owner.reset_slow(self, reads_some=self._pace.saw_progress)
             await trio.lowlevel.checkpoint()  # raises Cancelled
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         if self._changed is None:
             self._changed = trio.Event()
         await self._changed.wait()
