@@ -273,7 +273,7 @@ async def test_hypercorn_serves_the_handler_and_cancels_it_at_a_disconnect(watch
         with caplog.at_level(logging.WARNING):
             await nursery.start(serve)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "buffer without bound" in caplog.text
+        assert "buffers without bound" in caplog.text
         for http2 in (False, True):
             async with httpx.AsyncClient(http1=not http2, http2=http2, trust_env=False) as client:
                 response = await client.post(f"{url}/echo", content=b"hello ")

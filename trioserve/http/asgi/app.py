@@ -1,4 +1,4 @@
-"""The same handlers as an ASGI 3 app: for Hypercorn's Trio worker, or mounted in another Trio app."""
+"""An ASGI 3 app that runs a handler under Hypercorn's Trio worker, or mounted in another Trio app."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ __all__ = ["ResponseBrokenOff", "AsgiApp"]
 
 
 class ResponseBrokenOff(RuntimeError):
-    """Tells the host that a response will not be completed; ASGI has no message for that."""
+    """The response will not be completed. The app raises it to the host, because ASGI has no message for that."""
 
 
 class AsgiApp:
-    """An ASGI app for one handler; the host has to run Trio. Speaks `http` and `lifespan`.
+    """An ASGI app for one handler. It supports `http` and `lifespan`, and its host must run Trio.
 
-    Kept, whatever the host: the handler's scope is cancelled when the host reports http.disconnect, and when it takes
-    nothing for stall_seconds_max; at most stream_buffer_bytes_max wait here for one client; bodies are bounded.
+    With each host, the app cancels the handler's scope when the host reports http.disconnect, or reads nothing for
+    stall_seconds_max. At most stream_buffer_bytes_max wait here for one client. Request bodies are bounded.
 
-    Not kept, because it is the host's to keep (seen with Hypercorn 0.18): the host may itself buffer without bound for
-    an HTTP/2 client that does not read, so that a stall is never seen here. Its `send` may not be cancellable: the
-    handler and all it holds are gone at once, but the call of this app ends only when the host lets go of it. On
-    HTTP/1.1 a disconnect behind a pipelined request is reported late or never.
+    The app cannot guarantee the following, because the host decides about it (seen with Hypercorn 0.18):
+
+    - The host may buffer without bound for an HTTP/2 client that does not read. Then the app never sees a stall.
+    - The host's `send` may not be cancellable. Then the handler ends at once and frees what it holds, but the call of
+      this app ends later, when `send` returns.
+    - On HTTP/1.1, the host reports a disconnect behind a pipelined request late or never.
+
+    Args:
+        handler: answers each request.
+        limits: None for the defaults.
     """
 
     def __init__(self, handler: Handler, limits: FrontendLimits | None = None) -> None:
@@ -46,25 +52,25 @@ class AsgiApp:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _serve_lifespan(receive, send)
         elif scope["type"] == "http":
             await self._respond(scope, receive, send)
         else:
-            raise NotImplementedError(f"scope type {scope['type']!r} is not served here, only http and lifespan")
+            raise NotImplementedError(f"scope type {scope['type']!r} is not supported, only http and lifespan")
 
     def announce_drain(self) -> None:
-        """From now on, distinguish the exchanges that are open from those that begin later."""
+        """Remember which exchanges are open now. `wait_until_answered` ignores later ones."""
         if self._early is None:
             self._early = set(self._exchanges)
             if not self._early:
                 self._early_ended.set()
 
     async def wait_until_answered(self) -> None:
-        """Return when every exchange that was open at `announce_drain` has ended."""
+        """Wait until all exchanges that were open at `announce_drain` have ended."""
         await self._early_ended.wait()
 
     def counters(self) -> FrontendCounters:
-        """Connections are the host's: those counts stay 0."""
+        """Return the counters. Those of connections stay 0, because the host owns the connections."""
         unsent = [exchange.unsent_bytes for exchange in self._exchanges if exchange.unsent_bytes]
         return self._tally.snapshot(self._body_budget, answer_bytes_held=sum(unsent), exchanges_behind=len(unsent))
 
@@ -84,7 +90,7 @@ class AsgiApp:
                     if exchange.response.finished:
                         await exchange.drained()
             finally:
-                # The handler has let go of everything; the host may keep the rest of this call for a while.
+                # The handler has ended. Release its share now: the host may delay the end of this call.
                 share.release()
                 self._exchanges.discard(exchange)
                 if self._early is not None:
@@ -101,7 +107,7 @@ class AsgiApp:
             raise ResponseBrokenOff(f"the response to {exchange.method} {exchange.path} was broken off")
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _serve_lifespan(receive: Receive, send: Send) -> None:
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -1,7 +1,7 @@
-"""One ASGI http request as an exchange: bytes wait here, in a bounded buffer, and a task of its own gives them away.
+"""The exchange of one ASGI http request, with a bounded buffer and a separate task that passes bytes to the host.
 
-So a handler is never inside the host's `send`, which may not be cancellable (Hypercorn's is not), and its scope can be
-left at once whatever the host does.
+So a handler is never inside the host's `send`, which may not be cancellable (Hypercorn's is not). The handler can
+always be cancelled at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,18 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class AsgiExchange(Exchange):
-    """Made, and its scope entered, by AsgiApp, which also runs `watch` and `forward`.
+    """The exchange of one ASGI http request. AsgiApp makes it, enters its scope, and runs `watch` and `forward`.
 
-    gone: the client has left. stalled: it took nothing for stall_seconds_max, or, slow_reader, fell so far behind the
-    pace. body_too_slow: its body was given up.
+    Args:
+        head: of the request.
+        share: holds the request body.
+        limits: of the app.
+
+    Attributes:
+        gone: the client has left.
+        stalled: the client read nothing for stall_seconds_max, or read too slowly.
+        slow_reader: `stalled`, and the client read something.
+        body_too_slow: the request body missed its deadline.
     """
 
     def __init__(self, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
@@ -57,8 +65,8 @@ class AsgiExchange(Exchange):
         self._body_bytes_total = 0
         self._head: Message | None = None
         self._unsent = bytearray()
-        self._end_given = False  # to the host
-        self._end_taken = False  # by the host
+        self._end_passed = False  # the host's `send` has been called with the end of the response
+        self._end_sent = False  # that call has returned
         self._changed: trio.Event | None = None
         self._pace = ResponsePace(limits, now=trio.current_time())
 
@@ -77,12 +85,12 @@ class AsgiExchange(Exchange):
         self._share.check_announced(self.headers)
         pace = BodyPace(self._limits, now=trio.current_time())
         bytes_seen = self._body_bytes_total
-        with trio.CancelScope(deadline=pace.deadline) as patience:
+        with trio.CancelScope(deadline=pace.deadline) as timeout:
             while not self._body_ended and self._body_error is None:
-                await self._change()
-                patience.deadline = pace.arrived(self._body_bytes_total - bytes_seen, now=trio.current_time())
+                await self._wait_for_change()
+                timeout.deadline = pace.arrived(self._body_bytes_total - bytes_seen, now=trio.current_time())
                 bytes_seen = self._body_bytes_total
-        if patience.cancelled_caught:
+        if timeout.cancelled_caught:
             self.body_too_slow = True
             raise BodyTimeout(pace.timeout_message)
         if self._body_error is not None:
@@ -101,25 +109,32 @@ class AsgiExchange(Exchange):
     async def send(self, data: bytes) -> None:
         self.response.check_open()
         if not self.response.bodiless:
-            await self._hold(data)
+            await self._buffer(data)
         await trio.lowlevel.checkpoint()
 
     async def finish(self, last: bytes = b"") -> None:
         self.response.check_open()
         if not self.response.bodiless:
-            await self._hold(last)
+            await self._buffer(last)
         self.response.finish()
-        self._tell()
+        self._notify_change()
         await trio.lowlevel.checkpoint()
 
     # --- for the app ---
 
     async def watch(self, receive: Receive) -> None:
-        """Stay in `receive`: Hypercorn's queue of messages is short, and a full one stops a whole connection."""
+        """Receive all messages of the host until it reports a disconnect.
+
+        Hypercorn's queue of messages is short, and a full queue blocks the whole connection. So this task always waits
+        in `receive`.
+
+        Args:
+            receive: of ASGI.
+        """
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                if not self._end_given:  # hosts also say so after a complete response
+                if not self._end_passed:  # hosts also report a disconnect after a complete response
                     self.gone = True
                     self.scope.cancel()
                 return
@@ -128,14 +143,18 @@ class AsgiExchange(Exchange):
                 self._body_bytes_total += len(piece)
                 try:
                     self._share.add(piece)
-                except (BodyTooLarge, Overloaded) as error:  # raised where the body is asked for
+                except (BodyTooLarge, Overloaded) as error:  # `body` raises it to the handler
                     self._body_error = error
             self._body_ended = self._body_ended or not message.get("more_body", False)
-            self._tell()
+            self._notify_change()
 
     async def forward(self, send: Send) -> None:
-        """Give the host what the handler has said, as it comes, several pieces in one message where it lags behind."""
-        while not self._end_taken:
+        """Pass the response to the host as it is made. If the host is slow, one message contains several pieces.
+
+        Args:
+            send: of ASGI.
+        """
+        while not self._end_sent:
             if self._head is not None:
                 head, self._head = self._head, None
                 await send(head)
@@ -143,7 +162,7 @@ class AsgiExchange(Exchange):
                 data = bytes(self._unsent)
                 self._unsent.clear()
                 ends = self.response.finished
-                self._end_given = ends
+                self._end_passed = ends
                 await send({"type": "http.response.body", "body": data, "more_body": not ends})
                 if self._pace.is_running:
                     now = trio.current_time()
@@ -151,48 +170,48 @@ class AsgiExchange(Exchange):
                         self._pace.taken(len(data), now)
                     else:
                         self._pace.stop(len(data), now)
-                self._end_taken = ends
-                self._tell()
+                self._end_sent = ends
+                self._notify_change()
             else:
-                await self._change()
+                await self._wait_for_change()
 
     async def drained(self) -> None:
-        """Wait until the host has the whole response; stalls count as in `send`."""
-        while not self._end_taken:
-            await self._progress()
+        """Wait until the host has the whole response. The deadline for slow clients applies, as in `send`."""
+        while not self._end_sent:
+            await self._wait_for_client()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None) -> None:
         fields = encode_fields(headers, unix_seconds=self._clock_and_ids.unix_seconds(), content_length=content_length)
         self.response.start(status)
         self._head = {"type": "http.response.start", "status": status, "headers": fields}
-        self._tell()
+        self._notify_change()
 
-    async def _hold(self, data: bytes) -> None:
+    async def _buffer(self, data: bytes) -> None:
         position = 0
         while position < len(data):
-            room = self._limits.stream_buffer_bytes_max - len(self._unsent)
-            if room > 0:
-                self._unsent += data[position : position + room]
-                position += room
-                self._tell()
+            free_bytes = self._limits.stream_buffer_bytes_max - len(self._unsent)
+            if free_bytes > 0:
+                self._unsent += data[position : position + free_bytes]
+                position += free_bytes
+                self._notify_change()
             else:
-                await self._progress()
+                await self._wait_for_client()
 
-    async def _progress(self) -> None:
-        with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as patience:
-            await self._change()
-        if patience.cancelled_caught:
+    async def _wait_for_client(self) -> None:
+        with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as timeout:
+            await self._wait_for_change()
+        if timeout.cancelled_caught:
             self.stalled = True
             self.slow_reader = self._pace.saw_progress
             self.scope.cancel()
             await trio.lowlevel.checkpoint()  # raises Cancelled
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         if self._changed is None:
             self._changed = trio.Event()
         await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify_change(self) -> None:
         if self._changed is not None:
             self._changed.set()
             self._changed = None

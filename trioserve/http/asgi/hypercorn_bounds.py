@@ -1,7 +1,7 @@
-"""Bounds that Hypercorn does not have: on what HTTP/2 frames cost, and on connections.
+"""Limits that Hypercorn does not have: on the cost of HTTP/2 frames, and on the number of connections.
 
-Hypercorn's classes are looked up in its modules at each connection. So `bounded` puts subclasses in their place for as
-long as a server runs; it has no other way to take them.
+Hypercorn looks up its classes in its modules at each connection, and has no other hook. So `bounded` replaces them by
+subclasses while a server runs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ __all__ = ["bounded"]
 
 @contextmanager
 def bounded(limits: FrontendLimits) -> Iterator[None]:
-    """Have Hypercorn's connections keep to these limits."""
+    """Apply limits to Hypercorn's connections, inside of a `with` block.
+
+    Args:
+        limits: of frames and connections.
+    """
     places = Places(
         places_max=limits.connections_max,
-        strangers_max=limits.connections_max,  # whether a request shows a key is not known here
+        strangers_max=limits.connections_max,  # Hypercorn does not report which requests show a key
         per_address_max=limits.connections_per_address_max,
     )
 
@@ -51,17 +55,19 @@ def bounded(limits: FrontendLimits) -> Iterator[None]:
         bounds = limits
         shared_places = places
 
-    of_protocol, of_server = hypercorn.protocol.H2Protocol, hypercorn.trio.run.TCPServer
+    original_protocol, original_server = hypercorn.protocol.H2Protocol, hypercorn.trio.run.TCPServer
     hypercorn.protocol.H2Protocol = Protocol
     hypercorn.trio.run.TCPServer = Server
     try:
         yield
     finally:
-        hypercorn.protocol.H2Protocol = of_protocol
-        hypercorn.trio.run.TCPServer = of_server
+        hypercorn.protocol.H2Protocol = original_protocol
+        hypercorn.trio.run.TCPServer = original_server
 
 
 class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc]
+    """Hypercorn's HTTP/2 connection, with limits on the number and the cost of frames."""
+
     bounds: FrontendLimits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,9 +84,14 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
     async def initiate(
         self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | str | None = None
     ) -> None:
-        """settings: of an upgrade from HTTP/1.1, the payload of a SETTINGS frame in base64 (RFC 7540, 3.2.1)."""
+        """Start the connection, and remove unknown settings of an upgrade from HTTP/1.1.
+
+        Args:
+            headers: of the request that asked for the upgrade.
+            settings: the payload of a SETTINGS frame in base64 (RFC 7540, 3.2.1). None without an upgrade.
+        """
         if settings is not None:
-            with suppress(binascii.Error, ValueError):  # h2 reports what is wrong
+            with suppress(binascii.Error, ValueError):  # h2 reports the error
                 settings = base64.urlsafe_b64encode(known_settings(base64.urlsafe_b64decode(settings)))
         await super().initiate(headers, settings)
 
@@ -89,7 +100,7 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
             await super().handle(event)
             return
         try:
-            await self._take(event.data)
+            await self._handle_frames(event.data)
         except h2.exceptions.ProtocolError as error:
             with suppress(h2.exceptions.ProtocolError):
                 self.connection.clear_outbound_data_buffer()
@@ -97,7 +108,7 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
             await self._flush()
             await self.send(Closed())
 
-    async def _take(self, data: bytes) -> None:
+    async def _handle_frames(self, data: bytes) -> None:
         preface, data = data[: self._preface_left], data[self._preface_left :]
         self._preface_left -= len(preface)
         if preface:
@@ -109,13 +120,14 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
             is_first = False
             began_at = time.thread_time()
             events = self.connection.receive_data(piece)
-            cost = time.thread_time() - began_at - sum(map(_worth, events))
+            cost = time.thread_time() - began_at - sum(map(_cpu_credit, events))
             if not self._cpu.take(trio.current_time(), max(0.0, cost)):
                 raise Flood("the frames of this connection cost too much work", ConnectionRefusal.FRAME_WORK)
             await self._handle_events(events)
 
 
-def _worth(event: h2.events.Event) -> float:
+def _cpu_credit(event: h2.events.Event) -> float:
+    """Return the CPU seconds for an event that do not count against frame_cpu_share_max."""
     if isinstance(event, h2.events.RequestReceived):
         return REQUEST_CPU_SECONDS
     if isinstance(event, h2.events.DataReceived):
@@ -124,6 +136,8 @@ def _worth(event: h2.events.Event) -> float:
 
 
 class _BoundedTCPServer(hypercorn.trio.tcp_server.TCPServer):  # type: ignore[misc]
+    """Hypercorn's TCP connection, which may be closed while idle to accept another one."""
+
     bounds: FrontendLimits
     shared_places: Places
 
@@ -151,4 +165,4 @@ class _BoundedTCPServer(hypercorn.trio.tcp_server.TCPServer):  # type: ignore[mi
         await super().protocol_send(event)
 
 
-CROWD_MAX = 64  # connections beyond the bound that wait for the end of idle ones
+CROWD_MAX = 64  # connections above connections_max that may wait until idle ones end

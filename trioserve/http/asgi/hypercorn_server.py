@@ -1,4 +1,4 @@
-"""The app under Hypercorn's Trio worker, for those who want Hypercorn; what it cannot promise is said at start."""
+"""The optional Hypercorn front end: it runs an AsgiApp under Hypercorn's Trio worker, and logs its limitations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["HYPERCORN_LIMITS", "serve_with_hypercorn"]
 logger = logging.getLogger(__name__)
 
 HYPERCORN_LIMITS = (
-    "an HTTP/2 client that does not read makes it buffer without bound, and is not noticed as stalled",
-    "an HTTP/1.1 client that stops reading is cut off only at the end of the drain",
-    "a disconnect behind a pipelined HTTP/1.1 request is noticed late, or never while nothing is sent",
+    "it buffers without bound for an HTTP/2 client that does not read, and does not notice that the client stalls",
+    "it disconnects an HTTP/1.1 client that stops reading only at the end of the drain",
+    "it notices a disconnect behind a pipelined HTTP/1.1 request late, or never while nothing is sent",
     "one DATA frame after an early response can end the whole server",
-    "connections that have shown a key have no places of their own",
-    "at shutdown clients get no GOAWAY, and late streams no REFUSED_STREAM",
+    "it reserves no connections for clients that have shown a key",
+    "at shutdown, it sends no GOAWAY to clients, and no REFUSED_STREAM to late streams",
 )
-"""Measured with Hypercorn 0.18 on Trio. Our own front end has none of them."""
+"""Limitations of Hypercorn 0.18 on Trio, found by experiment. The built-in front end has none of them."""
 
 
 async def serve_with_hypercorn(
@@ -46,9 +46,19 @@ async def serve_with_hypercorn(
     client_certificates: ClientCertificates = "none",
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until `shutdown_trigger` returns, and then at most drain_seconds_max more. Takes over the listeners.
+    """Run an app under Hypercorn until it is shut down. Logs HYPERCORN_LIMITS as a warning.
 
-    Raises StartupError if Hypercorn is not installed. Warns once, with HYPERCORN_LIMITS.
+    Args:
+        app: answers each request.
+        listeners: closed here. Hypercorn gets copies of their sockets.
+        shutdown_trigger: returns when the server must stop.
+        drain_seconds_max: time for running requests after that.
+        limits: None for the defaults.
+        certificate, key, ca_certificates, client_certificates: as for tls_context.
+        task_status: started when Hypercorn accepts connections.
+
+    Raises:
+        StartupError: Hypercorn is not installed.
     """
     try:
         import hypercorn.trio
@@ -58,12 +68,12 @@ async def serve_with_hypercorn(
             "the hypercorn front end needs Hypercorn, which is not installed: pip install 'trioserve[asgi]'"
         ) from None
     limits = limits or FrontendLimits()
-    logger.warning("Hypercorn speaks HTTP. What it cannot promise: %s", "; ".join(HYPERCORN_LIMITS))
+    logger.warning("the HTTP front end is Hypercorn. Its limitations: %s", "; ".join(HYPERCORN_LIMITS))
     config = Config()
     config.accesslog = None
     config.errorlog = logger
     config.include_server_header = False
-    config.include_date_header = False  # the handler's responses have one
+    config.include_date_header = False  # AsgiExchange adds the date
     config.h2_max_concurrent_streams = limits.streams_max
     config.h2_max_header_list_size = limits.head_bytes_max
     config.h11_max_incomplete_size = limits.head_bytes_max
@@ -76,13 +86,13 @@ async def serve_with_hypercorn(
     if ca_certificates is not None:
         config.ca_certs = str(ca_certificates)
         config.verify_mode = ssl.CERT_REQUIRED if client_certificates == "required" else ssl.CERT_OPTIONAL
-    # Hypercorn takes open sockets by number, and owns them from then on.
+    # Hypercorn gets open sockets by their file descriptors, and owns them.
     config.bind = [f"fd://{os.dup(listener.socket.fileno())}" for listener in listeners]
     ports = {listener.socket.getsockname()[1] for listener in listeners}
     for listener in listeners:
         listener.socket.close()
     serve = functools.partial(hypercorn.trio.serve, app, config, shutdown_trigger=shutdown_trigger)
-    from trioserve.http.asgi.hypercorn_bounds import bounded  # which needs Hypercorn
+    from trioserve.http.asgi.hypercorn_bounds import bounded  # imported here because it imports Hypercorn
 
     with bounded(limits):
         await _serve(serve, ports, task_status)
@@ -90,16 +100,19 @@ async def serve_with_hypercorn(
 
 async def _serve(serve: Callable[..., Awaitable[None]], ports: set[int], task_status: trio.TaskStatus[None]) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_cut_connections_at_the_end, ports)
+        nursery.start_soon(_shut_down_connections_at_exit, ports)
         async with trio.open_nursery() as serving:
             await serving.start(serve)
             task_status.started()
         nursery.cancel_scope.cancel()
 
 
-async def _cut_connections_at_the_end(ports: set[int]) -> None:
-    """Hypercorn shields what it sends, so a client that stops reading would hold up the end for as long as it likes.
-    Cancelled, this shuts the connections down below it, and its sends fail."""
+async def _shut_down_connections_at_exit(ports: set[int]) -> None:
+    """Wait for cancellation, then shut down all TCP connections at these ports.
+
+    Hypercorn shields its sends from cancellation, so a client that stops reading could block the exit. After the
+    shutdown of the sockets, these sends fail.
+    """
     try:
         await trio.sleep_forever()
     finally:
@@ -110,7 +123,7 @@ async def _cut_connections_at_the_end(ports: set[int]) -> None:
 
 
 def _open_descriptors() -> list[int]:
-    """Of this process; none where the system does not tell."""
+    """Return the open file descriptors of this process. Empty if the system has no /proc."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
