@@ -1,4 +1,4 @@
-"""The client's side of HTTP/1.1: what is sent, and which response belongs to which request."""
+"""Client side of HTTP/1.1: the bytes that are sent, and the order of responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ask(client: Http1ClientProtocol) -> Heard:
     return heard
 
 
-def test_a_request_goes_out_as_it_is_made(client):
+def test_request_is_sent_piece_by_piece(client):
     number = client.begin("POST", "/path", [("content-length", "4")], Heard(), has_body=True)
     client.send_body(number, b"bo", is_last=False)
     assert client.take_unsent() == b"POST /path HTTP/1.1\r\nhost: test\r\ncontent-length: 4\r\n\r\nbo"
@@ -50,7 +50,7 @@ def test_a_request_goes_out_as_it_is_made(client):
     assert client.waiting_count == 1
 
 
-def test_responses_belong_to_requests_in_their_order(client):
+def test_responses_match_requests_in_order(client):
     heards = [ask(client) for _ in range(3)]
     for byte in OK + b"a" + OK + b"b" + OK:
         client.receive(bytes([byte]))
@@ -60,13 +60,13 @@ def test_responses_belong_to_requests_in_their_order(client):
     assert client.waiting_count == 0
 
 
-def test_several_responses_may_come_at_once(client):
+def test_several_responses_may_arrive_at_once(client):
     heards = [ask(client) for _ in range(2)]
     client.receive(OK + b"a" + OK + b"b")
     assert [heard.body for heard in heards] == [b"a", b"b"]
 
 
-def test_a_response_may_end_with_the_connection(client):
+def test_response_without_length_ends_with_the_connection(client):
     heard = ask(client)
     client.receive(b"HTTP/1.1 200 OK\r\n\r\nall of it")
     assert heard.end is None
@@ -74,18 +74,18 @@ def test_a_response_may_end_with_the_connection(client):
     assert (heard.body, heard.end) == (b"all of it", COMPLETE)
 
 
-def test_a_response_before_the_end_of_the_body_says_so(client):
+def test_end_of_an_early_response_says_that_the_request_was_not_sent(client):
     heard = Heard()
     number = client.begin("POST", "/", [("content-length", "4")], heard, has_body=True)
     client.send_body(number, b"bo", is_last=False)
     client.receive(OK + b"a")
     assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
     client.take_unsent()
-    client.send_body(number, b"dy", is_last=True)  # nobody wants it: nothing happens
+    client.send_body(number, b"dy", is_last=True)  # ignored: the response has ended
     assert client.take_unsent() == b""
 
 
-def test_informational_responses_are_counted_alone(client):
+def test_informational_responses_are_only_counted(client):
     heard = ask(client)
     client.receive(b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"a")
     assert (heard.status, heard.body, client.informational_count) == (200, b"a", 1)
@@ -99,13 +99,13 @@ def test_there_is_no_reset_and_no_credit(client):
 
 
 @pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", OK + b"aHTTP/1.1 200 OK"])
-def test_what_a_server_may_not_send_is_refused(client, sent):
+def test_protocol_errors_of_the_server_are_raised(client, sent):
     ask(client)
     with pytest.raises(h11.RemoteProtocolError):
         client.receive(sent)
 
 
-def test_interim_responses_without_end_are_refused(client):
+def test_number_of_interim_responses_is_limited(client):
     ask(client)
     client.receive(b"HTTP/1.1 103 Early Hints\r\n\r\n" * INTERIM_RESPONSES_MAX)
     with pytest.raises(h11.RemoteProtocolError, match="interim"):

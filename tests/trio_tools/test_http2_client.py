@@ -1,4 +1,4 @@
-"""The client's side of HTTP/2, with the server's side of h2 at the other end of the bytes."""
+"""Client side of HTTP/2, against h2's server side."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Heard:
 
 
 class Pair:
-    """client and server, and what the server has heard."""
+    """A client and a server, and the events that the server received."""
 
     def __init__(self, **windows: int) -> None:
         self.client = Http2ClientProtocol(authority="test", **windows)
         self.server = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
         self.events: list[h2.events.Event] = []
         self.server.initiate_connection()
-        self.turn()
+        self.exchange()
 
-    def turn(self) -> None:
-        """Everything that either has to send reaches the other."""
+    def exchange(self) -> None:
+        """Deliver bytes in both directions until neither side has more to send."""
         from_client, from_server = b"", b""
         while True:
             from_client, from_server = self.client.take_unsent(), self.server.data_to_send()
@@ -61,7 +61,7 @@ class Pair:
         number = self.client.begin("POST", "/", [], heard, has_body=bool(body))
         if body:
             self.client.send_body(number, body, is_last=True)
-        self.turn()
+        self.exchange()
         return number, heard
 
     def heard_of(self, kind: type[h2.events.Event]) -> list[h2.events.Event]:
@@ -73,7 +73,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_response_comes_in_pieces_cut_anywhere():
+def test_response_may_arrive_in_any_pieces():
     pair = Pair()
     number, heard = pair.ask(b"body")
     pair.server.send_headers(number, OK)
@@ -85,7 +85,7 @@ def test_a_response_comes_in_pieces_cut_anywhere():
     assert pair.client.stream_count == 0
 
 
-def test_the_server_says_how_many_streams_it_takes():
+def test_server_settings_limit_the_streams():
     client = Http2ClientProtocol(authority="test")
     assert not client.is_settled
     server = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
@@ -95,53 +95,53 @@ def test_the_server_says_how_many_streams_it_takes():
     assert client.streams_max == 3
 
 
-def test_a_body_waits_for_credit(pair):
+def test_body_waits_for_credit(pair):
     number, _ = pair.ask(b"x" * 100_000)
     assert pair.client.unsent_bytes(number) == 100_000 - 65_535
     assert not pair.heard_of(h2.events.StreamEnded)
     pair.server.acknowledge_received_data(65_535, number)
-    pair.turn()
+    pair.exchange()
     assert pair.client.unsent_bytes(number) == 0
     assert len(pair.heard_of(h2.events.StreamEnded)) == 1
     assert sum(len(event.data) for event in pair.heard_of(h2.events.DataReceived)) == 100_000
 
 
-def test_a_body_can_be_sent_in_parts_and_left_open(pair):
+def test_body_may_be_sent_in_parts(pair):
     number = pair.client.begin("POST", "/", [], Heard(), has_body=True)
     for part in (b"a", b"b"):
         pair.client.send_body(number, part, is_last=False)
-    pair.turn()
+    pair.exchange()
     assert b"".join(event.data for event in pair.heard_of(h2.events.DataReceived)) == b"ab"
     assert not pair.heard_of(h2.events.StreamEnded)
     pair.client.send_body(number, b"", is_last=True)
-    pair.turn()
+    pair.exchange()
     assert pair.heard_of(h2.events.StreamEnded)
 
 
-def test_a_response_before_the_end_of_the_body_says_so(pair):
+def test_end_of_an_early_response_says_that_the_request_was_not_sent(pair):
     number, heard = pair.ask(b"x" * 100_000)
     pair.server.send_headers(number, OK, end_stream=True)
-    pair.turn()
+    pair.exchange()
     assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
-    pair.client.send_body(number, b"more", is_last=True)  # nobody wants it: nothing happens
-    pair.turn()
+    pair.client.send_body(number, b"more", is_last=True)  # ignored: the response has ended
+    pair.exchange()
 
 
-def test_a_request_that_is_reset_hears_nothing_more(pair):
+def test_listener_gets_no_calls_after_a_reset(pair):
     number, heard = pair.ask()
     pair.server.send_headers(number, OK)
     pair.server.send_data(number, b"late")
     assert pair.client.reset(number)
-    pair.turn()
+    pair.exchange()
     assert [event.error_code for event in pair.heard_of(h2.events.StreamReset)] == [h2.errors.ErrorCodes.CANCEL]
     assert (heard.status, heard.body, heard.end) == (None, b"", None)
-    assert pair.client.reset(number)  # again: nothing
+    assert pair.client.reset(number)  # a second reset has no effect
 
 
-def test_a_reset_by_the_server_names_its_error(pair):
+def test_reset_by_the_server_names_the_error(pair):
     number, heard = pair.ask()
     pair.server.reset_stream(number, h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
-    pair.turn()
+    pair.exchange()
     assert heard.end == ResponseEnd(ResponseResult.RESET, "ENHANCE_YOUR_CALM")
 
 
@@ -149,18 +149,18 @@ def goaway(last_stream_id: int, code: int = 0) -> bytes:
     return b"\0\0\x08\x07\0\0\0\0\0" + last_stream_id.to_bytes(4) + code.to_bytes(4)
 
 
-def test_a_server_that_goes_away_finishes_what_it_has_seen(pair):
+def test_streams_before_goaway_continue_and_later_streams_are_unprocessed(pair):
     (seen, seen_heard), (_, late_heard) = pair.ask(), pair.ask()
     pair.client.receive(goaway(seen))
     assert pair.client.goaway == (seen, "NO_ERROR")
     assert late_heard.end == ResponseEnd(ResponseResult.UNPROCESSED, "NO_ERROR")
     assert seen_heard.end is None
     pair.server.send_headers(seen, OK, end_stream=True)
-    pair.turn()
+    pair.exchange()
     assert seen_heard.end == ResponseEnd(ResponseResult.COMPLETE)
 
 
-def test_the_last_goaway_counts(pair):
+def test_last_goaway_counts(pair):
     _, heard = pair.ask()
     pair.client.receive(goaway(2**31 - 1))
     assert heard.end is None
@@ -168,30 +168,30 @@ def test_the_last_goaway_counts(pair):
     assert heard.end == ResponseEnd(ResponseResult.UNPROCESSED, "INTERNAL_ERROR")
 
 
-def test_a_client_that_goes_away_takes_in_what_is_still_sent(pair):
+def test_client_receives_responses_after_its_goaway(pair):
     number, heard = pair.ask()
     pair.client.say_goaway()
-    pair.turn()
+    pair.exchange()
     assert pair.heard_of(h2.events.ConnectionTerminated)
     frames = b"\0\0\1\1\4" + number.to_bytes(4) + b"\x88" + b"\0\0\1\0\1" + number.to_bytes(4) + b"a"
-    pair.client.receive(frames)  # by hand, since h2 sends nothing more after a GOAWAY
+    pair.client.receive(frames)  # made by hand, because h2 sends nothing after a GOAWAY
     assert (heard.body, heard.end) == (b"a", ResponseEnd(ResponseResult.COMPLETE))
 
 
-def test_the_end_of_the_connection_ends_every_response(pair):
+def test_end_of_the_connection_ends_every_response(pair):
     heards = [pair.ask()[1] for _ in range(2)]
     pair.client.receive(b"")
     assert [heard.end for heard in heards] == [ResponseEnd(ResponseResult.DISCONNECTED)] * 2
 
 
-def test_windows_are_as_they_were_asked_for():
+def test_windows_have_the_requested_sizes():
     pair = Pair(window_bytes=100, connection_window_bytes=200_000)
     number, _ = pair.ask()
     assert pair.server.local_flow_control_window(number) == 100
     assert pair.server.outbound_flow_control_window == 200_000
 
 
-def test_withheld_credit_holds_one_response_back():
+def test_withheld_credit_stops_only_one_response():
     pair = Pair(window_bytes=100)
     (number, heard), (other, _) = pair.ask(), pair.ask()
     for one in (number, other):
@@ -199,37 +199,37 @@ def test_withheld_credit_holds_one_response_back():
     assert pair.client.withhold_credit(number)
     for one in (number, other):
         pair.server.send_data(one, b"x" * 80)
-    pair.turn()
+    pair.exchange()
     assert heard.body == b"x" * 80
     assert pair.server.local_flow_control_window(number) == 20
     assert pair.server.local_flow_control_window(other) == 100
     pair.client.give_credit(number)
-    pair.turn()
+    pair.exchange()
     assert pair.server.local_flow_control_window(number) == 100
 
 
 @pytest.mark.parametrize("ends", ["reset", "complete"])
-def test_withheld_credit_of_the_connection_comes_back_at_the_end(ends):
+def test_connection_gets_withheld_credit_back_when_the_response_ends(ends):
     pair = Pair()
     number, _ = pair.ask()
     pair.server.send_headers(number, OK)
     pair.client.withhold_credit(number)
     pair.server.send_data(number, b"x" * 16_384)
     pair.server.send_data(number, b"x" * 16_384)
-    pair.turn()
+    pair.exchange()
     assert pair.server.outbound_flow_control_window == 65_535 - 32_768
     if ends == "reset":
         pair.client.reset(number)
     else:
         pair.server.end_stream(number)
-    pair.turn()
+    pair.exchange()
     assert pair.server.outbound_flow_control_window == 65_535
 
 
 @pytest.mark.parametrize(
     "sent", [b"\0\0\4\0\1\0\0\0\1data", b"\0\x40\1\0\0\0\0\0\1" + bytes(16_385)], ids=["data before a head", "too long"]
 )
-def test_what_a_server_may_not_send_is_refused(sent):
+def test_protocol_errors_of_the_server_are_raised(sent):
     with pytest.raises(h2.exceptions.ProtocolError):
         Http2ClientProtocol(authority="test").receive(sent)
 
@@ -239,25 +239,25 @@ def settings_frame(values) -> bytes:
     return len(payload).to_bytes(3) + b"\x04\x00\x00\x00\x00\x00" + payload
 
 
-def test_unknown_settings_of_a_server_are_not_kept(pair):
+def test_unknown_settings_of_the_server_are_not_stored(pair):
     for start in range(9, 65536, 2700):
         pair.client.receive(settings_frame((number, 1) for number in range(start, min(start + 2700, 65536))))
         pair.client.take_unsent()
     assert len(pair.client._h2.remote_settings) <= 7
 
 
-def test_table_that_a_server_offers_is_used_up_to_the_default(pair):
+def test_header_table_is_limited_to_the_default_size(pair):
     for size in (2**32 - 1, 0) * 50:
         pair.client.receive(settings_frame([(1, size)]))
         pair.client.take_unsent()
     assert pair.client._h2.encoder.header_table_size <= 4096
     assert len(pair.client._h2.encoder.table_size_changes) <= 2
     pair.ask()
-    pair.turn()  # what the other side reads without an error
+    pair.exchange()  # the server decodes the headers without an error
 
 
 @pytest.mark.parametrize("kind", [4, 6])
-def test_answers_that_a_server_does_not_read_are_bounded(pair, kind):
+def test_number_of_unread_answers_to_control_frames_is_limited(pair, kind):
     control = settings_frame([]) if kind == 4 else b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + bytes(8)
     for _ in range(3):
         pair.client.receive(control * 5000)
@@ -267,12 +267,12 @@ def test_answers_that_a_server_does_not_read_are_bounded(pair, kind):
         pair.client.receive(control)
 
 
-def test_interim_responses_of_a_server_are_bounded(pair):
+def test_number_of_interim_responses_is_limited(pair):
     stream_id, _ = pair.ask()
-    pair.turn()
+    pair.exchange()
     for _ in range(INTERIM_RESPONSES_MAX):
         pair.server.send_headers(stream_id, [(":status", "103")])
-    pair.turn()
+    pair.exchange()
     pair.server.send_headers(stream_id, [(":status", "103")])
     with pytest.raises(h2.exceptions.ProtocolError, match="interim"):
-        pair.turn()
+        pair.exchange()

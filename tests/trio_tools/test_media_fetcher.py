@@ -1,4 +1,4 @@
-"""A file from the web: from allowed hosts and public addresses alone, within bounds, and gone with whoever asked."""
+"""Fetching a file from the web: only from allowed hosts and public addresses, within limits, and cancellable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_PUBLIC = (
 
 
 class World:
-    """One host, what it answers, and what was asked of it."""
+    """One host: its answer, its addresses, and the connections to it."""
 
     def __init__(self, answer: bytes, *, addresses: tuple[str, ...] = (PUBLIC,), ends: bool = True) -> None:
         self.answer, self.addresses, self.ends = answer, addresses, ends
@@ -70,7 +70,7 @@ async def test_a_file_is_fetched() -> None:
     assert await world.far.receive_some(1) == b"", "the connection is closed"
 
 
-async def test_a_body_in_chunks_and_one_that_ends_with_its_connection() -> None:
+async def test_body_may_be_chunked_or_end_with_the_connection() -> None:
     chunked = World(OK + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
     assert await chunked.fetcher("a.example").fetch("http://a.example", "x") == b"abcde"
     assert chunked.connected == [(PUBLIC, 80, None)]
@@ -114,7 +114,7 @@ async def test_a_body_in_chunks_and_one_that_ends_with_its_connection() -> None:
         "https://a.example\x00/",
     ],
 )
-async def test_urls_that_are_not_fetched(url: str) -> None:
+async def test_invalid_and_foreign_urls_are_refused(url: str) -> None:
     world = World(OK + b"\r\nabc")
     await check_refused(world, url, "^here ")
     assert world.connected == []
@@ -136,7 +136,7 @@ async def test_urls_that_are_not_fetched(url: str) -> None:
         (),
     ],
 )
-async def test_names_that_lead_to_machines_of_ours(addresses: tuple[str, ...]) -> None:
+async def test_names_with_a_private_address_are_refused(addresses: tuple[str, ...]) -> None:
     world = World(OK + b"\r\nabc", addresses=addresses)
     await check_refused(world, "https://a.example/", "no public address")
     assert world.connected == []
@@ -149,7 +149,7 @@ def test_public_addresses() -> None:
 
 
 @pytest.mark.parametrize("error", [UnicodeError("label too long"), ValueError("embedded null"), OSError("no")])
-async def test_a_name_that_no_resolver_can_have_is_the_requests_fault(error: Exception) -> None:
+async def test_name_that_cannot_be_resolved_is_an_invalid_request(error: Exception) -> None:
     async def resolve(host: str, port: int) -> list[str]:
         raise error
 
@@ -172,11 +172,11 @@ async def test_a_name_that_no_resolver_can_have_is_the_requests_fault(error: Exc
         (b"", "could not be fetched"),
     ],
 )
-async def test_answers_that_are_refused(answer: bytes, words: str) -> None:
+async def test_unusable_answers_are_refused(answer: bytes, words: str) -> None:
     await check_refused(World(answer), "https://a.example/", words)
 
 
-async def test_a_host_that_says_nothing_is_given_up(autojump_clock: Any) -> None:
+async def test_silent_host_times_out(autojump_clock: Any) -> None:
     world = World(b"", ends=False)
     before = trio.current_time()
     await check_refused(world, "https://a.example/", "did not come from a.example within 10 s")
@@ -186,7 +186,7 @@ async def test_a_host_that_says_nothing_is_given_up(autojump_clock: Any) -> None
         await world.far.send_all(b"x")
 
 
-async def test_who_leaves_closes_the_connection(nursery: trio.Nursery) -> None:
+async def test_cancelled_caller_closes_the_connection(nursery: trio.Nursery) -> None:
     world, scope = World(b"", ends=False), trio.CancelScope()
 
     async def fetch() -> None:
@@ -202,7 +202,7 @@ async def test_who_leaves_closes_the_connection(nursery: trio.Nursery) -> None:
         await world.far.send_all(b"x")
 
 
-async def test_a_host_that_refuses_connections() -> None:
+async def test_refused_connection_is_an_invalid_request() -> None:
     async def connect(address: str, port: int, host: str | None) -> trio.abc.Stream:
         raise ConnectionRefusedError("nobody listens")
 

@@ -1,4 +1,6 @@
-"""Which connection ends for a new one, by state, age, address and key; and accepts that fail."""
+"""Which connection ends for a new one, by state, age, address and key. Also failing accepts and the limit of open
+files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from trioserve.trio_tools.places import Place, Places, remote_address
 
 
 class Connections:
-    """Connections of a server with such places. Each leaves as soon as it has to."""
+    """The connections of a server with such places. Each leaves as soon as its `end` is called."""
 
     def __init__(self, **bounds: int) -> None:
         places_max = bounds.get("places_max", 4)
@@ -51,11 +53,11 @@ class Connections:
 
 
 class Listener:
-    """accept fails with each of the errors, then gives as many connections as there are to come, then waits."""
+    """A listener whose accept raises the given errors, then returns connection_count connections, then waits."""
 
     def __init__(self, *errors: int, connection_count: int = 1000) -> None:
         self.socket, self._other = socket.socketpair()
-        self._other.send(b"x")  # somebody has come
+        self._other.send(b"x")  # makes the listener readable, as a new connection does
         self._errors = list(errors)
         self.left = connection_count
 
@@ -92,7 +94,7 @@ async def test_connection_that_has_been_useless_longest_ends_first(autojump_cloc
     assert (connections.ended, connections.crowded_count) == (["half a head", "idle"], 2)
 
 
-async def test_while_all_are_in_use_the_next_one_waits(autojump_clock, listener, nursery):
+async def test_connection_waits_while_all_others_are_in_use(autojump_clock, listener, nursery):
     connections = Connections(places_max=1)
     connections.come("busy", may_end_at=None)
     accepted = trio.Event()
@@ -109,7 +111,7 @@ async def test_while_all_are_in_use_the_next_one_waits(autojump_clock, listener,
     assert accepted.is_set()
 
 
-async def test_address_with_most_connections_gives_one_up(autojump_clock, listener):
+async def test_address_with_most_connections_loses_one(autojump_clock, listener):
     connections = Connections()
     connections.come("honest", "192.0.2.1", may_end_at=0.0)
     for name in "abc":
@@ -119,7 +121,7 @@ async def test_address_with_most_connections_gives_one_up(autojump_clock, listen
     assert connections.ended == ["a"]
 
 
-async def test_connections_that_showed_a_key_have_places_of_their_own(autojump_clock, listener):
+async def test_connections_with_a_key_have_reserved_places(autojump_clock, listener):
     connections = Connections(places_max=4, strangers_max=3)
     known = connections.come("known", may_end_at=0.0)
     connections.places.know(known)
@@ -136,7 +138,7 @@ async def test_connections_that_showed_a_key_have_places_of_their_own(autojump_c
     assert connections.places.known_count == 0
 
 
-async def test_known_connections_beyond_their_share_make_room_when_idle(autojump_clock, listener):
+async def test_idle_connections_with_a_key_end_beyond_their_share(autojump_clock, listener):
     connections = Connections(places_max=3, strangers_max=2)
     for name in "abc":
         connections.places.know(connections.come(name, may_end_at=1.0))
@@ -145,7 +147,7 @@ async def test_known_connections_beyond_their_share_make_room_when_idle(autojump
     assert connections.ended == ["a"]
 
 
-def test_address_at_its_bound_gives_its_oldest_up():
+def test_address_at_its_limit_loses_its_oldest_connection():
     connections = Connections(per_address_max=2)
     connections.come("other", "192.0.2.1")
     connections.come("first", "192.0.2.2", may_end_at=100.0)
@@ -154,7 +156,7 @@ def test_address_at_its_bound_gives_its_oldest_up():
     assert connections.ended == ["first"]
 
 
-def test_address_whose_connections_are_all_in_use_gets_no_more(caplog):
+def test_address_with_all_connections_in_use_gets_no_more(caplog):
     async def main() -> None:
         connections = Connections(per_address_max=2)
         for name in "ab":
@@ -165,7 +167,7 @@ def test_address_whose_connections_are_all_in_use_gets_no_more(caplog):
         assert connections.come("e", None) is not None
         connections._end("a")
         assert connections.come("f", "192.0.2.2", may_end_at=None) is not None
-        connections.places.know(connections.open["b"])  # and then it does not count
+        connections.places.know(connections.open["b"])  # no longer counts for its address
         assert connections.come("g", "192.0.2.2", may_end_at=None) is not None
 
     trio.run(main)
@@ -179,7 +181,7 @@ def test_connection_that_is_ending_makes_room_for_one_other_connection_of_its_ad
             connections.come(name, "192.0.2.2", may_end_at=None)
         idle = connections.come("idle", "192.0.2.2")
         assert idle is not None
-        idle.end = lambda: None  # it takes a moment
+        idle.end = lambda: None  # the connection takes a moment to end
         admitted = [name for name in "cdefgh" if connections.come(name, "192.0.2.2", may_end_at=None) is not None]
         assert admitted == ["c"]
         connections.places.leave(idle)
@@ -189,11 +191,11 @@ def test_connection_that_is_ending_makes_room_for_one_other_connection_of_its_ad
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
-async def test_shortage_of_files_ends_an_idle_connection_and_is_told_once(autojump_clock, caplog, number):
+async def test_shortage_of_files_ends_an_idle_connection_and_is_logged_once(autojump_clock, caplog, number):
     made = Listener(*[number] * 50)
     connections = Connections(places_max=1000)
     for index in range(100):
-        connections.come(f"idle {index}", may_end_at=1e9)  # however young
+        connections.come(f"idle {index}", may_end_at=1e9)  # may end only in an emergency
     with caplog.at_level(logging.ERROR):
         await connections.places.accept(made)
     assert connections.ended[0] == "idle 0"
@@ -203,7 +205,7 @@ async def test_shortage_of_files_ends_an_idle_connection_and_is_told_once(autoju
     made.close()
 
 
-async def test_shortage_without_an_idle_connection_is_no_busy_loop(autojump_clock):
+async def test_shortage_without_an_idle_connection_does_not_busy_loop(autojump_clock):
     made = Listener(*[errno.EMFILE] * 50)
     connections = Connections(places_max=1000)
     connections.come("busy", may_end_at=None)
@@ -213,8 +215,8 @@ async def test_shortage_without_an_idle_connection_is_no_busy_loop(autojump_cloc
     made.close()
 
 
-async def test_looking_for_room_is_shared_by_many_newcomers(autojump_clock, listener):
-    """With 6,400 places a look at all of them makes room for a hundred."""
+async def test_one_search_frees_places_for_many_connections(autojump_clock, listener):
+    """With 6,400 places, one search through all of them ends a hundred connections."""
     connections = Connections(places_max=6400, strangers_max=6400, per_address_max=6400)
     looks = 0
 
@@ -273,7 +275,7 @@ def test_address_is_a_host_or_a_network_of_one_customer(family, host, expected):
     assert remote_address(Stream()) == expected
 
 
-def test_soft_limit_of_files_is_raised_to_the_hard_one(monkeypatch):
+def test_soft_limit_of_files_is_raised_to_the_hard_limit(monkeypatch):
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
@@ -283,7 +285,7 @@ def test_soft_limit_of_files_is_raised_to_the_hard_one(monkeypatch):
     assert len(limits) == 2
 
 
-def test_hard_limit_that_may_not_be_used_leaves_the_soft_one(monkeypatch):
+def test_soft_limit_stays_if_it_cannot_be_raised(monkeypatch):
     def refuse(which, pair):
         raise ValueError("not allowed to raise maximum limit")
 
@@ -292,7 +294,7 @@ def test_hard_limit_that_may_not_be_used_leaves_the_soft_one(monkeypatch):
     assert raise_file_limit() == 256
 
 
-def test_connections_beyond_the_limit_of_files_are_lowered_with_a_warning(caplog):
+def test_max_connections_is_lowered_to_the_limit_of_files_with_a_warning(caplog):
     connections_within.cache_clear()
     assert connections_within(1024, 65536) == 1024
     assert not caplog.records
@@ -307,15 +309,15 @@ def test_connections_beyond_the_limit_of_files_are_lowered_with_a_warning(caplog
 
 
 LISTENERS = {
-    "commands/route.py": "HTTP: a process of a router, with listeners that its parent has opened",
-    "commands/router_processes.py": "opens those listeners, and accepts nothing itself",
+    "commands/route.py": "HTTP: a process of a router, with listeners of its parent",
+    "commands/router_processes.py": "opens those listeners, but accepts no connections",
     "commands/serving.py": "HTTP: FrontendServer, or Hypercorn with hypercorn_bounds",
     "connectors/stream/transport.py": "KV: Holder.strangers",
     "http/listener.py": "makes the listeners of FrontendServer",
-    "model/parallel/torch_collectives.py": "torch.distributed: within a network of its own",
-    "model/parallel/trainer_group.py": "torch.distributed: within a network of its own",
+    "model/parallel/torch_collectives.py": "torch.distributed: in a separate network",
+    "model/parallel/trainer_group.py": "torch.distributed: in a separate network",
     "ranks/door.py": "ranks: Places",
-    "ranks/host.py": "looks for a free port, and accepts nothing",
+    "ranks/host.py": "finds a free port, but accepts no connections",
     "ranks/stage_meeting.py": "stages: STRANGERS_MAX",
 }
 LISTENS = re.compile(
@@ -324,8 +326,8 @@ LISTENS = re.compile(
 )
 
 
-def test_every_listener_is_one_whose_strangers_are_bounded():
-    """A new place where this project listens belongs here, with what bounds its strangers."""
+def test_every_listener_limits_connections_without_a_key():
+    """Add each new listener to LISTENERS, with the code that limits connections without a key."""
     root = Path(trioserve.__file__).parent
     found = set()
     for path in sorted(root.rglob("*.py")):

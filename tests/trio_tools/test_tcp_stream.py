@@ -1,4 +1,4 @@
-"""Writing past Trio's sockets: the stream keeps Trio's contract, and says what the kernel did not take."""
+"""TcpStream keeps the contract of Trio's streams, and reports how much the kernel accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_it_keeps_the_contract_of_trios_streams():
     await check_half_closeable_stream(make, make_full)
 
 
-async def test_it_takes_the_socket_over():
+async def test_stream_takes_over_the_socket():
     ours, theirs = await connected()
     assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
     await ours.aclose()
@@ -41,7 +41,7 @@ async def test_it_takes_the_socket_over():
     await theirs.aclose()
 
 
-async def test_what_the_kernel_does_not_take_is_not_sent():
+async def test_try_send_counts_only_bytes_that_the_kernel_accepts():
     ours, theirs = await connected()
     taken = 0
     while count := ours.try_send(bytes(65536)):

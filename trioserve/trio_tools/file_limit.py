@@ -1,4 +1,4 @@
-"""The limit of open files (RLIMIT_NOFILE): raised as far as it goes, and what of it is left for connections."""
+"""The limit of open files (RLIMIT_NOFILE): raises it, and computes how many connections it allows."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ __all__ = ["connections_within", "raise_file_limit"]
 logger = logging.getLogger(__name__)
 
 OWN_FILES = 192
-"""Kept for the process itself: the store, KV connections (64 readers and 64 greetings), ranks, logs, fetched media."""
+"""Files reserved for the process itself: the store, KV connections (64 readers and 64 handshakes), ranks, logs,
+fetched media.
+"""
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one. The usual soft limit is 1,024, which is for programs that use
-    select(2); nothing here does.
+    """Raise the soft limit of open files to the hard limit.
+
+    The usual soft limit of 1,024 protects programs that use select(2). This program does not use it.
 
     Returns:
-        The soft limit from now on.
+        The new soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # macOS has an unlimited hard limit, and a lower one that is meant
+    except (OSError, ValueError):  # macOS reports an unlimited hard limit, but enforces a lower one
         return soft
     return hard
 
 
-@functools.cache  # so the warning comes once
+@functools.cache  # logs the warning only once
 def connections_within(asked: int, file_limit: int, *, files_each: int = 1) -> int:
-    """How many client connections the limit of open files allows.
+    """Return how many client connections the limit of open files allows. Logs a warning if this is less than requested.
 
     Args:
-        asked: by --max-connections.
-        file_limit: the soft limit.
-        files_each: files for one client, its connection included; a router opens another one to an endpoint.
+        asked: Value of --max-connections.
+        file_limit: The soft limit.
+        files_each: Files for each client, including its connection. A router opens another connection to an endpoint.
 
     Returns:
-        `asked` or less, and at least 1. Less is a warning in the log.
+        `asked` or less, and at least 1.
     """
     if file_limit == resource.RLIM_INFINITY:
         return asked
@@ -50,8 +53,8 @@ def connections_within(asked: int, file_limit: int, *, files_each: int = 1) -> i
     if asked <= allowed:
         return asked
     logger.warning(
-        "--max-connections is %d, and the limit of open files (%d, of which %d are kept for the process itself) allows "
-        "%d: so many are served at a time. Raise the limit (ulimit -n, LimitNOFILE=) or ask for fewer",
+        "--max-connections is %d, and the limit of open files (%d, of which %d are reserved for the process itself) "
+        "allows %d: the server uses this lower number. Raise the limit (ulimit -n, LimitNOFILE=) or lower the option",
         asked,
         file_limit,
         reserve,

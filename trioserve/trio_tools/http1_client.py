@@ -1,4 +1,4 @@
-"""A client's side of HTTP/1.1 on h11, without I/O: requests behind each other, whose responses come in their order."""
+"""Client side of HTTP/1.1 on h11, without I/O. Requests may be pipelined. Responses arrive in their order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListen
 __all__ = ["Http1ClientProtocol"]
 
 INTERIM_RESPONSES_MAX = 100
-"""Heads with a status of 1xx before a response. A server in earnest sends one or two; h11 takes any number."""
+"""Most heads with a status of 1xx before a response. Real servers send one or two. h11 accepts any number."""
 
 
 class Http1ClientProtocol:
-    """An HttpClientProtocol. Each request has a parser of its own. There is no flow control but that of the transport,
-    and no reset: who does not want a response closes the connection.
+    """An HttpClientProtocol. Each request has its own parser.
 
-    informational_count: responses such as 100 Continue, which nobody is told of.
+    The only flow control is that of the transport. There is no reset: a caller that does not want a response closes the
+    connection.
+
+    Args:
+        authority: Value of the host header.
+
+    Attributes:
+        informational_count: Responses such as 100 Continue, which are not passed to listeners.
     """
 
     def __init__(self, *, authority: str) -> None:
@@ -31,7 +37,7 @@ class Http1ClientProtocol:
 
     @property
     def waiting_count(self) -> int:
-        """Requests whose response has not ended."""
+        """Return the number of requests whose response has not ended."""
         return len(self._waiting)
 
     def begin(self, method: str, path: str, fields: Fields, listener: ResponseListener, *, has_body: bool) -> int:
@@ -72,7 +78,7 @@ class Http1ClientProtocol:
             request = self._waiting[0]
             request.parser.receive_data(data)
             try:
-                is_whole = self._take_events(request)
+                is_whole = self._read_events(request)
             except h11.RemoteProtocolError:
                 if not is_end:
                     raise
@@ -95,8 +101,8 @@ class Http1ClientProtocol:
     def _send(self, request: _Request, event: h11.Event) -> None:
         self._unsent += request.parser.send(event) or b""
 
-    def _take_events(self, request: _Request) -> bool:
-        """False: the response goes on."""
+    def _read_events(self, request: _Request) -> bool:
+        """Pass events to the listener. Return False if the response has not ended."""
         while True:
             event = request.parser.next_event()
             if event in (h11.NEED_DATA, h11.PAUSED):

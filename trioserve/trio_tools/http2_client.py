@@ -1,7 +1,7 @@
-"""A client's side of HTTP/2 on h2, without I/O: requests, resets, flow control, and a server that goes away.
+"""Client side of HTTP/2 on h2, without I/O: requests, resets, flow control, and servers that send GOAWAY.
 
-It gives credit for what it takes in at once, unless it is told to withhold it. The server may be hostile: what it can
-make this client keep is bounded.
+The client gives credit for received data at once, unless its caller withholds credit. The server may be hostile:
+everything that it can make this client store is limited.
 """
 
 from __future__ import annotations
@@ -22,28 +22,38 @@ from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListen
 
 __all__ = ["Goaway", "Http2ClientProtocol"]
 
-DEFAULT_WINDOW_BYTES = 65_535  # of HTTP/2 itself
+DEFAULT_WINDOW_BYTES = 65_535  # RFC 9113, 6.9.2
 FRAME_HEADER_BYTES = 9
 FRAME_BYTES_MAX = 16_384  # the HTTP/2 default, which this client does not raise
 SETTINGS, PING, GOAWAY = 0x04, 0x06, 0x07
 ACK = 0x1
 ANSWERED_FRAMES_MAX = 10_000
-"""PING and SETTINGS of a server between two writes of ours: each has an answer, which waits here."""
+"""Most PING and SETTINGS frames of a server between two writes of ours. Their answers are stored until the next
+write.
+"""
 INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
 
 
 class Goaway(NamedTuple):
-    """The server takes no further requests. Streams up to the last one go on."""
+    """The server accepts no further requests. Streams up to last_stream_id continue."""
 
     last_stream_id: int
     error: str
 
 
 class Http2ClientProtocol:
-    """An HttpClientProtocol; a request's number is its stream id.
+    """An HttpClientProtocol. A request's number is its stream id.
 
-    streams_max: how many the server allows at a time. is_settled: the server's first SETTINGS have come, which say so.
-    goaway: the latest, if there was one.
+    Args:
+        authority: Value of :authority.
+        scheme: Value of :scheme.
+        window_bytes: Bytes of one response that the server may send before they are credited.
+        connection_window_bytes: Bytes of all responses that the server may send before they are credited.
+
+    Attributes:
+        is_settled: True once the server's first SETTINGS arrived.
+        streams_max: Streams that the server allows at a time. The default until then.
+        goaway: The latest GOAWAY. None if there was none.
     """
 
     def __init__(
@@ -54,7 +64,6 @@ class Http2ClientProtocol:
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         connection_window_bytes: int = DEFAULT_WINDOW_BYTES,
     ) -> None:
-        """window_bytes: of a response that may come before they are credited; connection_window_bytes: of all."""
         self.is_settled = False
         self.goaway: Goaway | None = None
         self._pseudo = [(":scheme", scheme), (":authority", authority)]
@@ -72,7 +81,7 @@ class Http2ClientProtocol:
 
     @property
     def stream_count(self) -> int:
-        """Requests whose response has not ended."""
+        """Return the number of requests whose response has not ended."""
         return len(self._streams)
 
     def begin(self, method: str, path: str, fields: Fields, listener: ResponseListener, *, has_body: bool) -> int:
@@ -91,7 +100,7 @@ class Http2ClientProtocol:
         if is_last and not stream.unsent:
             self._h2.end_stream(number)
             stream.is_sent = True
-        self._send_what_may_go(number, stream)
+        self._send_within_windows(number, stream)
 
     def unsent_bytes(self, number: int) -> int:
         stream = self._streams.get(number)
@@ -99,7 +108,7 @@ class Http2ClientProtocol:
 
     def reset(self, number: int) -> bool:
         self._forget(number)
-        with contextlib.suppress(h2.exceptions.ProtocolError):  # the stream is over, or the connection
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # the stream or the connection has ended
             self._h2.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
         return True
 
@@ -110,7 +119,12 @@ class Http2ClientProtocol:
         return True
 
     def give_a_byte(self, number: int) -> None:
-        """Let the server send one byte more of a response whose credit is withheld; nothing to do when it is over."""
+        """Let the server send one more byte of a response whose credit is withheld. No effect after the response has
+        ended.
+
+        Args:
+            number: The request.
+        """
         with contextlib.suppress(h2.exceptions.ProtocolError):
             self._h2.increment_flow_control_window(1, number)
 
@@ -121,8 +135,10 @@ class Http2ClientProtocol:
             self._h2.acknowledge_received_data(byte_count, number)
 
     def say_goaway(self) -> None:
-        """Tell the server that this client will take no streams from it, of which it has none: what runs goes on."""
-        # Not by h2, which would take in nothing more.
+        """Send GOAWAY. Running requests continue, because it concerns only streams that the server starts, and there
+        are none.
+        """
+        # h2 would accept no further frames after its own GOAWAY.
         self._goaway_bytes += hyperframe.frame.GoAwayFrame(0).serialize()
 
     def receive(self, data: bytes) -> None:
@@ -133,7 +149,7 @@ class Http2ClientProtocol:
         for event in self._h2.receive_data(self._frames.feed(data)):
             self._handle(event)
         changes = self._h2.encoder.table_size_changes
-        if len(changes) > 2:  # RFC 7541, 4.2: the smallest and the last are enough
+        if len(changes) > 2:  # RFC 7541, 4.2: only the smallest and the last change must be sent
             self._h2.encoder.table_size_changes = [min(changes), changes[-1]]
         goaway = self._frames.goaway
         if goaway is not None and goaway is not self.goaway:
@@ -168,7 +184,7 @@ class Http2ClientProtocol:
             stream = self._streams.get(event.stream_id)
             if stream is not None:
                 fields = list(event.headers or ())
-                _name, status = fields.pop(0)  # :status, as h2 has checked
+                _name, status = fields.pop(0)  # h2 has checked that the first field is :status
                 stream.listener.on_head(int(status), fields)
         elif isinstance(event, h2.events.InformationalResponseReceived):
             stream = self._streams.get(event.stream_id)
@@ -181,15 +197,15 @@ class Http2ClientProtocol:
         elif isinstance(event, h2.events.RemoteSettingsChanged):
             self.is_settled = True
             self.streams_max = self._h2.remote_settings.max_concurrent_streams
-            self._send_all_that_may_go()
+            self._send_all_within_windows()
         elif isinstance(event, h2.events.WindowUpdated):
-            self._send_all_that_may_go()
+            self._send_all_within_windows()
 
-    def _send_all_that_may_go(self) -> None:
+    def _send_all_within_windows(self) -> None:
         for stream_id, stream in self._streams.items():
-            self._send_what_may_go(stream_id, stream)
+            self._send_within_windows(stream_id, stream)
 
-    def _send_what_may_go(self, stream_id: int, stream: _Stream) -> None:
+    def _send_within_windows(self, stream_id: int, stream: _Stream) -> None:
         while stream.unsent:
             window = self._h2.local_flow_control_window(stream_id)
             size = min(window, self._h2.max_outbound_frame_size, len(stream.unsent))
@@ -207,14 +223,23 @@ class Http2ClientProtocol:
     def _forget(self, stream_id: int) -> _Stream | None:
         stream = self._streams.pop(stream_id, None)
         if stream is not None and stream.withheld_bytes:
-            with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection is over
-                self._h2.acknowledge_received_data(stream.withheld_bytes, stream_id)  # others need the connection's
+            with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection has ended
+                # Other streams need this credit of the connection.
+                self._h2.acknowledge_received_data(stream.withheld_bytes, stream_id)
         return stream
 
 
 class _Stream:
-    """unsent: of the body, what the server's windows have not yet let go; ends: with it the body ends. withheld_bytes:
-    have come and are not credited; None: credited as they come."""
+    """State of one request.
+
+    Attributes:
+        listener: Gets the response.
+        interim_count: Heads with a status of 1xx so far.
+        unsent: Bytes of the body that wait for the server's windows.
+        ends: True if `unsent` includes the end of the body.
+        is_sent: True if the whole request was sent.
+        withheld_bytes: Received bytes without credit. None if credit is given at once.
+    """
 
     __slots__ = ("ends", "interim_count", "is_sent", "listener", "unsent", "withheld_bytes")
 
@@ -228,16 +253,18 @@ class _Stream:
 
 
 class _H2Connection(h2.connection.H2Connection):
-    MAX_CLOSED_STREAMS = 4096  # remembered to tell late frames from wrong ones; h2's 65,536 are megabytes
+    MAX_CLOSED_STREAMS = 4096  # to distinguish late frames from wrong frames. h2's default of 65,536 takes megabytes.
 
 
 class _FrameSplitter:
-    """Cuts pieces into whole frames for h2.
+    """Cuts received pieces into whole frames for h2.
 
-    It takes GOAWAY out, since h2 refuses every frame behind one, although a server that leaves gracefully first
-    finishes the streams it has (RFC 9113, 6.8); and unknown settings, which h2 would keep for ever.
+    Removes GOAWAY, because h2 refuses every frame after it. But a server that stops gracefully first finishes its
+    streams (RFC 9113, 6.8). Also removes unknown settings, which h2 would store without limit.
 
-    goaway: the latest. answered_count: frames that h2 answers, since the last write.
+    Attributes:
+        goaway: The latest GOAWAY. None if there was none.
+        answered_count: Frames since the last write that h2 answers.
     """
 
     def __init__(self) -> None:
@@ -246,10 +273,14 @@ class _FrameSplitter:
         self.answered_count = 0
 
     def feed(self, piece: bytes) -> bytes:
-        """The frames that this piece completes. A frame that is too long is passed on as it is, for h2 to refuse.
+        """Return the frames that are complete with this piece. A frame that is too long passes unchanged, and h2
+        refuses it.
+
+        Args:
+            piece: Received bytes.
 
         Raises:
-            ProtocolError: the server sends PING or SETTINGS faster than it takes the answers.
+            ProtocolError: the server sends PING or SETTINGS faster than it reads the answers.
         """
         buffer = self._rest + piece
         kept: list[bytes] = []

@@ -1,7 +1,7 @@
-"""SETTINGS of an HTTP/2 peer (RFC 9113, 6.5), cut down to what the h2 library may keep of them.
+"""Reduces SETTINGS of an HTTP/2 peer (RFC 9113, 6.5) to those that h2 may store.
 
-h2 keeps every identifier that a peer sends, and walks all of them for each later SETTINGS frame. Both sides of ours,
-servers and clients, pass a peer's SETTINGS through `known_settings` first.
+h2 stores every identifier that a peer sends, and iterates over all of them for each later SETTINGS frame. So our
+servers and clients first pass a peer's SETTINGS through `known_settings`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ HEADER_TABLE_SIZE = 0x1
 # RFC 9113, 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores all others (RFC 9113, 6.5.2).
 _KNOWN = frozenset({HEADER_TABLE_SIZE, 0x2, 0x3, 0x4, 0x5, 0x6, 0x8})
 HEADER_TABLE_BYTES_MAX = 4096
-"""What our encoders use of the table that a peer offers: HTTP/2's default. The peer chooses the number, and an encoder
-of hpack's keeps so much, and searches all of it for each field."""
+"""Most bytes of header table that our encoders use: HTTP/2's default. The peer chooses its offer. hpack's encoder
+would store that many bytes, and search all of them for each field.
+"""
 _SETTING = struct.Struct(">HI")
 
 
 def known_settings(payload: bytes) -> bytes:
-    """The payload of a SETTINGS frame without unknown identifiers, each known one once, with its last value.
+    """Return the payload of a SETTINGS frame without unknown identifiers. Each known identifier appears once, with its
+    last value.
 
     Args:
-        payload: of a frame without the ACK flag. A length that is no multiple of 6 is an error, which h2 reports: such
-            a payload is returned as it is.
+        payload: Payload of a frame without the ACK flag. If its length is not a multiple of 6, it is returned
+            unchanged, and h2 reports the error.
 
     Returns:
         At most seven settings. SETTINGS_HEADER_TABLE_SIZE is at most HEADER_TABLE_BYTES_MAX.

@@ -1,7 +1,7 @@
-"""What a client's side of a connection can do, whichever version of HTTP it speaks: bytes in, bytes out, no I/O.
+"""Interface of the client side of an HTTP connection, for all HTTP versions. Bytes in, bytes out, no I/O.
 
-Whoever owns the stream reads and writes it, in pieces of any size, and decides when. What has come of a response is
-told to its listener while the bytes that hold it are taken in.
+The owner of the stream reads and writes its bytes, in pieces of any size. `receive` calls the listeners of the
+responses whose bytes arrive.
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ Fields = list[tuple[str, str]]
 
 
 class ResponseResult(enum.Enum):
+    """How a response ended."""
+
     COMPLETE = "complete"
     RESET = "reset"  # the server reset the HTTP/2 stream
-    UNPROCESSED = "unprocessed"  # GOAWAY: the server never looked at the request
+    UNPROCESSED = "unprocessed"  # GOAWAY: the server did not process the request
     DISCONNECTED = "disconnected"  # the connection ended before the response did
 
 
 class ResponseEnd(NamedTuple):
-    """How a response ended. error: the name of an HTTP/2 error, or nothing. was_request_sent: False if some of the
-    request's body has not gone out yet, and nobody wants it any more."""
+    """End of a response.
+
+    Attributes:
+        result: How it ended.
+        error: Name of an HTTP/2 error, or "".
+        was_request_sent: False if part of the request's body was not sent. It is not sent any more.
+    """
 
     result: ResponseResult
     error: str = ""
@@ -31,43 +38,99 @@ class ResponseEnd(NamedTuple):
 
 
 class ResponseListener(Protocol):
-    """Hears of one response. Called while bytes are taken in: must not wait and must not raise."""
+    """Receives one response. Its methods are called by `receive`, and must not wait or raise."""
 
     def on_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
-        """The final status and the header fields, without pseudo-headers, names in lower case."""
+        """Receive the final status and the header fields.
+
+        Args:
+            status: HTTP status, 200 or more.
+            fields: Header fields without pseudo-headers. Names are in lower case.
+        """
 
     def on_body(self, data: bytes) -> None: ...
 
     def on_end(self, end: ResponseEnd) -> None:
-        """Nothing more will come. Called once, unless the client resets the request before."""
+        """Receive the end of the response. Called once, unless the client resets the request before.
+
+        Args:
+            end: How it ended.
+        """
 
 
 class HttpClientProtocol(Protocol):
-    """One connection. A request has a number, which is never used again."""
+    """One connection. Each request has a number, which is never reused."""
 
     def begin(self, method: str, path: str, fields: Fields, listener: ResponseListener, *, has_body: bool) -> int:
-        """Make the head of a request; returns its number. fields: without host and pseudo-headers."""
+        """Begin a request: queue its head for sending.
+
+        Args:
+            method: HTTP method.
+            path: Path with query.
+            fields: Header fields without host and pseudo-headers.
+            listener: Receives the response.
+            has_body: True if `send_body` follows.
+
+        Returns:
+            The number of the request.
+        """
 
     def send_body(self, number: int, data: bytes, *, is_last: bool) -> None:
-        """Append to the body. What may not go yet is kept, and goes when the server gives credit. Nothing happens if
-        the response has ended. is_last: with these bytes the body ends."""
+        """Append data to the body of a request. No effect after the response has ended.
+
+        Data beyond the server's flow control window waits until the server gives credit.
+
+        Args:
+            number: The request.
+            data: Bytes to send.
+            is_last: True if the body ends with this data.
+        """
 
     def unsent_bytes(self, number: int) -> int:
-        """Of the body: how many bytes wait for credit."""
+        """Return how many bytes of the body wait for credit.
+
+        Args:
+            number: The request.
+        """
 
     def reset(self, number: int) -> bool:
-        """Make what tells the server that nobody wants the response; its listener hears nothing more. False: this
-        protocol has no such thing, and only the end of the connection tells it."""
+        """Queue a reset, which informs the server that the client does not want the response. The listener gets no
+        further calls.
+
+        Args:
+            number: The request.
+
+        Returns:
+            False if the protocol has no reset. Then the caller must close the connection.
+        """
 
     def withhold_credit(self, number: int) -> bool:
-        """Let the server send no more of this response than it may by now. False: the protocol cannot."""
+        """Stop giving credit for a response, so that the server can send only the rest of its window.
+
+        Args:
+            number: The request.
+
+        Returns:
+            False if the protocol has no flow control.
+        """
 
     def give_credit(self, number: int) -> None:
-        """Let it send again."""
+        """Give credit for a response again.
+
+        Args:
+            number: The request.
+        """
 
     def receive(self, data: bytes) -> None:
-        """Take in what came; nothing: the connection has ended. Raises h11.RemoteProtocolError or
-        h2.exceptions.ProtocolError for what a server may not send; after that the connection is of no use."""
+        """Process received bytes.
+
+        Args:
+            data: Received bytes. b"" if the connection has ended.
+
+        Raises:
+            h11.RemoteProtocolError: the server violated HTTP/1.1. The connection is unusable.
+            h2.exceptions.ProtocolError: the server violated HTTP/2. The connection is unusable.
+        """
 
     def take_unsent(self) -> bytes:
-        """What is to be sent now; whoever takes it sends it."""
+        """Remove and return the bytes to send now. The caller must send them."""

@@ -1,8 +1,8 @@
-"""One file from the web, for a request that names it: from hosts that were allowed, within bounds, and from no machine
-that only we can reach.
+"""Fetches one file from the web for a request that names its URL.
 
-Whoever asks is a stranger, so an address is looked at before it is connected to, and that very address is connected to:
-a name that leads somewhere else a moment later leads nowhere. A redirection is an error.
+Only allowed hosts are contacted, within limits of size and time, and never at an address that is not public. Clients
+are untrusted, so the address is checked before connecting, and exactly this address is used. A DNS name that changes a
+moment later has no effect. Redirects are errors.
 """
 
 from __future__ import annotations
@@ -22,36 +22,44 @@ from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["Connect", "MediaFetcher", "public_addresses"]
 
-FETCHES_MAX = 16  # at a time, of all requests; others wait
-SECONDS_MAX = 10.0  # for each, the wait for a place left out
+FETCHES_MAX = 16  # fetches at a time, for all requests together. Others wait.
+SECONDS_MAX = 10.0  # time of one fetch, without the wait for its start
 REDIRECTIONS = range(300, 400)
 RECEIVE_BYTES = 65_536
-INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response; h11 takes any number
+INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response. h11 accepts any number.
 URL_CHARACTERS_MAX = 2048
 PORTS = {"http": 80, "https": 443}
 HOST_CHARACTERS_MAX = 253
 
 _HOST = re.compile(r"(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
 
-# Of IPv6 only global unicast is public, and in it not what holds or translates to other addresses: protocol assignments
-# with Teredo (2001::/23), documentation, and 6to4, whose IPv4 address a relay would reach.
+# In IPv6, only global unicast is public. These parts of it are not: protocol assignments with Teredo (2001::/23),
+# documentation, and 6to4, where a relay would reach the embedded IPv4 address.
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-# Python takes these for global: protocol assignments, the relays of 6to4, and the host of a virtual machine of Azure.
+# Python classifies these as global: protocol assignments, 6to4 relays, and the host of an Azure virtual machine.
 _NOT_PUBLIC_4 = tuple(map(ipaddress.IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-"""In networks without IPv4, public IPv4 addresses are here. 64:ff9b:1::/48 leads to whatever the operator says."""
+"""Public IPv4 addresses in networks without IPv4. 64:ff9b:1::/48 is not included: the operator decides where it
+leads.
+"""
 
 FAULTS = (OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError, h11.ProtocolError)
-"""What a name, a network or a server may cause; a name that no resolver or certificate can have is a ValueError."""
+"""Errors that a name, a network or a server may cause. An impossible host name raises ValueError."""
 
 Connect = Callable[[str, int, str | None], Awaitable[trio.abc.Stream]]
-"""A connection to an address and a port, under TLS for this host name, or plain for None."""
+"""Opens a connection to an address and a port. With a host name, uses TLS for this name. With None, plain TCP."""
 
 
 class MediaFetcher:
-    """domains: hosts, each with all that end in a dot and its name; an empty collection allows none. bytes_max: of a
-    file. Raises nothing but InvalidRequest for whatever may happen out there."""
+    """Fetches files for requests. All failures of names, networks and servers become InvalidRequest.
+
+    Args:
+        domains: Allowed hosts. Each includes its subdomains. Empty to allow none.
+        bytes_max: Most bytes of a file.
+        connect: Opens connections. None for real connections.
+        addresses_of: Resolves names. None for the system's resolver.
+    """
 
     def __init__(
         self,
@@ -61,7 +69,6 @@ class MediaFetcher:
         connect: Connect | None = None,
         addresses_of: Callable[[str, int], Awaitable[list[str]]] | None = None,
     ) -> None:
-        """connect, addresses_of: as in the system, where a test says nothing else."""
         self._domains = tuple(domain.lower().strip(".") for domain in domains)
         self._bytes_max = bytes_max
         self._connect = connect or _connect
@@ -69,8 +76,18 @@ class MediaFetcher:
         self._places = trio.CapacityLimiter(FETCHES_MAX)
 
     async def fetch(self, url: str, place: str) -> bytes:
-        """The file's bytes. place: what it is called in an error. A cancelled caller leaves at once, and closes the
-        connection."""
+        """Fetch a file. A cancelled caller leaves at once and closes the connection.
+
+        Args:
+            url: URL of the file, http or https.
+            place: Name of the file in errors.
+
+        Returns:
+            The bytes of the file.
+
+        Raises:
+            InvalidRequest: the URL is not allowed, or the file cannot be fetched within the limits.
+        """
         scheme, host, port, target = self._checked(url, place)
         async with self._places:
             with trio.move_on_after(SECONDS_MAX):
@@ -83,7 +100,7 @@ class MediaFetcher:
         raise _refused(place, f"did not come from {host} within {SECONDS_MAX:g} s")
 
     def _checked(self, url: str, place: str) -> tuple[str, str, int, str]:
-        """Scheme, host, port and target."""
+        """Return scheme, host, port and target of an allowed URL."""
         try:
             parts = urlsplit(url)
             scheme, host, port = parts.scheme.lower(), (parts.hostname or "").lower().removesuffix("."), parts.port
@@ -157,7 +174,14 @@ class MediaFetcher:
 
 
 def public_addresses(addresses: Collection[str]) -> list[str]:
-    """Those that anybody can reach; none if one of them is not such, since then somebody has made up the name."""
+    """Return the addresses if all of them are public. A name that also has a private address may be an attack.
+
+    Args:
+        addresses: Resolved addresses of one name.
+
+    Returns:
+        An empty list if one address is not public.
+    """
     found = [ipaddress.ip_address(address) for address in addresses]
     return [str(address) for address in found] if all(map(_is_public, found)) else []
 
@@ -192,7 +216,7 @@ async def _connect(address: str, port: int, host: str | None) -> trio.abc.Stream
 
 @functools.cache
 def _trusted_certificates() -> ssl.SSLContext:
-    """The system's; reads files."""
+    """Return the system's certificates. Reads files."""
     return ssl.create_default_context()
 
 

@@ -1,8 +1,8 @@
-"""How many connections a listener keeps, and which one ends for a new one when there are too many.
+"""How many connections a listener keeps, and which connection ends for a new one when there are too many.
 
-A connection that is of no use at the moment (idle, silent, with half a request) ends first, the oldest one of the
-address that has most. Connections that have shown a key have places that strangers cannot take. So whoever opens
-connections and says nothing keeps nobody out.
+Connections without a running request (idle, silent, or with half a request) end first. Among them, the address with the
+most connections loses its oldest one. Connections that have shown a key have places that other connections cannot take.
+So a client that only opens connections cannot keep others out.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Place", "Places", "remote_address"]
 logger = logging.getLogger(__name__)
 
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-# What accept(2) reports of the connection that it would have returned; the next one may be well.
+# accept(2) reports these errors of the connection that it would have returned. The next connection may work.
 _MISHAPS = frozenset(
     {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
 )
 RETRY_SECONDS = 0.1  # a shortage ends when a connection does
-ENDED_SHARE = 64  # looking for who may end costs a look at everybody, so one in 64 ends at a time
+ENDED_SHARE = 64  # the search reads the state of every connection, so one in 64 connections ends at a time
 WARNING_SECONDS = 10.0  # between two log lines about the same shortage
 
 
@@ -40,13 +40,17 @@ def _nothing() -> None:
 
 
 class Place:
-    """One connection's place.
+    """The place of one connection.
 
     Args:
-        address: of the other side; None where connections are not counted by address, such as of a Unix socket.
+        address: Address of the other end. None if connections are not counted by address, such as of a Unix socket.
 
-    is_known: it has shown a key. may_end_at: from when on it may have to end for another connection, in Trio's seconds;
-    None while it is in use. end: ends it, without waiting. Both are replaced as the connection's state changes.
+    Attributes:
+        is_known: True once the connection has shown a key.
+        is_ending: True once `end` was called.
+        may_end_at: Returns the time from which the connection may end for another one. None while it is in use. Set by
+            the owner of the connection.
+        end: Ends the connection without waiting. Set by the owner of the connection.
     """
 
     __slots__ = ("address", "end", "is_ending", "is_known", "may_end_at")
@@ -63,11 +67,11 @@ class Places:
     """The places of one server, for all of its listeners.
 
     Args:
-        places_max: connections at a time.
-        strangers_max: of those, connections that have shown no key. Equal to places_max where nobody has a key.
-        per_address_max: of strangers_max, connections from one address.
-        on_crowded: hears of each connection that ends for another one.
-        on_shortage: hears of each accept that failed for want of files or memory.
+        places_max: Connections at a time.
+        strangers_max: Of those, connections that have shown no key. Equal to places_max if the server has no keys.
+        per_address_max: Of strangers_max, connections from one address.
+        on_crowded: Called for each connection that ends for another one.
+        on_shortage: Called for each accept that failed for lack of files or memory.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Places:
         self._per_address_max = per_address_max
         self._on_crowded = on_crowded
         self._on_shortage = on_shortage
-        self._places: dict[Place, None] = {}  # in the order in which they came
+        self._places: dict[Place, None] = {}  # in order of arrival
         self._known_count = 0
         self._accepting_count = 0
         self._strangers_of: Counter[str] = Counter()  # by address
@@ -101,16 +105,19 @@ class Places:
         return self._known_count
 
     async def accept(self, listener: trio.SocketListener) -> trio.SocketStream:
-        """The next connection, as soon as there is a place for it. The caller calls `enter` before it waits again.
+        """Wait for the next connection and for a place. The caller calls `enter` before its next checkpoint.
+
+        Args:
+            listener: Listener that accepts the connection.
 
         Raises:
-            OSError: the listener is of no use any more.
+            OSError: the listener is unusable.
         """
         while True:
-            await trio.lowlevel.wait_readable(listener.socket)  # nobody has to leave before somebody has come
+            await trio.lowlevel.wait_readable(listener.socket)  # end no connection before another one arrives
             while self._is_full():
                 self.make_room()
-                await self._somebody_left()
+                await self._wait_for_leave()
             self._accepting_count += 1
             try:
                 return await listener.accept()
@@ -123,18 +130,22 @@ class Places:
                 self._note_shortage(error.errno)
             finally:
                 self._accepting_count -= 1
-            self.make_room(however_young=True)
-            await self._somebody_left()
+            self.make_room(including_young=True)
+            await self._wait_for_leave()
 
     def enter(self, address: str | None) -> Place | None:
-        """A place for a connection. An address that has as many as it may gives one of its own up.
+        """Give a place to a connection. An address at its limit ends one of its own connections first.
+
+        Args:
+            address: Address of the other end.
 
         Returns:
-            None: the address has as many as it may, and all are in use. The connection has to be closed.
+            None if the address is at its limit and all of its connections are in use. The caller must close the
+            connection.
         """
         if address is not None and self._strangers_of[address] >= self._per_address_max:
             own = [place for place in self._places if place.address == address and not place.is_known]
-            # A connection that is ending makes room once, however many come before it has left.
+            # A connection that is ending makes room for one new connection only.
             is_full = sum(not place.is_ending for place in own) >= self._per_address_max
             if is_full and not self._end_of(own, 1, math.inf):
                 self._note_address(address)
@@ -146,43 +157,57 @@ class Places:
         return place
 
     def crowd_in(self, address: str | None) -> Place | None:
-        """As `enter`, where strangers may end at any time: when all places are taken, another one ends now."""
+        """Give a place to a connection, as `enter`. If all places are taken, another connection ends at once.
+
+        Only for servers where every connection without a key may end at any time.
+
+        Args:
+            address: Address of the other end.
+        """
         if self._is_full():
-            self.make_room(however_young=True)
+            self.make_room(including_young=True)
         return self.enter(address)
 
     def know(self, place: Place) -> None:
-        """The connection has shown a key: its place is none of the strangers' any more."""
+        """Note that a connection has shown a key. It no longer counts as a connection without a key.
+
+        Args:
+            place: The connection's place.
+        """
         if not place.is_known:
             self._forget_stranger(place)
             place.is_known = True
             self._known_count += 1
-            self._tell_left()
+            self._notify_left()
 
     def leave(self, place: Place) -> None:
-        """The connection has ended."""
+        """Free the place of a connection that has ended.
+
+        Args:
+            place: The connection's place.
+        """
         del self._places[place]
         if place.is_known:
             self._known_count -= 1
         else:
             self._forget_stranger(place)
-        self._tell_left()
+        self._notify_left()
 
-    def make_room(self, *, however_young: bool = False) -> None:
-        """End some of the connections that are of least use, if there are any. Never waits.
+    def make_room(self, *, including_young: bool = False) -> None:
+        """End some of the least useful connections. Never waits.
 
         Args:
-            however_young: also those that are of no use for a moment only.
+            including_young: True to end also connections that have been unused for a moment only.
         """
         strangers = [place for place in self._places if not place.is_known]
-        until = math.inf if however_young else trio.current_time()
+        until = math.inf if including_young else trio.current_time()
         at_a_time = max(1, self._places_max // ENDED_SHARE)
         if not self._end_of(strangers, at_a_time, until) and len(strangers) < self._strangers_max:
-            # The known have taken more than what is kept for them.
+            # Connections with a key use more places than are reserved for them.
             self._end_of([place for place in self._places if place.is_known], at_a_time, until)
 
     def _end_of(self, places: list[Place], count: int, until: float) -> int:
-        """End up to `count` of these that may end by `until`; returns how many."""
+        """End up to `count` of these connections that may end by `until`. Return how many ended."""
         candidates = []
         for number, place in enumerate(places):
             if not place.is_ending and (since := place.may_end_at()) is not None and since <= until:
@@ -199,11 +224,11 @@ class Places:
         strangers = len(self._places) - self._known_count + self._accepting_count
         return strangers >= self._strangers_max or strangers + self._known_count >= self._places_max
 
-    async def _somebody_left(self) -> None:
+    async def _wait_for_leave(self) -> None:
         with trio.move_on_after(RETRY_SECONDS):
             await self._left.wait()
 
-    def _tell_left(self) -> None:
+    def _notify_left(self) -> None:
         self._left.set()
         self._left = trio.Event()
 
@@ -227,16 +252,22 @@ class Places:
         if now - self._address_logged_at >= WARNING_SECONDS:
             self._address_logged_at = now
             logger.warning(
-                "connection refused: its address has as many as it may, all in use address=%s max=%d",
+                "connection refused: its address is at its limit, all connections in use address=%s max=%d",
                 address,
                 self._per_address_max,
             )
 
 
 def remote_address(stream: trio.SocketStream) -> str | None:
-    """The host at the other end of a connection; None for a Unix socket, or when the other end has gone already.
+    """Return the host at the other end of a connection.
 
-    An IPv6 address stands for its /64, which is what one customer or one machine usually has.
+    An IPv6 address stands for its /64 network, which usually belongs to one customer or one machine.
+
+    Args:
+        stream: The connection.
+
+    Returns:
+        None for a Unix socket, and if the other end has closed the connection already.
     """
     if stream.socket.family not in (socket.AF_INET, socket.AF_INET6):
         return None

@@ -1,7 +1,8 @@
-"""Socket options that show a TCP connection whose other end has vanished. Used on every connection, both ways.
+"""Socket options that detect a TCP connection whose other end has vanished. All connections use them, in both
+directions.
 
-A machine without power or network sends no FIN, and a NAT or load balancer that forgets a flow drops packets without a
-word. Without these options, such a connection stays open for hours (sends) or for ever (receives).
+A machine that loses power or network sends no FIN. A NAT or load balancer that forgets a connection drops its packets
+silently. Without these options, such a connection stays open for hours (if it sends) or forever (if it receives).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any, Protocol
 __all__ = ["VANISHED_SECONDS", "delivered_bytes", "end_when_vanished"]
 
 VANISHED_SECONDS = 20.0
-"""Default. Longer than any pause of a network that recovers by itself (a few retransmissions), shorter than a client's
-patience."""
+"""Default time. Longer than interruptions from which a network recovers (a few retransmissions), and shorter than
+clients wait.
+"""
 PROBES = 3
 TCP_INFO_BYTES = 136
-ACKNOWLEDGED_AT = 120  # of tcpi_bytes_acked in struct tcp_info (linux/tcp.h), 64 bits
+ACKNOWLEDGED_AT = 120  # offset of tcpi_bytes_acked (64 bits) in struct tcp_info (linux/tcp.h)
 
 
 class _Socket(Protocol):
@@ -30,16 +32,16 @@ class _Socket(Protocol):
 
 
 def end_when_vanished(connection: _Socket, seconds: float = VANISHED_SECONDS, *, unread_seconds: float = 0.0) -> None:
-    """Have the kernel break a connection whose other end acknowledges nothing.
+    """Make the kernel break a connection whose other end acknowledges nothing.
 
-    Half of the time passes before the first keepalive probe, a sixth between two of three probes. Sent bytes that
-    nobody acknowledges break the connection after the same time. Options that this system lacks are left out.
+    The first keepalive probe is sent after half of the time. Two more probes follow, a sixth of the time apart.
+    Unacknowledged data breaks the connection after the same time. Options that this system lacks are skipped.
 
     Args:
-        connection: a socket, or anything with its `setsockopt`. Another family than TCP raises OSError.
-        seconds: until the connection breaks, at least 6; keepalive counts in whole seconds.
-        unread_seconds: how long the other end may acknowledge probes and take no data (a window of zero). The kernel
-            has one time for this and for sent bytes that nobody acknowledges: the longer of the two.
+        connection: A TCP socket, or an object with its `setsockopt`. Sockets of other families raise OSError.
+        seconds: Time until the connection breaks, at least 6. Keepalive counts in whole seconds.
+        unread_seconds: How long the other end may acknowledge probes without reading data (a window of zero). The
+            kernel has one timeout for this and for unacknowledged data, so the larger value counts.
     """
     idle, interval = max(1, round(seconds / 2)), max(1, round(seconds / 6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -54,16 +56,19 @@ def end_when_vanished(connection: _Socket, seconds: float = VANISHED_SECONDS, *,
 
 
 def delivered_bytes(connection: socket.socket) -> tuple[int, int] | None:
-    """Count the bytes of a TCP connection that the other end's kernel has acknowledged, and those still on their way.
+    """Return the bytes that the other end's kernel has acknowledged, and the bytes that are still on their way.
+
+    Args:
+        connection: A TCP socket.
 
     Returns:
-        None where this cannot be known: another system than Linux, another family than TCP, a closed socket.
+        None if it cannot be known: not on Linux, not a TCP socket, or a closed socket.
     """
     if sys.platform != "linux" or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     with contextlib.suppress(OSError, struct.error):
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         waiting = array.array("i", [0])
         fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, waiting)
-        return struct.unpack_from("Q", told, ACKNOWLEDGED_AT)[0], waiting[0]
+        return struct.unpack_from("Q", tcp_info, ACKNOWLEDGED_AT)[0], waiting[0]
     return None

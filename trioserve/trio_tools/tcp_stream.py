@@ -1,7 +1,7 @@
-"""TCP connections: how to open one, and a stream that can send what the kernel takes without waiting.
+"""TCP connections: opening them, and a stream that can send without waiting what the kernel accepts at once.
 
-Sending through Trio's socket costs a pass of the scheduler for every write, also when the kernel takes it at once. For
-streams of small events that is as much as all the rest of the write.
+Sending through Trio's socket costs a scheduler pass for every write, even if the kernel accepts it at once. For small
+events, this pass takes as long as the rest of the write.
 """
 
 from __future__ import annotations
@@ -25,26 +25,32 @@ CLOSED_ERRNOS = (errno.EBADF, errno.ENOTSOCK)
 async def connect_tcp(host: str, port: int, *, vanished_seconds: float = VANISHED_SECONDS) -> trio.SocketStream:
     """Open a TCP connection that breaks when its other end vanishes.
 
-    Everything here that connects to another machine with Trio does it with this function. It bounds silence below TCP
-    alone: a peer that acknowledges bytes and says nothing has to be bounded by the caller.
+    All code here that connects to another machine with Trio uses this function. It limits silence only below TCP. The
+    caller must set a timeout for a peer that acknowledges data but sends nothing.
 
     Args:
-        vanished_seconds: until a connection breaks whose other end acknowledges nothing.
+        host: Name or address.
+        port: TCP port.
+        vanished_seconds: Time after which the connection breaks if the other end acknowledges nothing.
 
     Raises:
-        OSError: nobody listens there, or the name is unknown.
+        OSError: the host is unknown, or refuses the connection.
     """
     stream = await trio.open_tcp_stream(host, port)
     try:
         end_when_vanished(stream, vanished_seconds)
     except OSError:
-        stream.socket.close()  # it broke at once
+        stream.socket.close()  # the connection broke at once
         raise
     return stream
 
 
 class TcpStream(trio.abc.HalfCloseableStream):
-    """Takes the socket over from a trio.SocketStream, which is closed then."""
+    """A TCP connection with non-blocking sends. Takes over the socket of a trio.SocketStream, which is closed by this.
+
+    Args:
+        stream: The connection. Unusable afterwards.
+    """
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._socket = socket.socket(fileno=stream.socket.detach())
@@ -53,7 +59,14 @@ class TcpStream(trio.abc.HalfCloseableStream):
         self._has_sent_eof = False
 
     def try_send(self, data: bytes | bytearray | memoryview) -> int:
-        """Send as much as the kernel takes, and say how many bytes."""
+        """Send the bytes that the kernel accepts at once.
+
+        Args:
+            data: Bytes to send.
+
+        Returns:
+            The number of bytes sent.
+        """
         self._check_not_sending()
         return self._try_send(data)
 
@@ -85,14 +98,14 @@ class TcpStream(trio.abc.HalfCloseableStream):
             try:
                 self._socket.shutdown(socket.SHUT_WR)
             except OSError as error:
-                if error.errno != errno.ENOTCONN:  # a second time on some systems
+                if error.errno != errno.ENOTCONN:  # some systems report it for a second shutdown
                     raise _translated(error) from error
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None and operator.index(max_bytes) < 1:
             raise ValueError(f"max_bytes is {max_bytes}, allowed is 1 or more")
         while True:
-            # What comes is most often not there yet, so asking the kernel first would be for nothing.
+            # Data has rarely arrived yet, so a first call of recv would mostly be wasted.
             self._check_open()
             await trio.lowlevel.wait_readable(self._socket)
             try:
@@ -103,7 +116,7 @@ class TcpStream(trio.abc.HalfCloseableStream):
                 raise _translated(error) from error
 
     def close(self) -> None:
-        """At once: whoever waits for the stream gets ClosedResourceError."""
+        """Close at once. Tasks that wait for the stream get ClosedResourceError."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
