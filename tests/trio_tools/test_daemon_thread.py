@@ -1,4 +1,4 @@
-"""Calls that are left alone when their caller goes."""
+"""Calls in daemon threads that a cancelled caller leaves behind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 from trioserve.trio_tools.daemon_thread import call_abandonable
 
-GIVE_UP_SECONDS = 20  # who waits for the download after all must not wait for ever
+GIVE_UP_SECONDS = 20  # ends the download if a faulty caller waits for it
 
 
 class Download:
-    """Stands in for snapshot_download: begins, and does not end before it is released."""
+    """Stands in for snapshot_download. Begins, and ends when the test releases it."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -35,7 +35,7 @@ class Download:
 
 @pytest.fixture
 def download(monkeypatch):
-    """Released at the end, and no thread of it is left then."""
+    """A download that is released at the end of the test. The fixture waits for its threads."""
     stand_in = Download()
     module = types.ModuleType("huggingface_hub")
     module.snapshot_download = stand_in  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def download_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == DOWNLOAD_THREAD]
 
 
-async def test_a_download_is_left_when_its_engine_is(download):
+async def test_cancelled_opening_leaves_the_download_behind(download):
     async with trio.open_nursery() as nursery:
 
         async def load() -> None:
@@ -60,24 +60,24 @@ async def test_a_download_is_left_when_its_engine_is(download):
         nursery.start_soon(load)
         await trio.to_thread.run_sync(download.begun.wait)
         nursery.cancel_scope.cancel()
-    assert not download.released.is_set()  # and yet everything was left
+    assert not download.released.is_set()  # the download still runs
     assert [thread.daemon for thread in download_threads()] == [True]
     assert not [thread for thread in threading.enumerate() if thread.name in ("trioserve-text", "trioserve-compute")]
 
 
-async def test_an_abandoned_call_that_ends_later_disturbs_nobody(download):
+async def test_late_error_of_an_abandoned_call_is_discarded(download):
     with trio.CancelScope() as scope:
         scope.cancel()
         await call_abandonable(download, "org/model", thread_name=DOWNLOAD_THREAD)
     assert scope.cancelled_caught
     [thread] = download_threads()
-    download.error = ValueError("for nobody")
+    download.error = ValueError("discarded")
     download.released.set()
     await trio.to_thread.run_sync(thread.join)
     await trio.testing.wait_all_tasks_blocked()
 
 
-def test_a_call_that_outlives_its_program_disturbs_nobody(download, monkeypatch):
+def test_call_may_end_after_its_trio_run(download, monkeypatch):
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
 
@@ -92,7 +92,7 @@ def test_a_call_that_outlives_its_program_disturbs_nobody(download, monkeypatch)
     assert broken == []
 
 
-async def test_a_download_that_ends_is_waited_for(download):
+async def test_opening_waits_for_the_download(download):
     download.released.set()
     with pytest.raises(ModelLoadError, match="/nowhere/downloaded"):
         async with assemble.open_engine("org/model"):
@@ -100,7 +100,7 @@ async def test_a_download_that_ends_is_waited_for(download):
     assert download_threads() == []
 
 
-async def test_what_it_returns_or_raises_comes_back():
+async def test_call_returns_the_result_or_raises_the_error():
     assert await call_abandonable(int, "7", thread_name="t") == 7
     with pytest.raises(ValueError, match="invalid literal"):
         await call_abandonable(int, "seven", thread_name="t")

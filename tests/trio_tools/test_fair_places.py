@@ -1,4 +1,4 @@
-"""A stage's places are handed out in turns between keys, and a job that nobody waits for costs nothing."""
+"""Keys take turns at a stage's places, and cancelled jobs cost no turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.trio_tools.fair_places import KEYS_KEPT_MAX, STAGE_FULL, FairPlac
 
 
 class Stage:
-    """Jobs that take a second each, and note the order in which they began."""
+    """Jobs that take a second each, and record the order in which they began."""
 
     def __init__(self, places: FairPlaces) -> None:
         self.places = places
@@ -23,7 +23,7 @@ class Stage:
             await trio.sleep(1)
 
 
-async def test_a_key_waits_for_one_job_of_a_key_with_hundreds(autojump_clock, nursery):
+async def test_key_waits_for_at_most_one_job_of_a_busy_key(autojump_clock, nursery):
     stage = Stage(FairPlaces(1, what="texts"))
     for index in range(200):
         nursery.start_soon(stage.job, "flood", f"flood {index}")
@@ -37,7 +37,7 @@ async def test_a_key_waits_for_one_job_of_a_key_with_hundreds(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_jobs_of_one_key_begin_in_their_order(autojump_clock):
+async def test_jobs_of_one_key_begin_in_order(autojump_clock):
     stage = Stage(FairPlaces(1, what="texts"))
     began_at = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -48,7 +48,7 @@ async def test_jobs_of_one_key_begin_in_their_order(autojump_clock):
     assert trio.current_time() - began_at == pytest.approx(10, abs=0.01)
 
 
-async def test_as_many_jobs_run_at_a_time_as_there_are_places(autojump_clock):
+async def test_number_of_running_jobs_is_the_number_of_places(autojump_clock):
     stage = Stage(FairPlaces(2, what="texts"))
     began_at = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -57,8 +57,8 @@ async def test_as_many_jobs_run_at_a_time_as_there_are_places(autojump_clock):
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.01)
 
 
-async def test_keys_that_come_back_at_once_do_not_keep_out_one_that_waits(autojump_clock):
-    """Three keys bring one job after another; the fourth has many and gets a quarter."""
+async def test_waiting_key_gets_its_share_beside_keys_that_return_at_once(autojump_clock):
+    """Three keys start one job after another. The fourth key has many waiting jobs, and gets a quarter of the turns."""
     stage = Stage(FairPlaces(1, what="texts"))
 
     async def come_back(key: str) -> None:
@@ -74,7 +74,7 @@ async def test_keys_that_come_back_at_once_do_not_keep_out_one_that_waits(autoju
     assert all(stage.begun.count(key) >= 20 for key in ("flood", "a", "b", "c"))
 
 
-async def test_turns_of_keys_that_are_gone_are_forgotten(autojump_clock):
+async def test_turns_of_idle_keys_are_forgotten(autojump_clock):
     places = FairPlaces(2, what="texts")
     async with places.place("stays"):
         for index in range(5000):
@@ -85,7 +85,7 @@ async def test_turns_of_keys_that_are_gone_are_forgotten(autojump_clock):
         assert list(places._turns) == ["new"]
 
 
-async def test_a_job_that_is_cancelled_while_it_waits_gives_its_turn_to_others(autojump_clock):
+async def test_job_cancelled_while_waiting_passes_its_turn_on(autojump_clock):
     stage = Stage(FairPlaces(1, what="texts"))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stage.job, "a", "first")
@@ -102,7 +102,7 @@ async def test_a_job_that_is_cancelled_while_it_waits_gives_its_turn_to_others(a
     assert stage.begun == ["first", "last"]
 
 
-async def test_a_place_that_is_granted_in_the_moment_of_a_cancellation_is_not_lost(autojump_clock):
+async def test_place_granted_to_a_cancelled_job_is_not_lost(autojump_clock):
     stage = Stage(FairPlaces(1, what="texts"))
     for order in (0, 1):
         scope = trio.CancelScope()
@@ -128,7 +128,7 @@ async def test_a_place_that_is_granted_in_the_moment_of_a_cancellation_is_not_lo
         assert stage.places.waiting_count == 0
 
 
-async def test_a_key_with_too_many_waiting_jobs_is_refused_and_others_are_not(autojump_clock, nursery):
+async def test_only_the_key_with_too_many_waiting_jobs_is_refused(autojump_clock, nursery):
     stage = Stage(FairPlaces(1, what="schemas", waiting_of_one_max=3))
     for index in range(4):
         nursery.start_soon(stage.job, "a", str(index))
@@ -142,7 +142,7 @@ async def test_a_key_with_too_many_waiting_jobs_is_refused_and_others_are_not(au
     nursery.cancel_scope.cancel()
 
 
-async def test_functions_in_threads_take_turns_too():
+async def test_functions_in_threads_take_turns():
     places = FairPlaces(1, what="forms")
     done: list[str] = []
 

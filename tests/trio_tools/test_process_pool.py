@@ -1,4 +1,4 @@
-"""Child processes that do jobs: reused, killed, shared by owners, and none of them left behind."""
+"""Child processes that do jobs: reused, killed, shared by owners, and not left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(file: int) -> Sequence[str]:
 
 @contextmanager
 def pool_of(processes_max: int = 3, command: Callable[[int], Sequence[str]] = command) -> Iterator[ProcessPool]:
-    """Nothing of it is left at the end."""
+    """Yield a pool, and check that it leaves no process and no open file behind."""
     files_before = set(os.listdir("/proc/self/fd"))
     with closing(ProcessPool(command, processes_max=processes_max)) as pool:
         yield pool
@@ -49,7 +49,7 @@ def pool_of(processes_max: int = 3, command: Callable[[int], Sequence[str]] = co
 
 
 def wait_for_end(process_id: int) -> None:
-    """Returns when it has ended, reaped or not. It would take for ever for one that was not killed."""
+    """Wait until a process has ended, reaped or not. Hangs if the process was not killed."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
 
@@ -69,7 +69,7 @@ async def ask(pool: ProcessPool, job: bytes, content: bytes = b"", seconds: floa
     return bytes(reply)
 
 
-async def test_a_process_starts_with_the_first_job_and_does_the_next_one_too() -> None:
+async def test_process_starts_with_the_first_job_and_is_reused() -> None:
     with pool_of() as pool:
         assert pool.process_ids == []
         content = os.urandom(1_500_000)
@@ -80,7 +80,7 @@ async def test_a_process_starts_with_the_first_job_and_does_the_next_one_too() -
         assert pool.started_total == 1
 
 
-async def test_a_job_without_an_end_is_killed_and_the_next_one_is_done() -> None:
+async def test_process_of_a_slow_job_is_killed_and_the_next_job_runs() -> None:
     with pool_of() as pool:
         await ask(pool, b"echo")
         [process_id] = pool.process_ids
@@ -91,7 +91,7 @@ async def test_a_job_without_an_end_is_killed_and_the_next_one_is_done() -> None
         wait_for_end(process_id)
 
 
-async def test_a_cancelled_caller_leaves_no_process_that_works_for_it() -> None:
+async def test_process_of_a_cancelled_caller_is_killed() -> None:
     with pool_of() as pool:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, pool, b"stay")
@@ -104,21 +104,21 @@ async def test_a_cancelled_caller_leaves_no_process_that_works_for_it() -> None:
 
 
 @pytest.mark.parametrize("job, words", [(b"end", "ended with code 3"), (b"crash", "killed by SIGSEGV")])
-async def test_a_process_that_ends_fails_its_own_job_alone(job: bytes, words: str) -> None:
+async def test_process_that_ends_fails_only_its_own_job(job: bytes, words: str) -> None:
     with pool_of() as pool:
         with pytest.raises(ProcessLost, match=words):
             await ask(pool, job)
         assert await ask(pool, b"echo", b"x") == b"x"
 
 
-async def test_a_reply_that_is_larger_than_expected_is_not_read() -> None:
+async def test_reply_above_the_limit_is_not_read() -> None:
     with pool_of() as pool:
-        with pytest.raises(ProcessLost, match="at most 2000000 were asked for"):
+        with pytest.raises(ProcessLost, match="at most 2000000 are allowed"):
             await ask(pool, b"echo", bytes(2_000_001))
         assert pool.process_ids == []
 
 
-async def test_an_idle_process_that_has_ended_is_replaced() -> None:
+async def test_ended_idle_process_is_replaced() -> None:
     with pool_of() as pool:
         await ask(pool, b"echo")
         [process_id] = pool.process_ids
@@ -127,22 +127,22 @@ async def test_an_idle_process_that_has_ended_is_replaced() -> None:
         assert await ask(pool, b"echo", b"x") == b"x"
 
 
-async def test_job_whose_idle_process_is_lost_is_done_by_a_new_process() -> None:
+async def test_job_runs_again_if_its_idle_process_had_ended() -> None:
     with pool_of() as pool:
         await ask(pool, b"echo, then end with the next job")
         assert await ask(pool, b"echo", b"content") == b"content"
         assert pool.started_total == 2
         with pytest.raises(ProcessLost):
-            await ask(pool, b"crash")  # of the reused process, and then of a new one
+            await ask(pool, b"crash")  # crashes the reused process, then a new process
         assert pool.started_total == 3
 
 
-async def test_a_program_that_does_not_exist_is_an_error_of_the_system() -> None:
+async def test_missing_program_raises_oserror() -> None:
     with pool_of(command=lambda file: ["/no/such/program", str(file)]) as pool, pytest.raises(OSError, match="No such"):
         await ask(pool, b"echo")
 
 
-async def test_a_process_gets_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_does_not_get_api_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIOSERVE_API_KEY", "secret")
     with pool_of() as pool:
         environment = await ask(pool, b"environment")
@@ -150,7 +150,7 @@ async def test_a_process_gets_no_secrets_of_the_environment(monkeypatch: pytest.
     assert b"secret" not in environment
 
 
-async def test_closing_ends_a_process_that_is_busy() -> None:
+async def test_closing_kills_a_busy_process() -> None:
     async def ask_in_vain() -> None:
         with pytest.raises(AlreadyEnded):
             await ask(pool, b"stay")
@@ -166,7 +166,7 @@ async def test_closing_ends_a_process_that_is_busy() -> None:
 
 
 class Turns:
-    """Who holds a place, in the order of their coming."""
+    """Holders of places, in the order in which they got them."""
 
     def __init__(self, pool: ProcessPool, nursery: trio.Nursery) -> None:
         self.pool, self.nursery = pool, nursery
@@ -174,7 +174,7 @@ class Turns:
         self.scopes: dict[str, trio.CancelScope] = {}
 
     async def take(self, name: str) -> None:
-        """name: its first letter is the owner."""
+        """Ask for a place. The first letter of the name is the owner."""
         self.nursery.start_soon(self._hold, name)
         await wait_all_tasks_blocked()
 
@@ -192,7 +192,7 @@ class Turns:
                     self.held.remove(name)
 
 
-async def test_one_owner_never_holds_the_last_place_and_owners_take_turns() -> None:
+async def test_no_owner_holds_all_places_and_owners_take_turns() -> None:
     with pool_of(3) as pool:
         async with trio.open_nursery() as nursery:
             turns = Turns(pool, nursery)
@@ -203,7 +203,7 @@ async def test_one_owner_never_holds_the_last_place_and_owners_take_turns() -> N
                 await turns.take(name)
             assert turns.held == ["a1", "a2", "b1"]
             await turns.leave("a1")
-            assert turns.held == ["a2", "b1", "a3"], "it came first"
+            assert turns.held == ["a2", "b1", "a3"], "a waited longest"
             await turns.leave("a2")
             assert turns.held == ["b1", "a3", "b2"], "a has had its turn"
             await turns.leave("a3")
@@ -213,4 +213,4 @@ async def test_one_owner_never_holds_the_last_place_and_owners_take_turns() -> N
             assert turns.held == ["b2", "c1"]
             nursery.cancel_scope.cancel()
         async with pool.turn("d"):
-            """All places are free again."""
+            pass  # all places are free again

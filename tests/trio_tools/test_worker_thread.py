@@ -1,4 +1,4 @@
-"""The one thread in which something runs: order, cancellation, and that it ends."""
+"""A worker thread: order of jobs, cancellation, and its end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def test_jobs_run_in_order_in_one_named_thread():
         assert await thread.run(divmod, 7, 2) == (3, 1)
 
 
-async def test_an_error_of_a_job_is_its_callers():
+async def test_error_of_a_job_is_raised_in_its_caller():
     async with WorkerThread("test") as thread:
         with pytest.raises(ZeroDivisionError):
             await thread.run(lambda: 1 / 0)
-        assert await thread.run(lambda: "goes on") == "goes on"
+        assert await thread.run(lambda: "still works") == "still works"
 
 
 async def test_leaving_ends_the_thread():
@@ -39,7 +39,7 @@ async def test_leaving_ends_the_thread():
     assert not worker.is_alive()
 
 
-def test_ctrl_c_while_threads_begin_leaves_none(monkeypatch):
+def test_ctrl_c_during_the_start_leaves_no_threads(monkeypatch):
     before = set(threading.enumerate())
     start = threading.Thread.start
 
@@ -61,7 +61,7 @@ def test_ctrl_c_while_threads_begin_leaves_none(monkeypatch):
     assert not set(threading.enumerate()) - before
 
 
-async def test_run_stays_when_cancelled_until_the_job_has_ended():
+async def test_cancelled_run_waits_for_the_end_of_the_job():
     begun, go_on, cancels = threading.Event(), threading.Event(), []
 
     def job() -> str:
@@ -81,7 +81,7 @@ async def test_run_stays_when_cancelled_until_the_job_has_ended():
     assert begun.is_set()
 
 
-async def test_run_cancellable_leaves_at_once_and_drops_what_was_not_begun():
+async def test_cancelled_run_cancellable_drops_a_job_that_has_not_begun():
     go_on, ran = threading.Event(), []
     async with WorkerThread("test") as thread, trio.open_nursery() as nursery:
         nursery.start_soon(thread.run, go_on.wait, 10)
@@ -93,14 +93,14 @@ async def test_run_cancellable_leaves_at_once_and_drops_what_was_not_begun():
     assert ran == []
 
 
-async def test_the_response_of_a_job_that_was_left_is_thrown_away():
+async def test_result_of_an_abandoned_job_is_discarded():
     begun, go_on = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
 
     def job() -> str:
         token.run_sync_soon(begun.set)
         go_on.wait(10)
-        return "nobody wants it"
+        return "discarded"
 
     async with WorkerThread("test") as thread:
         async with trio.open_nursery() as nursery:
@@ -112,7 +112,7 @@ async def test_the_response_of_a_job_that_was_left_is_thrown_away():
 
 
 @pytest.mark.slow
-async def test_the_thread_keeps_neither_a_job_nor_its_response():
+async def test_thread_releases_jobs_and_their_results():
     class Large:
         pass
 
@@ -122,12 +122,12 @@ async def test_the_thread_keeps_neither_a_job_nor_its_response():
         assert await thread.run(lambda given: given, large) is large
         await trio.lowlevel.checkpoint()
         del large
-        # A job later it is certain that the thread has let go of the one before.
+        # Once the next job runs, the thread has released the previous job.
         await thread.run(gc.collect)
         assert gone() is None
 
 
-async def test_what_is_begun_is_done_in_order_and_waited_for_also_when_cancelled():
+async def test_begun_jobs_run_in_order_and_a_cancelled_caller_waits_for_them():
     go_on, done = threading.Event(), []
 
     def job(name: str) -> str:
@@ -144,7 +144,7 @@ async def test_what_is_begun_is_done_in_order_and_waited_for_also_when_cancelled
     assert done == ["first", "second"]
 
 
-async def test_a_response_that_is_there_already_gives_others_their_turn():
+async def test_awaiting_a_finished_job_lets_other_tasks_run():
     turns = []
 
     async def other() -> None:
@@ -152,7 +152,7 @@ async def test_a_response_that_is_there_already_gives_others_their_turn():
 
     async with WorkerThread("test") as thread, trio.open_nursery() as nursery:
         responses = [thread.begin(lambda: "answer") for _ in range(2)]
-        await thread.run(lambda: None)  # those before it are done, too
+        await thread.run(lambda: None)  # the earlier jobs have ended, too
         nursery.start_soon(other)
         assert [await response for response in responses] == [
             "answer"
@@ -160,7 +160,7 @@ async def test_a_response_that_is_there_already_gives_others_their_turn():
         assert turns == ["other"]
 
 
-async def test_an_error_of_what_was_begun_is_raised_where_it_is_awaited():
+async def test_error_of_a_begun_job_is_raised_where_it_is_awaited():
     async with WorkerThread("test") as thread:
         response = thread.begin(lambda: 1 / 0)
         await thread.run(lambda: None)
@@ -173,37 +173,37 @@ class NothingComputed:
         return None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a thread's CPU be chosen")
-async def test_a_job_begins_on_its_callers_cpu_and_may_leave_it(monkeypatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin a thread to a CPU")
+async def test_job_begins_on_its_callers_cpu_and_may_move(monkeypatch):
     allowed = os.sched_getaffinity(0)
-    wishes: list[tuple[int, set[int]]] = []
+    pins: list[tuple[int, set[int]]] = []
     set_affinity = os.sched_setaffinity
 
     def noted(thread_id: int, cpus: set[int]) -> None:
-        wishes.append((thread_id, set(cpus)))
+        pins.append((thread_id, set(cpus)))
         set_affinity(thread_id, cpus)
 
     cpu = min(allowed)
     async with WorkerThread("test") as thread:
         worker = await thread.run(threading.get_native_id)
-        set_affinity(0, {cpu})  # this is where the caller is
+        set_affinity(0, {cpu})  # the caller's CPU
         try:
             monkeypatch.setattr(os, "sched_setaffinity", noted)
             assert await thread.begin(os.sched_getaffinity, 0) != set()
-            assert wishes == []
+            assert pins == []
             assert await thread.begin(os.sched_getaffinity, 0, here=True) == allowed
-            assert wishes == [(worker, {cpu}), (0, allowed)]
+            assert pins == [(worker, {cpu}), (0, allowed)]
             await ThreadedExecutor(NothingComputed(), thread, takes_cpu=True).run_step(
                 StepPlan(0, (), 0), never_abandoned
             )
-            assert wishes[2:] == wishes[:2]
+            assert pins[2:] == pins[:2]
             await ThreadedExecutor(NothingComputed(), thread).run_step(StepPlan(0, (), 0), never_abandoned)
-            assert len(wishes) == 4
+            assert len(pins) == 4
         finally:
             set_affinity(0, allowed)
 
 
-async def test_a_system_that_does_not_let_us_choose_a_cpu_is_asked_once(monkeypatch):
+async def test_pinning_is_tried_only_once_if_not_permitted(monkeypatch):
     asked = []
 
     def refuse(thread_id: int, cpus: set[int]) -> None:
@@ -218,7 +218,7 @@ async def test_a_system_that_does_not_let_us_choose_a_cpu_is_asked_once(monkeypa
         assert [thread_id for thread_id in asked if thread_id] == calls
 
 
-async def test_a_thread_that_cannot_be_asked_for_its_cpu_stays_where_it_is(monkeypatch):
+async def test_pinning_does_nothing_on_other_systems(monkeypatch):
     monkeypatch.setattr(sys, "platform", "elsewhere")
     affinity = CpuAffinity()
     monkeypatch.setattr(os, "sched_setaffinity", pytest.fail, raising=False)

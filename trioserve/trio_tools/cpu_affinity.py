@@ -1,8 +1,8 @@
-"""Has a thread begin its job on the CPU of whoever asks for it, who is about to wait.
+"""Starts a thread's job on the CPU of its caller, when the caller is about to wait.
 
-Elsewhere it would wait first: for a CPU to wake up, or, where another program has taken its last one, until that
-program stops or the system moves the thread, which can take a millisecond while the asker's CPU idles. Only where the
-system tells a thread's CPU and takes a wish for it (Linux); everywhere else nothing is done.
+On another CPU, the job would wait for that CPU to wake up. If another program had taken the CPU, the job would wait
+until that program stops, or until the system moves the thread. This can take a millisecond, while the caller's CPU
+idles. Only Linux supports it. Elsewhere, the functions do nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ __all__ = ["CpuAffinity"]
 
 
 class CpuAffinity:
-    """Of one thread; made where every CPU is allowed that the thread is to run on."""
+    """CPU affinity of one thread. Make it where all CPUs are allowed on which the thread may run."""
 
     def __init__(self) -> None:
         self._cpu = None if sys.platform != "linux" else getattr(ctypes.CDLL(None), "sched_getcpu", None)
         self._allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
 
     def pin_to_caller(self, thread_id: int) -> None:
-        """Have the thread, which sleeps, wake on the CPU of the thread that calls this, and stay until it is free."""
+        """Make a sleeping thread wake up on the caller's CPU, and stay there until it calls `unpin`.
+
+        Args:
+            thread_id: Native id of the thread.
+        """
         if self._cpu is None:
             return
         try:
             os.sched_setaffinity(thread_id, (self._cpu(),))
-        except OSError:  # the system does not let us
+        except OSError:  # not permitted: do not try again
             self._cpu = None
 
     def unpin(self) -> None:
-        """Called by the thread itself: it may run on every CPU again."""
-        with contextlib.suppress(OSError):  # none of them is ours any more: the system has chosen others
+        """Let the calling thread run on every allowed CPU again."""
+        with contextlib.suppress(OSError):  # the system has taken all of these CPUs from the process
             os.sched_setaffinity(0, self._allowed)

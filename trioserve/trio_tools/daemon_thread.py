@@ -1,5 +1,8 @@
-"""A call in a thread of its own that nobody has to wait for: for what cannot be ended from outside, holds nothing that
-others need, and may take minutes. Everything else belongs into a WorkerThread, which leaves no thread behind."""
+"""Calls in separate threads that a cancelled caller leaves behind.
+
+Use them only for calls that cannot be interrupted, hold nothing that others need, and may take minutes. For all other
+calls, use WorkerThread, which leaves no thread behind.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,27 @@ T = TypeVar("T")
 
 @enable_ki_protection
 async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_name: str) -> T:
-    """A cancelled caller leaves at once. The thread, a daemon, then goes on until the function returns by itself, and
-    what it returns or raises is lost."""
+    """Call a function in a new daemon thread. A cancelled caller leaves at once.
+
+    An abandoned thread runs until the function returns. Its result or error is discarded.
+
+    Args:
+        function: Function to call.
+        arguments: Its arguments.
+        thread_name: Name of the thread.
+    """
     task = trio.lowlevel.current_task()
     token = trio.lowlevel.current_trio_token()
     is_abandoned = False
 
     def work() -> None:
         result = outcome.capture(function, *arguments)
-        with contextlib.suppress(trio.RunFinishedError):  # abandoned, and even the program around it is over
-            token.run_sync_soon(hand_back, result)
+        with contextlib.suppress(trio.RunFinishedError):  # abandoned, and the Trio run has ended
+            token.run_sync_soon(deliver, result)
 
-    def hand_back(result: outcome.Outcome[T]) -> None:
+    def deliver(result: outcome.Outcome[T]) -> None:
         if not is_abandoned:
-            thread.join()  # it has nothing left to do
+            thread.join()  # returns at once: the thread has no work left
             trio.lowlevel.reschedule(task, result)
 
     def leave(_raise_cancel: object) -> trio.lowlevel.Abort:

@@ -1,8 +1,8 @@
-"""Places of a stage that requests pass before or beside the queue, such as a thread, handed out fairly between keys.
+"""Places of a stage that requests pass before or beside the queue, such as a thread, shared fairly between keys.
 
-A key that waits gets the next free place, or the one after a job of each other key that waits, however many jobs the
-others have brought. This is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py, with
-jobs that all cost the same: those of a stage are of one order of size. Within a key the first comes first.
+A waiting key gets a place after at most one job of each other waiting key, no matter how many jobs the other keys have.
+The method is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py. All jobs count
+equally, because the jobs of a stage are of one order of size. Jobs of one key keep their order.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["STAGE_FULL", "WAITING_OF_ONE_MAX", "FairPlaces"]
 
-WAITING_OF_ONE_MAX = 1024  # jobs of one key for one stage: more than a batch has places, so only floods are refused
+WAITING_OF_ONE_MAX = 1024  # waiting jobs of one key. More than a batch has places, so only floods are refused.
 STAGE_FULL = "stage_full"
-"""The reason of a refusal because a key has too many jobs waiting for one stage."""
-KEYS_KEPT_MAX = 1024  # whose turns are remembered while they do not wait; what one forgets is one turn
-RECENT_SHARE = 0.2  # what the latest job counts for in how long jobs take
+"""Reason of a refusal when a key has too many jobs waiting for one stage."""
+KEYS_KEPT_MAX = 1024  # idle keys whose turns are remembered. A forgotten key gains at most one turn.
+RECENT_SHARE = 0.2  # weight of the latest job in the average duration of jobs
 
 T = TypeVar("T")
 
 
 class FairPlaces:
-    """Usage: `async with places.place(key): ...`, or `await places.call(function, key=key)` for a thread.
+    """Fair places: `async with places.place(key): ...`, or `await places.call(function, key=key)` for a thread.
 
-    A caller that is cancelled while it waits leaves at once, and costs the others nothing.
+    A caller that is cancelled while it waits leaves at once, and does not delay others.
 
     Args:
-        count: jobs at a time.
-        what: what the jobs are, in the plural, for the message of a refusal.
-        waiting_of_one_max: jobs of one key that may wait.
+        count: Jobs at a time.
+        what: Plural noun for the jobs, for the message of a refusal.
+        waiting_of_one_max: Most waiting jobs of one key.
     """
 
     def __init__(self, count: int, *, what: str, waiting_of_one_max: int = WAITING_OF_ONE_MAX) -> None:
@@ -44,10 +44,10 @@ class FairPlaces:
         self._what = what
         self._waiting_of_one_max = waiting_of_one_max
         self._waiting: dict[str | None, OrderedDict[trio.Event, None]] = {}
-        self._turns: dict[str | None, int] = {}  # when each key is next: the lowest is served
+        self._turns: dict[str | None, int] = {}  # next turn of each key. The lowest turn is served first.
         self._now = 0  # the turn that was served last
-        self._job_seconds = 0.0  # what jobs took lately
-        self._threads = trio.CapacityLimiter(count)  # a thread that is abandoned keeps its place here until it ends
+        self._job_seconds = 0.0  # moving average of the duration of jobs
+        self._threads = trio.CapacityLimiter(count)  # an abandoned thread keeps its token until it ends
 
     @property
     def waiting_count(self) -> int:
@@ -55,16 +55,16 @@ class FairPlaces:
 
     @asynccontextmanager
     async def place(self, key: str | None) -> AsyncIterator[None]:
-        """Hold a place for the time of the scope, after waiting for it.
+        """Wait for a place, and hold it for the time of the scope.
 
         Args:
-            key: whose job it is. None is everybody who cannot be told apart.
+            key: Owner of the job. None if clients are not distinguished.
 
         Raises:
             Overloaded: too many jobs of this key wait already.
         """
         if self._free_count:
-            if self._free_count == self._count:  # nobody is here: what came before does not matter
+            if self._free_count == self._count:  # no job runs or waits: earlier turns do not matter
                 self._turns.clear()
             self._free_count -= 1
             self._serve(key)
@@ -78,7 +78,15 @@ class FairPlaces:
             self._pass_on()
 
     async def call(self, function: Callable[[], T], *, key: str | None) -> T:
-        """Call a function of values in a thread of Trio's, in a place. A cancelled caller leaves at once."""
+        """Wait for a place, then call a function in a Trio thread. A cancelled caller leaves at once.
+
+        Args:
+            function: Must not use state of the event loop.
+            key: Owner of the job.
+
+        Raises:
+            Overloaded: too many jobs of this key wait already.
+        """
         async with self.place(key):
             return await trio.to_thread.run_sync(function, limiter=self._threads, abandon_on_cancel=True)
 
@@ -100,7 +108,7 @@ class FairPlaces:
                 self._leave(key, granted)
 
     def _leave(self, key: str | None, granted: trio.Event) -> None:
-        if granted.is_set():  # in the same moment
+        if granted.is_set():  # the place was granted when the caller was already cancelled
             self._pass_on()
             return
         events = self._waiting[key]
@@ -109,7 +117,7 @@ class FairPlaces:
             del self._waiting[key]
 
     def _pass_on(self) -> None:
-        """A place is free."""
+        """Give a free place to the next key, or count it as free."""
         if not self._waiting:
             self._free_count += 1
             return
@@ -122,7 +130,7 @@ class FairPlaces:
         granted.set()
 
     def _serve(self, key: str | None) -> None:
-        """A key gets a place."""
+        """Note that a key gets a place."""
         self._now = max(self._turns.get(key, 0), self._now)
         self._turns[key] = self._now + 1
         if len(self._turns) > KEYS_KEPT_MAX + len(self._waiting):

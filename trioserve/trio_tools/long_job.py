@@ -1,4 +1,6 @@
-"""A job of a worker thread that may take minutes, such as loading a model, and ends soon when nobody waits for it."""
+"""Jobs of a worker thread that may take minutes, such as loading a model, and end early when their caller is
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,41 @@ T = TypeVar("T")
 
 
 class JobCancelled(Exception):
-    """Raised in the job's thread."""
+    """The caller of the job was cancelled. Raised in the job's thread."""
 
 
 class LongJob:
-    """One job: `await job.run(thread, function)`, where the function calls `job.check()` now and then."""
+    """One job: `await job.run(thread, function)`, where the function calls `job.check()` often."""
 
     def __init__(self) -> None:
         self._is_cancelled = trio.Event()  # set by the event loop, read in the thread
 
     def check(self) -> None:
-        """Raises JobCancelled if whoever waited was cancelled."""
+        """Check that the caller still waits.
+
+        Raises:
+            JobCancelled: the caller was cancelled.
+        """
         if self._is_cancelled.is_set():
             raise JobCancelled
 
     def cancel(self) -> None:
-        """Nobody waits any more: the next check ends the job."""
+        """Make the next check raise JobCancelled."""
         self._is_cancelled.set()
 
     async def run(self, thread: WorkerThread, function: Callable[..., T], *arguments: Any) -> T:
-        """WorkerThread.run: waits for its end also when cancelled, and raises Cancelled then, whatever it said."""
+        """Run the job in a thread and wait for its end, also when cancelled.
+
+        A cancelled caller gets Cancelled, whatever the job returns or raises.
+
+        Args:
+            thread: Thread that runs the job.
+            function: Function to call.
+            arguments: Its arguments.
+        """
         try:
             return await thread.run(function, *arguments, on_cancel=self._is_cancelled.set)
         except Exception:
-            if self._is_cancelled.is_set():  # what the job says then is not the reason
+            if self._is_cancelled.is_set():  # the job's error only follows from the cancellation
                 await trio.sleep_forever()  # raises Cancelled
             raise

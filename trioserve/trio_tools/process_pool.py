@@ -1,7 +1,7 @@
-"""Runs foreign code that nothing can interrupt in child processes, which can be killed.
+"""Runs foreign code that cannot be interrupted in child processes, which can be killed.
 
-A process does one job at a time and is used again. It is killed when its job takes too long or its caller is cancelled,
-and the next job starts another one. A process starts when a job needs it, so a program without such jobs has none.
+A process does one job at a time and is reused. The pool kills it when its job takes too long or its caller is
+cancelled. The next job then starts another process. Processes start only when a job needs them.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from trioserve.contracts.errors import AlreadyEnded
 __all__ = ["FRAME", "JobTooLong", "ProcessLost", "ProcessPool"]
 
 FRAME = struct.Struct("<II")
-"""Before each message, in both directions: the bytes of its head and of its content."""
+"""Header of each message, in both directions: byte counts of the message's head and content."""
 
 HEAD_BYTES_MAX = 65_536
 RECEIVE_BYTES = 1_048_576
-REAP_SECONDS_MAX = 2.0  # a killed process is gone within milliseconds
+REAP_SECONDS_MAX = 2.0  # the kernel ends a killed process within milliseconds
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""What a child gets of the environment, with PYTHON*: API keys are none of its business."""
+"""Environment variables that children get, in addition to PYTHON*. Children must not get API keys."""
 
 
 class JobTooLong(Exception):
-    """The job was not done in time, and its process was killed."""
+    """The job did not end in time, and its process was killed."""
 
 
 class ProcessLost(Exception):
-    """The process ended during the job. The text says how."""
+    """The process ended during the job. The message says how."""
 
 
 class ProcessPool:
     """Up to `processes_max` children, shared fairly by owners. `close` kills them.
 
-    A child is started in the calling thread, the event loop's, so that the kernel can kill it with that thread
-    (PR_SET_PDEATHSIG).
+    Children start in the event loop's thread, so that the kernel kills them with that thread (PR_SET_PDEATHSIG).
+
+    Args:
+        command: Returns the command line for the file descriptor of the child's connection.
+        processes_max: Children at a time, at least 2. One owner never uses the last one.
     """
 
     def __init__(self, command: Callable[[int], Sequence[str]], *, processes_max: int) -> None:
-        """
-        Args:
-            command: makes the command line from the file descriptor of the child's connection.
-            processes_max: at least 2: one owner alone never takes the last one.
-        """
         self._command = command
         self._processes_max = processes_max
         self._own_max = max(1, processes_max - 1)
@@ -60,20 +58,25 @@ class ProcessPool:
         self._busy: set[_Child] = set()
         self._killed: list[_Child] = []  # until the kernel has ended them
         self._running: Counter[str] = Counter()  # turns by owner
-        self._lines: dict[str, deque[trio.Event]] = {}  # the next owner comes first
+        self._waiting: dict[str, deque[trio.Event]] = {}  # by owner. The next owner comes first.
         self._is_closed = False
         self.started_total = 0
 
     @property
     def process_ids(self) -> list[int]:
-        """Of those that were started and not killed."""
+        """Return the ids of children that were started and not killed."""
         return [child.process_id for child in (*self._idle, *self._busy)]
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a place to run jobs, and hold it. Owners take turns, and one of them never holds all places."""
+        """Wait for a place to run jobs, and hold it for the time of the scope. Owners take turns, and no owner holds
+        all places.
+
+        Args:
+            owner: Owner of the jobs.
+        """
         granted = trio.Event()
-        self._lines.setdefault(owner, deque()).append(granted)
+        self._waiting.setdefault(owner, deque()).append(granted)
         self._grant()
         try:
             await granted.wait()
@@ -81,42 +84,44 @@ class ProcessPool:
         finally:
             if granted.is_set():
                 self._running[owner] -= 1
-                self._running += Counter()  # without owners that have none
+                self._running += Counter()  # removes owners with a count of 0
             else:
-                self._lines[owner].remove(granted)
-                if not self._lines[owner]:
-                    del self._lines[owner]
+                self._waiting[owner].remove(granted)
+                if not self._waiting[owner]:
+                    del self._waiting[owner]
             self._grant()
 
     def _grant(self) -> None:
         while self._running.total() < self._processes_max:
-            owner = next((owner for owner in self._lines if self._running[owner] < self._own_max), None)
+            owner = next((owner for owner in self._waiting if self._running[owner] < self._own_max), None)
             if owner is None:
                 return
-            line = self._lines.pop(owner)
-            line.popleft().set()
+            events = self._waiting.pop(owner)
+            events.popleft().set()
             self._running[owner] += 1
-            if line:
-                self._lines[owner] = line  # behind the others
+            if events:
+                self._waiting[owner] = events  # after the other owners
 
     async def ask(
         self, head: bytes, content: bytes, *, seconds_max: float, reply_bytes_max: int
     ) -> tuple[bytes, bytearray]:
-        """Have a child do one job. To be called inside of a turn. A cancelled caller leaves at once.
+        """Run one job in a child. Call it inside of a turn. A cancelled caller leaves at once.
 
-        A child that was idle may be ended at any time, as when the machine is short of memory. The job that meets this
-        is done once more, by a new child.
+        The system may end an idle child at any time, for example when the machine is short of memory. A job that finds
+        its child ended runs once more, in a new child.
 
         Args:
-            seconds_max: from now to the end of the reply, the start of a process included.
-            reply_bytes_max: of the reply's content.
+            head: Head of the message to the child.
+            content: Content of the message to the child.
+            seconds_max: Time until the end of the reply, including the start of a process.
+            reply_bytes_max: Most bytes of the reply's content.
 
         Returns:
-            The reply's head and content.
+            Head and content of the reply.
 
         Raises:
-            JobTooLong: it took longer than seconds_max.
-            ProcessLost: the process ended, or sent what is no reply.
+            JobTooLong: the job took longer than seconds_max.
+            ProcessLost: the process ended, or sent an invalid reply.
             AlreadyEnded: the pool is closed.
             OSError: no process could be started.
         """
@@ -146,7 +151,7 @@ class ProcessPool:
                 self._killed.append(child)
 
     def close(self) -> None:
-        """Kill all children and wait for their ends. A second call does nothing."""
+        """Kill all children and wait for their ends. A second call has no effect."""
         self._is_closed = True
         children = [*self._idle, *self._busy, *self._killed]
         self._idle.clear()
@@ -181,7 +186,7 @@ class _Child:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=_environment(),
-                    start_new_session=True,  # Ctrl-C in a terminal is for the server
+                    start_new_session=True,  # Ctrl-C in a terminal must reach only the server
                 )
         except BaseException:
             ours.close()
@@ -202,7 +207,7 @@ class _Child:
                 await self._send(part)
             head_bytes, content_bytes = FRAME.unpack(await self._receive(FRAME.size))
             if head_bytes > HEAD_BYTES_MAX or content_bytes > reply_bytes_max:
-                raise ProcessLost(f"it sent {content_bytes} bytes, and at most {reply_bytes_max} were asked for")
+                raise ProcessLost(f"it sent {content_bytes} bytes, and at most {reply_bytes_max} are allowed")
             return bytes(await self._receive(head_bytes)), await self._receive(content_bytes)
         except OSError as error:
             raise ProcessLost(self._how_ended()) from error
@@ -227,14 +232,16 @@ class _Child:
         return received
 
     def _how_ended(self) -> str:
-        """Its connection has ended, which a process does last of all."""
+        """Wait for the end of the process and describe it. Its connection has ended, which is the last thing that a
+        process does.
+        """
         self.kill()
         self.reap()
         code = self._process.returncode or 0
         return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
     def kill(self) -> None:
-        """Whatever it is doing, at once."""
+        """Kill the process at once."""
         self._socket.close()
         self._process.kill()
 

@@ -1,7 +1,8 @@
-"""One dedicated thread that does jobs in order, for what must not block the Trio thread.
+"""A thread that runs jobs in order, for work that must not block the Trio thread.
 
-The engine has `compute`, the only one in which torch ever runs (a second one would give OpenMP a second team and cost a
-third of every step), and some for long prompts (see text_threads). A hand-off costs about 20 us each way.
+The engine has the thread `compute`, the only thread in which torch runs. A second one would give OpenMP a second team
+of threads, which costs a third of every step. Other threads tokenize long prompts (see text_threads). Passing a job to
+a thread takes about 20 us, and so does passing the result back.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ class _Job:
     ) -> None:
         self.function = function
         self.arguments = arguments
-        self.task = task  # that waits; None: nobody does yet
-        self.result: outcome.Outcome[Any] | None = None  # that came before anybody waited
+        self.task = task  # the task that waits. None if no task waits yet.
+        self.result: outcome.Outcome[Any] | None = None  # set if the job ended before a task waited
         self.is_cancelled = False
-        self.is_here = False  # it begins on its caller's CPU
+        self.is_here = False  # True if the job begins on its caller's CPU
 
 
 @uninterrupted
 class WorkerThread:
-    """`async with WorkerThread("compute") as thread: await thread.run(function, ...)`.
+    """One thread: `async with WorkerThread("compute") as thread: await thread.run(function, ...)`.
 
-    Leaving waits for the job at hand, drops the ones whose callers have left, and ends the thread: none is left behind.
-    Whoever asks it from then on gets AlreadyEnded.
+    Leaving the scope waits for the current job, drops jobs whose callers were cancelled, and ends the thread. Later
+    calls raise AlreadyEnded.
 
-    stack_bytes: how deep its jobs may recurse; None: as deep as any thread. Only what is used takes memory.
+    Args:
+        name: Suffix of the thread's name.
+        stack_bytes: Stack size, for jobs with deep recursion. None for the default. Only used pages take memory.
     """
 
     def __init__(self, name: str, *, stack_bytes: int | None = None) -> None:
@@ -68,16 +71,23 @@ class WorkerThread:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Waits for one job at most: a forward pass, a prompt, or one tensor of a loading that was cancelled. A deadline
-        # would be of no use, since a thread cannot be ended from outside.
+        # Waits for at most one job: a forward pass, a prompt, or one tensor of a cancelled load. A deadline would not
+        # help, because a thread cannot be ended from outside.
         self._is_left = True
         await self._run(lambda: None, (), lambda _job: trio.lowlevel.Abort.FAILED)
         self._jobs.put(None)
         self._thread.join()
 
     async def run(self, function: Callable[..., T], *arguments: Any, on_cancel: Callable[[], None] | None = None) -> T:
-        """Call it in the thread and wait for the result, also when cancelled: whoever owns memory that the job uses
-        may rely on it having ended. on_cancel is called when the caller is cancelled, to make a long job stop early."""
+        """Call a function in the thread and wait for its result, even if the caller is cancelled.
+
+        So a caller that owns memory of the job may rely on the job's end.
+
+        Args:
+            function: Function to call.
+            arguments: Its arguments.
+            on_cancel: Called when the caller is cancelled, to make a long job end early.
+        """
 
         self._check_open()
 
@@ -89,11 +99,17 @@ class WorkerThread:
         return await self._run(function, arguments, stay)
 
     def begin(self, function: Callable[..., T], *arguments: Any, here: bool = False) -> Coroutine[Any, Any, T]:
-        """Have it called in the thread, after what was asked before. To be awaited, once, by one task: that waits for
-        the result as `run` does, also when cancelled.
+        """Queue a call in the thread, after all earlier calls.
 
-        here: the job begins on the caller's CPU. For a thread that has nothing to do, and a caller who has nothing
-        left to do but wait."""
+        Args:
+            function: Function to call.
+            arguments: Its arguments.
+            here: True to begin the job on the caller's CPU. Only for an idle thread, and a caller that does nothing but
+                wait.
+
+        Returns:
+            A coroutine that one task must await once. It waits as `run` does, even if that task is cancelled.
+        """
         self._check_open()
         job = _Job(function, arguments, None)
         if here:
@@ -107,24 +123,30 @@ class WorkerThread:
         if job.result is None:
             job.task = trio.lowlevel.current_task()
             return await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
-        await trio.lowlevel.cancel_shielded_checkpoint()  # others have their turn, however fast the thread is
+        await trio.lowlevel.cancel_shielded_checkpoint()  # let other tasks run, even if every job has ended already
         return job.result.unwrap()
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The same, but a cancelled caller leaves at once: a job not yet begun is dropped, and the result of one that
-        was is thrown away. For functions of values."""
+        """Call a function in the thread and wait for its result. A cancelled caller leaves at once.
+
+        A cancelled job that has not begun is dropped. The result of a running job is discarded.
+
+        Args:
+            function: Must not use state that others change.
+            arguments: Its arguments.
+        """
 
         self._check_open()
 
         def leave(job: _Job) -> trio.lowlevel.Abort:
             job.is_cancelled = True
-            job.function, job.arguments = _nothing, ()  # what it holds may be large, and its turn far off
+            job.function, job.arguments = _nothing, ()  # release large arguments now: the job's turn may come late
             return trio.lowlevel.Abort.SUCCEEDED
 
         return await self._run(function, arguments, leave)
 
     def _check_open(self) -> None:
-        if self._is_left:  # nobody would answer
+        if self._is_left:  # the thread would never run the job
             raise AlreadyEnded(f"the thread {self._thread.name} has ended: the scope of its engine was left")
 
     async def _run(
@@ -142,20 +164,20 @@ class WorkerThread:
         while (job := self._jobs.get()) is not None:
             if job.is_here:
                 self._cpu_affinity.unpin()
-            # Before it is asked: a caller that leaves meanwhile takes them away.
+            # Read them before is_cancelled: a caller that is cancelled in between replaces them.
             function, arguments = job.function, job.arguments
             if not job.is_cancelled:
                 result = outcome.capture(function, *arguments)
-                self._token.run_sync_soon(_hand_back, job, result)
+                self._token.run_sync_soon(_deliver, job, result)
                 del result
-            del job, function, arguments  # a job may hold the model; a thread that waits for the next one must not
+            del job, function, arguments  # a job may hold the model. The waiting thread must not keep it alive.
 
 
 def _nothing() -> None:
-    """What is left of a job that nobody wants."""
+    """Stand in for the function of a cancelled job."""
 
 
-def _hand_back(job: _Job, result: outcome.Outcome[Any]) -> None:
+def _deliver(job: _Job, result: outcome.Outcome[Any]) -> None:
     if job.is_cancelled:
         return
     if job.task is None:
