@@ -17,9 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/admission",
     "tests/contracts",
+    "tests/trio_tools",
     "trioserve/admission",
     "trioserve/contracts",
     "trioserve/testing/task_order.py",
+    "trioserve/trio_tools",
 )
 
 OPENING = re.compile(r"(?:What|Who|Whoever|Whether|Which|Of|The same|As|These|Those)\b")

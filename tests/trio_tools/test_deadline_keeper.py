@@ -1,4 +1,4 @@
-"""Alarms ring once, at their time, unless they were cancelled; cancelled ones do not pile up."""
+"""Alarms ring once, at their time, unless they are cancelled. Cancelled alarms do not accumulate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_cancelled_alarm_does_not_ring(nursery, autojump_clock):
     assert len(keeper) == 0
 
 
-async def test_an_alarm_in_the_past_rings_soon_and_one_may_cancel_another(nursery, autojump_clock):
+async def test_past_alarm_rings_soon_and_may_cancel_another_alarm(nursery, autojump_clock):
     keeper = DeadlineKeeper()
     nursery.start_soon(keeper.run)
     rung = []
@@ -52,7 +52,7 @@ async def test_an_alarm_in_the_past_rings_soon_and_one_may_cancel_another(nurser
     assert rung == ["now", "again"]
 
 
-async def test_cancelled_alarms_do_not_pile_up(autojump_clock):
+async def test_cancelled_alarms_do_not_accumulate(autojump_clock):
     keeper = DeadlineKeeper()
     last = keeper.set(trio.current_time() + 10_000, lambda: None)
     for _ in range(50_000):

@@ -1,4 +1,4 @@
-"""Which errors come out of a group, and which groups stay."""
+"""Taking single errors out of groups, and groups that stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_single_error_comes_out_with_its_cause_however_deep_it_is(depth):
+def test_single_error_is_unwrapped_with_its_cause_at_any_depth(depth):
     error = KeyError("mine")
     error.__cause__ = cause = OSError("why")
     group: BaseException = error
@@ -21,26 +21,26 @@ def test_a_single_error_comes_out_with_its_cause_however_deep_it_is(depth):
     assert caught.value.__cause__ is cause
 
 
-def test_the_same_error_told_to_several_comes_out_once():
-    error = KeyError("told to all")
+def test_one_error_object_in_several_places_is_unwrapped():
+    error = KeyError("shared")
     with pytest.raises(KeyError) as caught, errors_unwrapped():
         raise ExceptionGroup("outer", [error, ExceptionGroup("inner", [error, error])])
     assert caught.value is error
 
 
-def test_equal_errors_are_not_the_same_error():
+def test_group_with_two_equal_error_objects_stays():
     group = ExceptionGroup("group", [KeyError("x"), KeyError("x")])
     with pytest.raises(ExceptionGroup) as caught, errors_unwrapped():
         raise group
     assert caught.value is group
 
 
-def test_an_error_without_a_group_passes():
+def test_error_without_a_group_passes_unchanged():
     with pytest.raises(ZeroDivisionError), errors_unwrapped():
         raise ZeroDivisionError
 
 
-async def test_a_cancellation_among_errors_stays_in_the_group_and_finds_its_scope(autojump_clock):
+async def test_cancellation_next_to_an_error_reaches_its_scope(autojump_clock):
     async def fail_late() -> None:
         try:
             await trio.sleep_forever()
@@ -56,7 +56,7 @@ async def test_a_cancellation_among_errors_stays_in_the_group_and_finds_its_scop
     assert [type(error) for error in caught.value.exceptions] == [KeyError]
 
 
-async def test_a_cancellation_alone_is_caught_by_its_scope(autojump_clock):
+async def test_cancellation_alone_reaches_its_scope(autojump_clock):
     with trio.move_on_after(1) as scope, errors_unwrapped():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.sleep_forever)

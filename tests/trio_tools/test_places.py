@@ -1,6 +1,4 @@
-"""Which connection ends for a new one, by state, age, address and key. Also failing accepts and the limit of open
-files.
-"""
+"""The choice of the connection that ends for a new one, failing accepts, and the limit of open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of stopping: readiness, the queue, the running ones, the grace period, the end."""
+"""The order of stopping: readiness, the queue, running requests, the grace period, the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from trioserve.trio_tools.settings import StoppingSettings
 
 
 class ScriptedFrontEnd:
-    """Clients that ask as soon as it serves; each notes how its request ended, after `tell_seconds` of telling."""
+    """Clients that send requests as soon as it serves, and record how each request ended.
+
+    Args:
+        engine: Answers the requests.
+        prompts: One request for each prompt.
+        tell_seconds: Time to send the end of a response to its client.
+    """
 
     def __init__(self, engine: Engine, prompts: list[str], *, tell_seconds: float = 0.0) -> None:
         self.engine = engine
@@ -86,11 +92,11 @@ async def run_with_orders_at(service: Service, *times: float, order: object = "s
 
 
 async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(autojump_clock):
-    """S36: the model goes after the last of them."""
+    """S36: the model is unloaded after the last request."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
-        # 100 steps of 0.1 s, whatever the deadline is.
+        # 100 steps of 0.1 s, well before the drain's deadline.
         assert trio.current_time() == pytest.approx(10.0, abs=0.3)
         assert sorted(map(str, front_end.ends.values())) == sorted(map(str, [FinishReason.LENGTH] * 2 + [Draining]))
         check_idle(fake.core)
@@ -99,7 +105,7 @@ async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(
 @pytest.mark.parametrize(
     ("number", "seconds"), [(signal.SIGTERM, 2.0), (signal.SIGINT, 0.0)], ids=["SIGTERM", "SIGINT"]
 )
-async def test_idle_server_answers_for_the_least_time_of_a_drain_after_sigterm_only(autojump_clock, number, seconds):
+async def test_idle_server_answers_for_the_drain_delay_only_after_sigterm(autojump_clock, number, seconds):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, [])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings()), 1, order=number)
@@ -107,14 +113,14 @@ async def test_idle_server_answers_for_the_least_time_of_a_drain_after_sigterm_o
         assert trio.current_time() == pytest.approx(1.0 + seconds, abs=0.01)
 
 
-async def test_second_order_ends_the_least_time_at_once(autojump_clock):
+async def test_second_order_ends_the_drain_delay_at_once(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         service = Service(fake, ScriptedFrontEnd(fake, []), StoppingSettings(drain_delay_seconds=20))
         await run_with_orders_at(service, 1, 1.5, order=signal.SIGTERM)
         assert trio.current_time() == pytest.approx(1.5, abs=0.01)
 
 
-async def test_drain_timeout_bounds_the_least_time(autojump_clock):
+async def test_drain_timeout_limits_the_drain_delay(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         settings = StoppingSettings(drain_seconds_max=3, drain_delay_seconds=20)
         await run_with_orders_at(Service(fake, ScriptedFrontEnd(fake, []), settings), 1)
@@ -129,7 +135,7 @@ async def test_front_end_still_answers_until_the_last_request_has_ended(autojump
         assert front_end.drained_at == pytest.approx(10.0, abs=0.3)
 
 
-async def test_sighup_reloads_and_stops_nothing(autojump_clock):
+async def test_sighup_reloads_without_stopping(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, [])
         with trio.move_on_after(100) as patience:
@@ -164,7 +170,7 @@ async def test_a_third_order_ends_the_grace_period(autojump_clock):
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
-async def test_clients_that_cannot_be_told_do_not_hold_the_exit_up(autojump_clock):
+async def test_clients_that_do_not_read_their_response_do_not_block_the_exit(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
         settings = StoppingSettings(drain_seconds_max=3, grace_seconds_max=2)
@@ -173,7 +179,7 @@ async def test_clients_that_cannot_be_told_do_not_hold_the_exit_up(autojump_cloc
 
 
 async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends(autojump_clock):
-    """S21: neither do faults leave clients in silence."""
+    """S21: clients get an error after a fault of the engine."""
     with pytest.raises(EngineFault):
         async with open_fake_engine(step_seconds=0.1) as fake:
             front_end = ScriptedFrontEnd(fake, ["one", "two"], tell_seconds=1)
@@ -191,7 +197,7 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
     assert trio.current_time() == pytest.approx(1.6, abs=0.11)
 
 
-async def test_what_is_held_for_another_engine_is_waited_for_like_a_running_request(autojump_clock):
+async def test_drain_waits_for_holds_as_for_running_requests(autojump_clock):
     async def serve_with_a_hold(seconds: float, settings: StoppingSettings) -> None:
         async with open_fake_engine(connector=ScriptedConnector, hold_seconds_max=seconds) as fake:
             asked = KVTransferParams(do_remote_decode=True)
@@ -209,7 +215,7 @@ async def test_what_is_held_for_another_engine_is_waited_for_like_a_running_requ
 
 
 class HandsOver:
-    """An engine that gives away what it can at the deadline, as a server's does."""
+    """A worker that hands its requests over to other engines at the deadline, as a server's engine does."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -220,7 +226,7 @@ class HandsOver:
 
 
 @pytest.mark.parametrize(("fetched_after", "seconds"), [(0.5, 1 + 3 + 0.5), (None, 1 + 3 + 2)])
-async def test_what_is_given_away_at_the_deadline_is_held_until_it_was_fetched_or_the_end(
+async def test_blocks_handed_over_at_the_deadline_are_held_until_fetched_or_the_grace_period_ends(
     autojump_clock, fetched_after, seconds
 ):
     class Reader(ScriptedFrontEnd):
@@ -243,7 +249,7 @@ async def test_what_is_given_away_at_the_deadline_is_held_until_it_was_fetched_o
         assert (fake.stats().blocks_held == 0) == (fetched_after is not None)
 
 
-async def test_nobody_waits_for_what_is_held_by_an_engine_that_broke(autojump_clock):
+async def test_stopping_does_not_wait_for_holds_of_a_broken_engine(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(connector=ScriptedConnector) as fake:
             asked = KVTransferParams(do_remote_decode=True)

@@ -1,4 +1,4 @@
-"""What is kept for watchers is forgotten when the last one has gone, however it goes."""
+"""Data for watchers is dropped when the last watcher has left, normally or with an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from trioserve.trio_tools.watchers import Watchers
 
 
-def test_what_is_kept_is_forgotten_with_the_last_watcher():
+def test_data_is_dropped_with_the_last_watcher():
     forgotten = []
     watchers = Watchers(lambda: forgotten.append(bool(watchers)))
     assert not watchers
@@ -20,7 +20,7 @@ def test_what_is_kept_is_forgotten_with_the_last_watcher():
     assert forgotten == [False]
 
 
-def test_a_watcher_that_fails_has_gone():
+def test_watcher_with_an_error_leaves():
     forgotten = []
     watchers = Watchers(lambda: forgotten.append(True))
     with pytest.raises(ZeroDivisionError), watchers.watching():

@@ -436,7 +436,9 @@ class Dispatch:
             await self._idle.wait()
 
     def retime(self) -> None:
-        """Wake `run` if the next tick is earlier than before. Call it after each change of the core."""
+        """Wake `run` if the next tick is earlier than before. Call it after changes that may make the next tick
+        earlier.
+        """
         if self.core.next_tick(trio.current_time()) < self._ticks_at:
             self._tick_is_earlier.set()
 
@@ -597,8 +599,10 @@ class AdmissionScope:
 
     @property
     def state(self) -> str:
-        """Return "waiting" or "running". For a disaggregated request: "prefill", "handover" or "decode" once it has
-        a lease.
+        """Return the progress of the request in one word.
+
+        Usually "waiting" or "running". For a disaggregated request: "waiting", "prefill", "handover" (it waits for its
+        decode endpoint), "decode".
         """
         if self.ticket.stage is Stage.DECODE:
             return "handover" if self.is_queued else "decode"

@@ -118,7 +118,7 @@ class ModelLoadError(StartupError):
 
 
 class Overloaded(TrioserveError):
-    """A request was refused because a limit is reached. The server keeps nothing of it.
+    """A request was refused because a limit is reached. The server stores nothing for it.
 
     Args:
         message: The limit, its value, and what to do.

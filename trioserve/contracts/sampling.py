@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, and their ranges. SAMPLING_RANGES is the only place of the ranges."""
+"""Sampling parameters of a request, and their ranges. Only SAMPLING_RANGES defines the ranges."""
 
 from __future__ import annotations
 

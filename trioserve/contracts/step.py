@@ -187,7 +187,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class IsAbandoned:
-    """Tells the executor whether a step was abandoned. May be called at any time, in any thread.
+    """Reports to the executor whether a step was abandoned. May be called at any time, in any thread.
 
     Args:
         request_count: Requests of the step.
@@ -226,9 +226,9 @@ class Executor(Protocol):
     """Computes plans, one at a time, in the thread that calls it.
 
     Between two plans, an executor keeps only necessary state of a request: a request that is missing in the next plan
-    may have ended. It keeps the last result for the next plan, which may be made ahead of it. In such a plan, the
-    executor fills in the awaited tokens. It skips a request that failed or was abandoned in the last plan, without an
-    error.
+    may have ended. It keeps the last result, because the next plan may be made before that result is known. In such a
+    plan, the executor fills in the awaited tokens. It skips a request that failed or was abandoned in the last plan,
+    without an error.
     """
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:

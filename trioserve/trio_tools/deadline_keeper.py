@@ -1,4 +1,4 @@
-"""Calls when a time has come, for as many things as there are, with one task. What the call means is its owner's."""
+"""Timers that call functions at given times, all served by one task."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["Alarm", "DeadlineKeeper"]
 
-SPENT_ALARMS_MIN = 1000  # so many cancelled ones may lie about before it is worth a clean-up
+SPENT_ALARMS_MIN = 1000  # cancelled alarms in the heap before it is rebuilt
 
 
 class Alarm:
-    """One time to come. cancel() may be called at any time, any number of times."""
+    """One call in the future.
+
+    Attributes:
+        at: Time on Trio's clock.
+        ring: Function to call. None once it was called or cancelled.
+    """
 
     __slots__ = ("_keeper", "at", "ring")
 
@@ -34,7 +39,11 @@ class Alarm:
 
 @uninterrupted
 class DeadlineKeeper:
-    """set() is O(log n), cancel() O(1); cancelled alarms are cleared away before they outnumber the others."""
+    """A set of alarms.
+
+    Cost:
+        set() is O(log n), cancel() is O(1). Cancelled alarms are removed before they outnumber the others.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Alarm]] = []
@@ -43,11 +52,19 @@ class DeadlineKeeper:
         self._changed = trio.Event()
 
     def __len__(self) -> int:
-        """Alarms that are to ring."""
+        """Return the number of alarms that are still to ring."""
         return len(self._heap) - self._spent_count
 
     def set(self, at: float, ring: Callable[[], None]) -> Alarm:
-        """Have `ring` called at a time of Trio's clock, or soon if that has passed. It must not wait or raise."""
+        """Call a function at a given time, or soon if the time has passed.
+
+        Args:
+            at: Time on Trio's clock.
+            ring: Must not wait or raise.
+
+        Returns:
+            The alarm. It may be cancelled at any time, any number of times.
+        """
         alarm = Alarm(self, at, ring)
         heapq.heappush(self._heap, (at, next(self._numbers), alarm))
         if self._heap[0][2] is alarm:
@@ -55,7 +72,7 @@ class DeadlineKeeper:
         return alarm
 
     async def run(self) -> None:
-        """The keeper's task; runs until cancelled."""
+        """Ring the alarms at their times. Runs until cancelled."""
         while True:
             self._changed = trio.Event()
             with trio.move_on_at(self._ring_due()):
@@ -69,7 +86,7 @@ class DeadlineKeeper:
             self._spent_count = 0
 
     def _ring_due(self) -> float:
-        """Ring what is due; returns the time of the next alarm, or infinity."""
+        """Ring the alarms that are due. Return the time of the next alarm, or infinity."""
         now = trio.current_time()
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].ring is None):
             _at, _number, alarm = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""A nursery wraps what it raises in a group. Users who entered ours without knowing of it get the error itself."""
+"""Takes single errors out of the exception groups that nurseries raise, for users who do not know of the nursery."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["errors_unwrapped", "unwrapped"]
 
 @contextmanager
 def errors_unwrapped() -> Iterator[None]:
-    """Let a group that holds one error, once or several times, come out as that error; other groups as they are."""
+    """Raise the error itself instead of a group that holds only this error, once or several times.
+
+    Groups with different errors pass unchanged.
+    """
     try:
         yield
     except BaseExceptionGroup as group:
@@ -21,7 +24,11 @@ def errors_unwrapped() -> Iterator[None]:
 
 
 def unwrapped(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that it holds, once or several times; a group with more than one as it is."""
+    """Return the only error of a group, or the group itself if it has different errors.
+
+    Args:
+        group: Group, which may contain groups.
+    """
     errors = {id(error): error for error in _leaves(group)}
     return group if len(errors) > 1 else next(iter(errors.values()))
 

@@ -1,4 +1,6 @@
-"""How Python and its process are set up in a program that serves. Benchmarks do the same, to measure what serves."""
+"""Settings of the Python interpreter and the process for a server. Benchmarks use them too, to measure real
+conditions.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from trioserve.trio_tools.file_limit import raise_file_limit
 
 __all__ = ["keep_what_is_loaded", "prepare_interpreter"]
 
-SWITCH_INTERVAL_SECONDS = 0.001  # how long Python computing in one thread may keep the others from the GIL
+SWITCH_INTERVAL_SECONDS = 0.001  # time after which a thread must release the GIL if another thread waits
 YOUNG_OBJECTS_MAX = 20_000
-"""New objects before the garbage collector looks at them, instead of 700, which is a few times a step with many
-requests. Nearly all are gone by reference counting before a step has ended, so looking later is looking at less."""
+"""New objects before the garbage collector runs.
+
+Python's default of 700 means several runs in a step with many requests. Reference counting frees nearly all objects
+before a step ends, so later runs find fewer objects.
+"""
 
 
 def prepare_interpreter() -> None:
@@ -22,7 +27,9 @@ def prepare_interpreter() -> None:
 
 
 def keep_what_is_loaded() -> None:
-    """What is there now stays: the collector need not search the modules, the model and the tokenizer again and again,
-    some 35 ms each time."""
+    """Exclude all current objects from later garbage collections.
+
+    Otherwise each collection would scan the modules, the model and the tokenizer, which takes about 35 ms.
+    """
     gc.collect()
     gc.freeze()

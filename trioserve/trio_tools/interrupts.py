@@ -2,8 +2,8 @@
 
 Trio raises KeyboardInterrupt at an arbitrary bytecode of the main thread, unless the running code is protected
 (`trio.lowlevel.enable_ki_protection`). Then the interrupt arrives at the next checkpoint of the main task. Three kinds
-of code must be protected, since a half-done change breaks others: code that hands a task to somebody who will
-reschedule it, code that opens or closes what it owns, and tasks that keep the state of an engine.
+of code need protection, because a half-done change breaks other code: code that registers a task to be rescheduled
+later, code that opens or closes what it owns, and tasks that keep the state of an engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 def uninterrupted(owner: ClassT) -> ClassT:
-    """Class decorator: protect every method and property of a class, with all that they call."""
+    """Protect every method and property of a class, with all that they call. A class decorator.
+
+    Args:
+        owner: The class.
+    """
     for member in vars(owner).values():
         functions = (member.fget, member.fset) if isinstance(member, property) else (inspect.unwrap(member),)
         for function in functions:
@@ -37,9 +41,12 @@ def uninterrupted(owner: ClassT) -> ClassT:
 def uninterrupted_context(
     function: Callable[P, AsyncIterator[T]],
 ) -> Callable[P, AbstractAsyncContextManager[T]]:
-    """Like `asynccontextmanager`, but an interrupt never stops it while it is entered or left.
+    """Make a context manager like `asynccontextmanager`, whose entering and leaving are never interrupted.
 
-    The code inside of the caller's `async with` is as interruptible as ever.
+    The code inside of the caller's `async with` stays interruptible.
+
+    Args:
+        function: Async generator function with one yield.
     """
     open_context = asynccontextmanager(function)
 

@@ -1,4 +1,4 @@
-"""The outcome None, to wake a waiting task with."""
+"""The outcome None, for waking a waiting task."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ __all__ = ["NONE_OUTCOME"]
 
 
 class _NoneOutcome(outcome.Outcome[None]):
-    """None, any number of times. Trio would make a Value for each wake-up, which may be opened once: to make it and to
-    open it is a tenth of what a token costs the event loop."""
+    """The outcome None, usable any number of times.
+
+    Trio would make a new Value for each wake-up, because a Value can be unwrapped only once. Making and unwrapping it
+    takes a tenth of the event loop's time for a token.
+    """
 
     __slots__ = ()
 
@@ -20,11 +23,11 @@ class _NoneOutcome(outcome.Outcome[None]):
         return None
 
     def send(self, gen: Generator[Any, None, Any]) -> NoReturn:
-        raise AssertionError("only wait_task_rescheduled is ended with this")
+        raise AssertionError("this outcome is only for wait_task_rescheduled")
 
     def asend(self, agen: AsyncGenerator[Any, None]) -> NoReturn:
-        raise AssertionError("only wait_task_rescheduled is ended with this")
+        raise AssertionError("this outcome is only for wait_task_rescheduled")
 
 
 NONE_OUTCOME = _NoneOutcome()
-"""For trio.lowlevel.reschedule(task, NONE_OUTCOME)."""
+"""Use as trio.lowlevel.reschedule(task, NONE_OUTCOME)."""

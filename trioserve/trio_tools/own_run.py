@@ -1,4 +1,4 @@
-"""The process and the Trio run that an object belongs to, and the error for a call from anywhere else."""
+"""The process and the Trio run that an object belongs to, and the error for calls from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ T = TypeVar("T")
 
 
 class OwnProcess:
-    """The process that made this object."""
+    """The process in which this object was made."""
 
     def __init__(self) -> None:
         self._process_id = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the same process."""
+        """Return True in the same process."""
         return os.getpid() == self._process_id
 
     def check(self, what: str) -> None:
         """Check that this is the same process.
 
         Args:
-            what: What is called, for the message.
+            what: Name of the called function, for the message.
 
         Raises:
-            WrongLoop: This is a forked child. It has a copy of the engine's memory, and none of its threads.
+            WrongLoop: This is a forked child. It has a copy of the engine's memory, but none of its threads.
         """
         process_id = os.getpid()
         if process_id != self._process_id:
@@ -51,21 +51,25 @@ class OwnProcess:
 
 
 class OwnRun:
-    """The Trio run, and the process, that made this object."""
+    """The Trio run, and the process, in which this object was made."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._process = OwnProcess()
 
     def check_process(self, what: str) -> None:
-        """Check only that this is the same process: for what any thread may read. See OwnProcess.check."""
+        """Check only that this is the same process, for calls that any thread may make. See OwnProcess.check.
+
+        Args:
+            what: Name of the called function, for the message.
+        """
         self._process.check(what)
 
     def check(self, what: str) -> None:
         """Check that this is the same run.
 
         Args:
-            what: What is called, for the message.
+            what: Name of the called function, for the message.
 
         Raises:
             WrongLoop: This is another process, thread or run, or no run.
@@ -80,7 +84,14 @@ class OwnRun:
 
 
 def check_is_in_trio(what: str) -> None:
-    """what: is called. Raises WrongLoop outside of Trio."""
+    """Check that a Trio loop runs in this thread.
+
+    Args:
+        what: Name of the called function, for the message.
+
+    Raises:
+        WrongLoop: no Trio loop runs here.
+    """
     if trio.lowlevel.in_trio_run():
         return
     if _runs_asyncio():
@@ -95,7 +106,7 @@ def check_is_in_trio(what: str) -> None:
 
 
 def _runs_asyncio() -> bool:
-    module = sys.modules.get("asyncio")  # who has not loaded it does not run it
+    module = sys.modules.get("asyncio")  # a program that runs asyncio has imported it
     if module is None:
         return False
     try:
@@ -106,10 +117,14 @@ def _runs_asyncio() -> bool:
 
 
 class OpenedOnce(AbstractAsyncContextManager[T], Generic[T]):
-    """A scope that is entered once and left once, in the process that made it.
+    """A scope that can be entered once and left once, in the process that made it.
 
-    Entering again, and leaving again or before, raises AlreadyEnded. Leaving in a forked child raises WrongLoop. Both
-    change nothing.
+    A second entry, a second exit, and an exit before the entry raise AlreadyEnded. An exit in a forked child raises
+    WrongLoop. None of them changes anything.
+
+    Args:
+        scope: The scope to protect.
+        what: Name of the function that made it, for messages.
     """
 
     def __init__(self, scope: AbstractAsyncContextManager[T], what: str) -> None:
@@ -142,7 +157,12 @@ class OpenedOnce(AbstractAsyncContextManager[T], Generic[T]):
 
 
 def opened_once(function: Callable[P, AsyncIterator[T]]) -> Callable[P, OpenedOnce[T]]:
-    """Make a public scope of an async generator function, as uninterrupted_context does. See OpenedOnce."""
+    """Make a scope that can be entered once out of an async generator function. See OpenedOnce and
+    uninterrupted_context.
+
+    Args:
+        function: Async generator function with one yield.
+    """
     open_scope = uninterrupted_context(function)
 
     @functools.wraps(function)

@@ -232,8 +232,8 @@ class _Child:
         return received
 
     def _how_ended(self) -> str:
-        """Wait for the end of the process and describe it. Its connection has ended, which is the last thing that a
-        process does.
+        """Kill and reap the process, and describe how it ended. Call it when its connection ends, which is a
+        process's last action.
         """
         self.kill()
         self.reap()

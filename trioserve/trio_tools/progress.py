@@ -1,5 +1,6 @@
-"""How far something long is, for a person: one line that is written over in a terminal, and in a log a line now and
-then. On stderr, so that what a program prints stays clean."""
+"""Progress of long work for people, on stderr: one line that is overwritten in a terminal, occasional lines in a
+log.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ T = TypeVar("T")
 
 
 class ProgressLine:
-    """A text that changes. Leaving clears it; what is shown after that is not seen. From any thread.
+    """A text that changes. May be used from any thread.
 
-    stream: None is stderr. log_seconds: from one line of a log to the next. clock: in seconds.
+    Leaving the scope clears the line. Later calls of `show` have no effect.
+
+    Args:
+        stream: Where to write. None for stderr.
+        log_seconds: Seconds between two lines if the stream is not a terminal.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -53,11 +59,16 @@ class ProgressLine:
 
     @property
     def is_due(self) -> bool:
-        """Whether what is shown now is seen."""
+        """Return True if `show` would write now."""
         return self._clock() >= self._shows_at
 
     def show(self, text: str, *, now: bool = False) -> None:
-        """Unless the last one was shown a moment ago. now: in any case."""
+        """Show a text, unless another text was shown a moment ago.
+
+        Args:
+            text: The text, cut to the width of a terminal.
+            now: True to show it in any case.
+        """
         with self._lock:
             at = self._clock()
             if self._is_closed or (at < self._shows_at and not now):
@@ -65,19 +76,23 @@ class ProgressLine:
             self._shows_at = at + self._period
             if self.is_terminal:
                 columns = shutil.get_terminal_size().columns
-                self._write(f"\r\x1b[K{text[: columns - 1]}")  # one that went on below could not be written over
+                self._write(f"\r\x1b[K{text[: columns - 1]}")  # a text of two lines could not be overwritten
                 self._is_shown = True
             else:
                 self._write(f"{text}\n")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Write a line that stays.
+
+        Args:
+            text: The line.
+        """
         with self._lock:
             self._clear()
             self._write(f"{text}\n")
 
     def close(self) -> None:
-        """Nothing of it is left in a terminal."""
+        """Clear the line in a terminal."""
         with self._lock:
             self._clear()
             self._is_closed = True
@@ -93,7 +108,15 @@ class ProgressLine:
 
 
 class ProgressBar(ProgressLine):
-    """what: "fetching smollm2", said at once. unit: of what is counted; None: bytes, told in MB."""
+    """A line that shows which share of the work is done.
+
+    Args:
+        what: The work, such as "fetching smollm2". Shown at once.
+        stream: Where to write. None for stderr.
+        unit: Plural noun for the counted items. None for bytes, shown in MB.
+        log_seconds: Seconds between two lines if the stream is not a terminal.
+        clock: Returns seconds.
+    """
 
     def __init__(
         self,
@@ -110,13 +133,23 @@ class ProgressBar(ProgressLine):
         self.show(f"{what} ..." if self.is_terminal else what, now=True)
 
     def turn_to(self, what: str) -> None:
-        """Something else is done from now on."""
+        """Show other work from now on.
+
+        Args:
+            what: The work.
+        """
         if what != self._what:
             self._what = what
             self.show(f"{what} ..." if self.is_terminal else what, now=True)
 
     def show_share(self, done: float, total: int, more: str = "") -> None:
-        """more: said behind it."""
+        """Show how much is done.
+
+        Args:
+            done: Items or bytes that are done.
+            total: All items or bytes.
+            more: Text to append.
+        """
         if not self.is_due:
             return
         share = min(done / max(total, 1), 1.0)
@@ -128,12 +161,23 @@ class ProgressBar(ProgressLine):
         self.show(f"{self._what}{bar} {int(100 * share):3d} %  {counted}{more and ', '}{more}")
 
     def show_seconds(self, seconds: float) -> None:
-        """How long it has taken so far, where nobody knows how much is left."""
+        """Show how long the work has taken, if the rest is not known.
+
+        Args:
+            seconds: Seconds so far.
+        """
         self.show(f"{self._what} ... {seconds:.0f} s")
 
 
 def with_progress(items: Sequence[T], what: str, *, unit: str, stream: TextIO | None = None) -> Iterator[T]:
-    """The items, and how many of them have been taken, for a loop."""
+    """Yield the items, and show a progress bar for the loop.
+
+    Args:
+        items: Items of the loop.
+        what: The work.
+        unit: Plural noun for the items.
+        stream: Where to write. None for stderr.
+    """
     with ProgressBar(what, stream, unit=unit) as bar:
         for number, item in enumerate(items):
             bar.show_share(number, len(items))

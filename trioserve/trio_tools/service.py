@@ -1,9 +1,9 @@
-"""The order of serving and of stopping. Who speaks HTTP and who computes was decided before.
+"""The order of serving and stopping, for any front end and any worker.
 
-Stopping, on the first order: /ready answers 503, requests in the queue and new ones are refused with 503, running ones
-may finish. The server still listens until they have, and after SIGTERM for a short time at least, so that others can
-see why it refuses work. At the deadline running requests are ended with an error. Then everything is cancelled. A
-second order shortens the wait.
+On the first order to stop, /ready answers 503. New and queued requests are refused with 503. Running requests may
+finish, and the server listens until then. After SIGTERM, it also listens for a minimum time, so that clients can see
+why it refuses requests. At the deadline, running requests end with an error. Then everything is cancelled. A second
+order shortens the wait.
 """
 
 from __future__ import annotations
@@ -23,32 +23,40 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEnd(Protocol):
-    """Whoever speaks HTTP."""
+    """The part of a server that speaks HTTP."""
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until drained, then return: when the last exchange is over. May be cancelled at any time."""
+        """Serve until drained and the last exchange has ended, then return. May be cancelled at any time.
+
+        Args:
+            task_status: Reports that the front end listens.
+        """
 
     def announce_drain(self) -> None:
-        """Still answer, and end each connection behind its response. Never waits."""
+        """Continue to answer, but close each connection after its response. Never waits."""
 
     async def wait_until_answered(self) -> None:
-        """Return when every exchange that was open at `announce_drain` has ended."""
+        """Wait until every exchange that was open at `announce_drain` has ended."""
 
     def drain(self) -> None:
-        """Accept nothing new; running exchanges continue. Never waits."""
+        """Accept no new connections. Running exchanges continue. Never waits."""
 
     def reload(self) -> None:
-        """Read certificates and keys again, for connections to come. Never raises: a failure is a line in the log."""
+        """Read certificates and keys again, for new connections. Never raises: a failure is logged."""
 
 
 class Worker(Protocol):
-    """Whoever answers the requests: an engine, or a router."""
+    """The part of a server that answers requests: an engine or a router."""
 
     def drain(self) -> None:
-        """Take nothing new, refuse who waits; the others go on. Never waits."""
+        """Accept no new requests, and refuse waiting requests. Running requests continue. Never waits."""
 
     def abort_all(self, message: str) -> None:
-        """End the others, too; their readers get the message."""
+        """End the running requests.
+
+        Args:
+            message: Explanation for their clients.
+        """
 
 
 async def _nothing() -> None:
@@ -56,8 +64,15 @@ async def _nothing() -> None:
 
 
 class Service:
-    """A worker and the front end before it, from start to stop. wait_for_rest: returns when nothing is left of requests
-    whose clients have their responses already (blocks that are held for another engine)."""
+    """A worker and its front end, from start to stop.
+
+    Args:
+        worker: Answers the requests.
+        front_end: Speaks HTTP.
+        settings: Times of each phase of stopping.
+        wait_for_rest: Waits until nothing is left of answered requests, such as blocks that are held for another
+            engine.
+    """
 
     def __init__(
         self,
@@ -71,7 +86,7 @@ class Service:
         self._front_end = front_end
         self._settings = settings
         self._wait_for_rest = wait_for_rest
-        self._is_over = trio.Event()  # the front end serves nobody any more, and nothing is left of anybody
+        self._is_over = trio.Event()  # the front end has ended, and nothing is left of answered requests
 
     async def run(
         self,
@@ -79,17 +94,18 @@ class Service:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until the first order to stop, then drain. A second one ends the drain, a third the grace period.
+        """Serve until the first order to stop, then drain. A second order ends the drain, a third order ends the grace
+        period.
+
+        Returns when no request is served any more.
 
         Args:
-            orders: signal.SIGHUP reloads certificates at any time. Every other item is an order to stop. SIGINT
-                skips the least time of the drain.
-
-        Returns:
-            When no request is served any more.
+            orders: signal.SIGHUP reloads certificates at any time. Every other item is an order to stop. SIGINT skips
+                the minimum time of the drain.
+            task_status: Reports that the front end listens.
 
         Raises:
-            Exception: what the front end raises.
+            Exception: an error of the front end.
         """
         settings = self._settings
         last_order: object = None
@@ -103,27 +119,27 @@ class Service:
                 self._front_end.reload()
 
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._serve_to_the_end)
+            await nursery.start(self._serve_until_over)
             task_status.started()
-            await _first_of(self._is_over.wait, next_order)  # a front end may also end by itself
+            await _first_of(self._is_over.wait, next_order)  # the front end may also end by itself
             logger.info("draining seconds_max=%g", settings.drain_seconds_max)
             delay = 0.0 if last_order == signal.SIGINT else settings.drain_delay_seconds
             self._worker.drain()
             self._front_end.announce_drain()
             is_answered = False
 
-            async def answer_the_rest() -> None:
+            async def finish_requests() -> None:
                 nonlocal is_answered
-                least = trio.current_time() + delay
+                delay_ends_at = trio.current_time() + delay
                 await self._front_end.wait_until_answered()
                 await self._wait_for_rest()
-                await trio.sleep_until(least)
+                await trio.sleep_until(delay_ends_at)
                 is_answered = True
                 self._front_end.drain()
                 await self._is_over.wait()
 
             with trio.move_on_after(settings.drain_seconds_max):
-                await _first_of(self._is_over.wait, answer_the_rest, next_order)
+                await _first_of(self._is_over.wait, finish_requests, next_order)
             if not self._is_over.is_set():
                 if not is_answered:
                     self._front_end.drain()
@@ -132,13 +148,15 @@ class Service:
                     await _first_of(self._is_over.wait, next_order)
             nursery.cancel_scope.cancel()
 
-    async def _serve_to_the_end(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _serve_until_over(self, task_status: trio.TaskStatus[None]) -> None:
         await self._front_end.serve(task_status=task_status)
         await self._wait_for_rest()
         self._is_over.set()
 
     async def pass_on_fault(self) -> None:
-        """To be called when every handler has a fault of the worker; returns when they have told their clients."""
+        """Drain the front end and wait until every client has received the worker's fault. Call it when all requests
+        have the fault.
+        """
         self._front_end.drain()
         await self._is_over.wait()
 

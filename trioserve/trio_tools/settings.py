@@ -1,4 +1,4 @@
-"""How long leaving may take: the bounds of a service's last minutes, with their units and reasons."""
+"""Time limits of stopping a service."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from trioserve.contracts.errors import StartupError
 
 __all__ = ["StoppingSettings"]
 
-STOPPING_SECONDS_MAX = 86_400  # a day: whoever asks for more has meant something else
+STOPPING_SECONDS_MAX = 86_400  # a day. A larger value is probably in the wrong unit.
 
 
 class StoppingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long each phase of stopping may take.
+    """Longest time of each phase of stopping.
 
-    Args:
-        drain_seconds_max: for running requests to finish after the order to stop.
-        drain_delay_seconds: for how long the server at least still answers after SIGTERM, so that load balancers and
-            people see that it drains. At most drain_seconds_max. SIGINT comes from a person who waits: it has no delay.
-        grace_seconds_max: for clients to read the end, after the drain or a fault. Then everything is cancelled.
+    Attributes:
+        drain_seconds_max: For running requests to finish after the order to stop.
+        drain_delay_seconds: Minimum time for which the server still answers after SIGTERM, so that load balancers and
+            people see that it drains. At most drain_seconds_max. Not after SIGINT, which comes from a person who waits.
+        grace_seconds_max: For clients to read the end of their responses, after the drain or a fault. Then everything
+            is cancelled.
+
+    Raises:
+        StartupError: a value is out of range.
     """
 
     drain_seconds_max: float = 30.0

@@ -1,6 +1,6 @@
-"""Which tasks live, who their parents are, and where each of them waits: a look at a Trio program from inside.
+"""The tasks of a Trio program: their parents, and where each of them waits.
 
-Names of functions and lines of code, and nothing that a variable holds.
+Shows names of functions and lines of code, but no values of variables.
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ import trio
 
 __all__ = ["TASKS_MAX", "TaskTree", "TaskView", "task_tree"]
 
-TASKS_MAX = 512  # a look takes some ten microseconds for each, in which nothing else runs
-FRAMES_MAX = 12  # of one task, the innermost
-DEPTH_MAX = 64  # of tasks in tasks, as JSON has them
+TASKS_MAX = 512  # each takes about ten microseconds, in which nothing else runs
+FRAMES_MAX = 12  # innermost frames of one task
+DEPTH_MAX = 64  # nesting of tasks, because the tree is sent as nested JSON
 
 
 class TaskView(msgspec.Struct, omit_defaults=True):
-    """waits_in: where in this package, or in what else runs in the program, it waits; waits_for: the function of Trio
-    that it waits in there. is_running: it is the one that looks. frames: from the outermost to the innermost, as
-    `file:line function`. nurseries: the tasks in each one that is open."""
+    """One task.
+
+    Attributes:
+        name: Name of the task.
+        waits_in: Innermost line outside of Trio where the task waits.
+        waits_for: Function of Trio in which the task waits.
+        is_running: True for the task that makes the tree.
+        frames: Frames as `file:line function`, outermost first.
+        nurseries: Child tasks by open nursery.
+    """
 
     name: str
     waits_in: str | None = None
@@ -34,7 +41,13 @@ class TaskView(msgspec.Struct, omit_defaults=True):
 
 
 class TaskTree(msgspec.Struct):
-    """task_count: of all that live. shown_count: of those in the tree, at most TASKS_MAX, the outermost first."""
+    """The tasks of the program.
+
+    Attributes:
+        task_count: Number of all tasks.
+        shown_count: Number of tasks in the tree, at most TASKS_MAX. The outermost tasks are shown first.
+        root: Trio's root task. None outside of a run.
+    """
 
     task_count: int
     shown_count: int
@@ -42,7 +55,11 @@ class TaskTree(msgspec.Struct):
 
 
 def task_tree(tasks_max: int = TASKS_MAX) -> TaskTree:
-    """As it is now. Must be called in a task."""
+    """Return the current tree. Must be called in a task.
+
+    Args:
+        tasks_max: Most tasks to show.
+    """
     root = trio.lowlevel.current_root_task()
     living = trio.lowlevel.current_statistics().tasks_living
     if root is None:
@@ -88,7 +105,7 @@ def _is_trio(frame: FrameType) -> bool:
 
 
 def _place(frame: FrameType, line: int) -> str:
-    """Where a package's file is on this machine is nobody's business."""
+    """Return file, line and function of a frame, without the path of the package on this machine."""
     module = str(frame.f_globals.get("__name__", ""))
     file = os.path.basename(frame.f_code.co_filename)
     folder = module.rpartition(".")[0].replace(".", "/")

@@ -1,4 +1,4 @@
-"""Whether anybody watches something, so that what watchers alone need is kept only for them."""
+"""Counts the watchers of something, so that data only for watchers is kept only while there are any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["Watchers"]
 
 
 class Watchers:
-    """True while there are any. forget: called when the last one has gone."""
+    """True while there are watchers.
+
+    Args:
+        forget: Called when the last watcher has left.
+    """
 
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
@@ -20,7 +24,7 @@ class Watchers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Somebody looks now and then."""
+        """Count as a watcher for the time of the scope."""
         self._count += 1
         try:
             yield
