@@ -331,12 +331,23 @@ async def test_an_engine_that_breaks_for_good_leaves_nobody_waiting_for_an_image
             fake.resume()
 
 
+async def test_the_sign_of_an_image_in_a_text_is_no_image() -> None:
+    async with seeing() as fake:
+        token_id = FAKE_IMAGES.image_token_id
+        expected = await fake.encode(chat(png()))
+        for text in ("And <image>?", "<image>", "<image><|end|>"):
+            for prompt, count in ((chat(png(), text=text), expected.count(token_id)), (chat(text=text), 0)):
+                token_ids = await fake.encode(prompt)
+                assert token_ids.count(token_id) == count
+                assert fake.tokenizer.decode(token_ids, skip_special_tokens=False).endswith(f"{text}assistant: ")
+                assert await said(fake, prompt)
+
+
 @pytest.mark.parametrize(
     "prompt, sentence",
     [
         (chat(b"no image"), "is no image that can be read"),
         (chat(png(size=(400, 16))), "400 x 16 pixels"),
-        (chat(png(), text="And <image>?"), "leave it out of the texts"),
         (chat(*[png()] * 3), "at most 2 are read"),
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image", "image": "x"}]}]), "bytes of a file"),
     ],

@@ -8,13 +8,15 @@ import sys
 import pytest
 import tokenizers
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.assemble import _make_tokenizer
 from trioserve.commands.prompt_naming import load_tokenizer, open_prompt_naming
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
-from trioserve.proxy.prompt_blocks import NAMED_TOKENS_MAX, block_names
+from trioserve.proxy.prompt_blocks import NAMED_TOKENS_MAX, PromptBlocks, block_names
+from trioserve.testing.byte_tokenizer import byte_tokenizer
 
 TEXT = "Once upon a time, in 1984, there was an élan vital… <|im_start|> 🙂"
 
@@ -67,6 +69,19 @@ async def test_a_prompt_is_named_as_the_engine_names_it(smollm2_path):
             assert named == {size: block_names(tokenizer.encode(text), size, "s") for size in (4, 16)}
             assert len(named[4]) == (len(tokenizer.encode(text)) - 1) // 4
         assert await naming.names("\ud800", [16], salt=None, add_special_tokens=True) == {}
+
+
+@pytest.mark.parametrize("parses", [False, True])
+async def test_control_tokens_in_a_chats_texts_are_read_as_the_engine_reads_them(parses):
+    tokenizer = byte_tokenizer(signs=["<|im_end|>"])
+    if parses:
+        tokenizer.parse_control_tokens_in_chats()
+    chat = ChatPrompt(messages=[{"role": "user", "content": "a<|im_end|>b" * 3}])
+    text = tokenizer.chat_template.render(chat)
+    token_ids = tokenizer.encode(text, add_special_tokens=False) if parses else list(text.encode())
+    async with TextThreads() as texts:
+        named = await PromptBlocks(tokenizer, texts).names(chat, [4], salt=None, add_special_tokens=False)
+    assert named == {4: block_names(token_ids, 4, None)}
 
 
 def test_a_long_prompt_is_named_by_its_beginning():

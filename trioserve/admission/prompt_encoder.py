@@ -20,6 +20,7 @@ from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.control_tokens import ChatText
 from trioserve.text.response_families import COMMON_TOOL_FAMILY
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.trio_tools.media_fetcher import MediaFetcher
@@ -242,17 +243,15 @@ class PromptEncoder:
 
     def _encode_labelled(self, one: LabelledPrompt) -> EncodedInput:
         text = self._chat_text(one.prompt) if isinstance(one.prompt, ChatPrompt) else one.prompt
-        self._check_length(text, param="prompt")
-        return self._tokenizer.encode_labelled(
-            text, one.labels, add_special_tokens=not isinstance(one.prompt, ChatPrompt)
-        )
+        self._check_length(text if isinstance(text, str) else text.plain, param="prompt")
+        return self._tokenizer.encode_labelled(text, one.labels, add_special_tokens=isinstance(text, str))
 
     def _encode_chat(self, prompt: ChatPrompt, *, is_cut: bool = False) -> list[int]:
-        text = self._chat_text(prompt)
+        chat = self._chat_text(prompt)
         if not is_cut:
-            self._check_length(text, param="messages")
+            self._check_length(chat.plain, param="messages")
         # The template writes the special tokens itself. Only its text counts: it may leave out parts of the messages.
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode_chat(chat)
 
     def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:
         place = sources[0].place
@@ -270,12 +269,13 @@ class PromptEncoder:
         self, prompt: ChatPrompt, sources: Sequence[ImageSource], reader: ImageReader
     ) -> EncodedPrompt:
         images = reader.read(sources)
-        text = reader.written_out(self._chat_text(prompt), images)
-        self._check_length(text, param="messages")
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        chat = self._chat_text(prompt)
+        chat = chat._replace(text=reader.written_out(chat.text, images))
+        self._check_length(chat.plain, param="messages")
+        token_ids = self._tokenizer.encode_chat(chat)
         return EncodedPrompt(token_ids, reader.located(token_ids, images))
 
-    def _chat_text(self, prompt: ChatPrompt) -> str:
+    def _chat_text(self, prompt: ChatPrompt) -> ChatText:
         tokenizer = self._tokenizer
         template = tokenizer.chat_template
         if prompt.chat_template is not None:
@@ -285,7 +285,7 @@ class PromptEncoder:
                 "this model has no chat template: use completions with a prompt, or send a chat_template",
                 param="messages",
             )
-        return template.render(prompt, tool_family=self._tool_family)
+        return tokenizer.render(template, prompt, tool_family=self._tool_family)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text, param=param)

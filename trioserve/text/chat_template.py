@@ -13,6 +13,7 @@ from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentForm, prepared_messages
+from trioserve.text.request_texts import RequestTexts
 from trioserve.text.template_places import TemplatePlaces, find_places, in_places
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
 
@@ -50,12 +51,17 @@ class ChatTemplate:
         """The program itself, the one for tools included: what it writes tells how its model writes."""
         return self.source if self._tool_source is None else f"{self.source}\n{self._tool_source}"
 
-    def render(self, prompt: ChatPrompt, *, tool_family: str | None = None) -> str:
+    @property
+    def substitutions(self) -> tuple[tuple[str, str], ...]:
+        """What the model's templates write instead of parts of texts: constants in calls of `replace`."""
+        return tuple(pair for program in self._programs.values() for pair in program.substitutions)
+
+    def render(self, prompt: ChatPrompt, *, tool_family: str | None = None, texts: RequestTexts | None = None) -> str:
         """The prompt's text. Encode it without adding special tokens: the template has written them.
 
         A template in the prompt itself is used instead of the model's. tool_family: tools and calls that the template
-        has no place for become plain messages, as this family writes them; None: they are left out. Some milliseconds
-        for a long chat.
+        has no place for become plain messages, as this family writes them; None: they are left out. texts: replaces
+        parts of the chat's texts before anything else is written into them. Some milliseconds for a long chat.
         Raises InvalidRequest for messages that are not text, and for whatever goes wrong in the template.
         """
         source = prompt.chat_template
@@ -71,6 +77,9 @@ class ChatTemplate:
             program = self._program(source)
             _check_roles(prompt, program.roles)
             has_tools = _has_tools(prompt)
+            if texts is not None:
+                are_text = has_tools and program.places.arguments_are_text
+                prompt = texts.replaced_in(prompt, arguments_are_text=are_text)
             if has_tools or _has_system(prompt):
                 prompt = in_places(prompt, program.places, tool_family if has_tools else None)
         except InvalidRequest:
@@ -118,6 +127,7 @@ class _Program:
         self._special_tokens = special_tokens
         tree = _environment().parse(source)
         self.roles = ROLES | _named_roles(tree)  # before the next line, which folds lists of constants
+        self.substitutions = _substitutions(tree)
         self._variables = meta.find_undeclared_variables(tree)
         self.template = _environment().from_string(source)
         self.content_form = _content_form(tree)
@@ -182,6 +192,21 @@ def _named_roles(tree: nodes.Template) -> frozenset[str]:
                     if isinstance(constant, nodes.Const) and isinstance(constant.value, str) and constant.value
                 )
     return frozenset(named)
+
+
+def _substitutions(tree: nodes.Template) -> tuple[tuple[str, str], ...]:
+    found = [
+        call.args
+        for call in tree.find_all(nodes.Call)
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "replace"
+    ]
+    found += [replacing.args for replacing in tree.find_all(nodes.Filter) if replacing.name == "replace"]
+    pairs = [[part.value for part in args[:2] if isinstance(part, nodes.Const)] for args in found]
+    return tuple(
+        (pair[0], pair[1])
+        for pair in pairs
+        if len(pair) == 2 and pair[0] and all(isinstance(part, str) for part in pair)
+    )
 
 
 def _unfiltered(expression: nodes.Node) -> nodes.Node:

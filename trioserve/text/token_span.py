@@ -21,7 +21,7 @@ from tokenizers import models
 
 from trioserve.text.token_pieces import byte_alphabet
 
-__all__ = ["TokenSpan"]
+__all__ = ["TokenSpan", "steps_of"]
 
 NFC_SHRINKS_AT_MOST = 4  # times, in bytes of UTF-8
 SLICE_CHARACTERS = 65_536  # looked at in one go, a tenth of a millisecond: other threads are let in between
@@ -40,7 +40,7 @@ class TokenSpan:
         self._uncounted = b""
         self.bytes_max: int | None = None
         shrinks = _shrinks_at_most(backend)
-        cuts = _steps(backend.pre_tokenizer, "pretokenizers")
+        cuts = steps_of(backend.pre_tokenizer, "pretokenizers")
         is_keeping = all(step["type"] in _KEEPING_CUTS and step.get("behavior") != "Removed" for step in cuts)
         model = backend.model
         if shrinks is None or not is_keeping or not isinstance(model, models.BPE):
@@ -82,7 +82,7 @@ class TokenSpan:
 def _shrinks_at_most(backend: tokenizers.Tokenizer) -> int | None:
     """By which factor normalizing shortens a text at most; None: that is not known."""
     factor = 1
-    for step in _steps(backend.normalizer, "normalizers"):
+    for step in steps_of(backend.normalizer, "normalizers"):
         if step["type"] == "NFC":
             factor *= NFC_SHRINKS_AT_MOST
         elif step["type"] != "Prepend" and not _replaces_by_no_less(step):
@@ -108,7 +108,7 @@ def _replaces_by_no_less(step: dict[str, Any]) -> bool:
     return len(step["content"].encode()) >= len(step["pattern"]["String"].encode())
 
 
-def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
+def steps_of(part: Any, inner: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, one after another, as its file writes them."""
     if part is None:
         return []

@@ -1,8 +1,7 @@
 """Text to token ids and back: one interface over a Hugging Face directory and over the metadata of a GGUF file.
 
-Special tokens written in a text ("<|im_end|>") become the special token, as in vLLM and llama.cpp: chat templates
-write them as text and rely on it, and a template's output no longer says which part a user wrote. So a user can write
-them, too; whoever must prevent that removes them from the messages before the request.
+Special tokens written in a plain prompt ("<|im_end|>") become the special token, as in vLLM and llama.cpp. In a chat,
+only those that the chat template writes do. See control_tokens.py.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import tokenizers
 from trioserve.contracts.errors import InvalidRequest, RequestFailed, is_library_panic
 from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.control_tokens import ChatText, ControlTokens
 from trioserve.text.detokenizer import IncrementalDecoder
 from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
 from trioserve.text.token_pieces import TokenPieces
@@ -74,6 +74,12 @@ class Tokenizer:
                 eos_token=parts.eos_token,
                 tool_source=parts.tool_chat_template,
             )
+        self._parses_chat_texts = False
+        self._find_control_tokens()
+
+    def _find_control_tokens(self) -> None:
+        template = "" if self.chat_template is None else self.chat_template.text
+        self._control_tokens = ControlTokens(self._backend, template)
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
@@ -90,6 +96,27 @@ class Tokenizer:
     def use_chat_template(self, source: str) -> None:
         """Instead of the model's own, for tools, too. To be called before others use this tokenizer."""
         self.chat_template = ChatTemplate(source, bos_token=self.bos_token, eos_token=self.eos_token)
+        self._find_control_tokens()
+
+    def parse_control_tokens_in_chats(self) -> None:
+        """Let the texts of a chat write control tokens, as the template does. To be called before others use this
+        tokenizer."""
+        self._parses_chat_texts = True
+
+    def render(self, template: ChatTemplate, prompt: ChatPrompt, *, tool_family: str | None = None) -> ChatText:
+        """Render a chat for `encode_chat`. Raises what ChatTemplate.render does, for whose arguments see there."""
+        if self._parses_chat_texts:
+            return ChatText(template.render(prompt, tool_family=tool_family))
+        return self._control_tokens.render(template, prompt, tool_family=tool_family)
+
+    def encode_chat(self, chat: ChatText) -> list[int]:
+        """Token ids of a rendered chat, in which the request's own texts are no control tokens. Raises what encode
+        does."""
+        if not chat.is_kept:
+            return self.encode(chat.text, add_special_tokens=False)
+        controls = self._control_tokens
+        (encoding,) = self._encodings([controls.renamed(chat)], add_special_tokens=False, encoder=controls.encoder)
+        return controls.read(encoding.ids)
 
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response: EOS, and what the chat template writes behind an assistant's message.
@@ -160,21 +187,26 @@ class Tokenizer:
             first_segment_tokens = type_ids.index(1) if 1 in type_ids else len(ids)
         return EncodedInput(ids, first_segment_tokens)
 
-    def encode_labelled(self, text: str, labels: Sequence[str], *, add_special_tokens: bool) -> EncodedInput:
+    def encode_labelled(self, text: str | ChatText, labels: Sequence[str], *, add_special_tokens: bool) -> EncodedInput:
         """Token ids of a text, and for each label the one token that it would add. Raises InvalidRequest for a label
         that is not one token behind this text, or the same as another's; and what encode does."""
-        token_ids = self.encode(text, add_special_tokens=add_special_tokens)
+        chat = ChatText(text) if isinstance(text, str) else text
+
+        def encode(part: str) -> list[int]:
+            return self.encode_chat(chat._replace(text=part))
+
+        token_ids = self.encode(chat.text) if add_special_tokens else encode(chat.text)
         # What stands behind the last special token is tokenized by itself: so the labels are tried behind that alone.
         end = max((place for place, token in enumerate(token_ids) if token in self._special_ids), default=-1) + 1
-        tail, tail_ids = text, self.encode(text, add_special_tokens=False)
+        tail, tail_ids = chat.text, encode(chat.text)
         if end > 0:
             special = self._backend.id_to_token(token_ids[end - 1]) or ""
-            found = text.rpartition(special) if special else ("", "", text)
-            if found[1] and self.encode(found[2], add_special_tokens=False) == token_ids[end:]:
+            found = chat.text.rpartition(special) if special else ("", "", chat.text)
+            if found[1] and encode(found[2]) == token_ids[end:]:
                 tail, tail_ids = found[2], token_ids[end:]
         label_ids: list[int] = []
         for label in labels:
-            ids = self.encode(tail + label, add_special_tokens=False)
+            ids = encode(tail + label)
             if not ids or ids[:-1] != tail_ids or ids[-1] in label_ids:
                 raise InvalidRequest(
                     f"the label {label!r} is not one token of its own behind this prompt, so that this model cannot be "
@@ -183,11 +215,14 @@ class Tokenizer:
             label_ids.append(ids[-1])
         return EncodedInput(token_ids, label_token_ids=tuple(label_ids))
 
-    def _encodings(self, texts: list[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
+    def _encodings(
+        self, texts: list[str], *, add_special_tokens: bool, encoder: tokenizers.Tokenizer | None = None
+    ) -> list[tokenizers.Encoding]:
+        used = self._backend if encoder is None else encoder
         try:
             # Of the library's ways to encode only those for several texts let go of the GIL; the fast one leaves out
             # where in the text each token lies, which nobody asks for here.
-            return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return used.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
             text = next((text for text in texts if any("\ud800" <= letter <= "\udfff" for letter in text)), "")
             index = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)

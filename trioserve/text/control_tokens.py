@@ -1,0 +1,310 @@
+"""Tells the control tokens of a chat template from the same characters in a request's texts.
+
+A chat template writes control tokens, such as <|im_start|>, as text. So can everybody whose text is in a message, and
+the tokenizer cannot tell the two apart. Here a chat is rendered a second time if its texts might hold control tokens.
+That time each character of them is replaced by a stand-in, a character of a Unicode plane that the chat does not use.
+What is a stand-in in the result came from the request.
+
+Such a chat is encoded by a second encoder of the same vocabulary. It knows the control tokens by other names, which
+nobody can guess. The template's own control tokens are renamed in the text before, the request's are not. So the
+request's are ordinary text for it, and everything around them is encoded as always.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.text.call_formats.harmony import HARMONY_TOKENS
+from trioserve.text.call_formats.kimi_k3 import K3_TOKENS
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.request_texts import RequestTexts, has_character_in
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.token_span import steps_of
+
+__all__ = ["ChatText", "ControlTokens"]
+
+SECRET_BYTES = 12  # of the names of control tokens in the second encoder
+PLANE = 0x10000  # characters in one plane of Unicode
+PLANES = (*range(4, 14), 15, 16)  # without a character that has a meaning
+
+_TURN_MARKERS = frozenset((*HARMONY_TOKENS, *K3_TOKENS))  # they begin and end messages as well
+_TOOL_RESULTS = ("<tool_response>", "</tool_response>")
+
+
+def _markers() -> frozenset[str]:
+    """Markers of reasoning and calls, of all families. A vocabulary need not call them special."""
+    markers = set(_TOOL_RESULTS)
+    for tools in TOOL_FAMILIES.values():
+        markers.update(tools.special_tokens, tools.readers)
+    for reasoning in REASONING_FAMILIES.values():
+        markers.update(reasoning.special_tokens, reasoning.tags.opening, reasoning.tags.closing)
+    return frozenset(markers)
+
+
+_MARKERS = _markers()
+_SAID_MARKERS = _MARKERS - _TURN_MARKERS - set(_TOOL_RESULTS)
+"""What a model writes within its own message. Clients send it back as the content of that message."""
+
+
+class StandIns:
+    """Stand-ins of the characters that a vocabulary's control tokens have.
+
+    Args:
+        plane: a plane of Unicode that the chat does not use.
+        letters: the characters, each once.
+    """
+
+    def __init__(self, plane: int, letters: str) -> None:
+        first = plane * PLANE
+        self._to = {ord(letter): first + index for index, letter in enumerate(letters)}
+        self._back = {stand_in: letter for letter, stand_in in self._to.items()}
+        self.mark = chr(first + len(letters))
+        """One more, which stands for nothing."""
+
+    def of(self, text: str) -> str:
+        return text.translate(self._to)
+
+    def undone(self, text: str) -> str:
+        return text.translate(self._back)
+
+
+class ChatText(NamedTuple):
+    """What a chat template wrote.
+
+    Args:
+        text: with stand-ins where a request's text may be part of a control token.
+        stand_ins: None: there are none in the text.
+        is_kept: whether Tokenizer.encode would find control tokens in it that the template did not write.
+    """
+
+    text: str
+    stand_ins: StandIns | None = None
+    is_kept: bool = False
+
+    @property
+    def plain(self) -> str:
+        """The text without stand-ins."""
+        return self.text if self.stand_ins is None else self.stand_ins.undone(self.text)
+
+
+class ControlTokens:
+    """The control tokens of one vocabulary: the special ones, and added ones that mark reasoning, calls or turns.
+
+    Added tokens that are ordinary text, such as runs of spaces, are none. Every method may be called from any thread.
+
+    Args:
+        backend: the tokenizer of the vocabulary.
+        template: text of the model's chat template.
+
+    Cost: a few milliseconds for thousands of control tokens. The two encoders share the vocabulary.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
+        added = sorted(backend.get_added_tokens_decoder().items())
+        self._ids = {token.content: token_id for token_id, token in added if _is_control(token, template)}
+        self._pattern = _pattern_of(self._ids)
+        self._letters = "".join(sorted(set().union(*self._ids)))
+        self._in_template = frozenset(token for token in self._ids if token in template)
+        self._always_renamed = _normalizes_letters(backend) and any(
+            token.normalized for _, token in added if token.content in self._ids
+        )
+        secret = secrets.token_hex(SECRET_BYTES)
+        self._renamed = {token: f"{token[0]}{secret}{token[1:]}" for token in self._ids}
+        self.encoder = _encoder_like(backend, [_renamed(token, self._renamed) for _, token in added])
+        self._model = backend.model
+        self._token_ids = {
+            encoder_id: token_id
+            for token_id, token in added
+            if (encoder_id := self.encoder.token_to_id(self._renamed.get(token.content, token.content))) is not None
+        }
+        # An id of the second encoder must not be that of a token in the vocabulary, too.
+        self._is_ambiguous = any(
+            self._model.id_to_token(encoder_id) not in (None, self.encoder.id_to_token(encoder_id))
+            for encoder_id in self._token_ids
+        )
+        unknown = {"<unk>", "[UNK]", getattr(self._model, "unk_token", None)}
+        self._unwritten_ids = {
+            token_id: token for token, token_id in self._ids.items() if token not in unknown and len(token) > 1
+        }
+
+    def render(self, template: ChatTemplate, prompt: ChatPrompt, *, tool_family: str | None = None) -> ChatText:
+        """Render a chat, and find the control tokens in it that the request's texts wrote.
+
+        Cost: a scan of the rendered text and of the chat's texts. If one of these might be part of a control token,
+        the chat is rendered once or twice more.
+
+        Raises:
+            InvalidRequest: as ChatTemplate.render.
+        """
+        text = template.render(prompt, tool_family=tool_family)
+        found = Counter(self._pattern.findall(text)) if self._ids else Counter[str]()
+        if not found:
+            return ChatText(text, is_kept=self._always_renamed)
+        texts = RequestTexts(found, self._pattern, said=_SAID_MARKERS, substitutions=template.substitutions)
+        if not texts.are_risky(prompt):
+            return ChatText(text, is_kept=self._always_renamed)
+        stand_ins = self._stand_ins(prompt)
+
+        def rendered(beside: Mapping[str, str]) -> str | None:
+            replacing = texts.replacing(stand_ins.of, beside)
+            try:
+                return template.render(prompt, tool_family=tool_family, texts=replacing)
+            except InvalidRequest:  # the template took the chat as it was
+                return None
+
+        marked = rendered({})
+        is_same = marked is not None and stand_ins.undone(marked) == text
+        if not is_same and texts.has_whole:
+            beside = self._beside(texts, stand_ins)
+            second = _settled(rendered(beside), beside, stand_ins)
+            if second is not None and stand_ins.undone(second) == text:
+                marked, is_same = second, True
+        if marked is None and texts.has_whole:
+            raise InvalidRequest(
+                f"a message spells out a control token of this model, one of {', '.join(sorted(found))[:200]}, and the "
+                "chat template does not take it as plain text: leave it out of the texts",
+                param="messages",
+            )
+        is_harmless = marked is None or Counter(self._pattern.findall(marked)) == found
+        if is_harmless and (is_same or not texts.has_whole):
+            return ChatText(text, is_kept=self._always_renamed)
+        assert marked is not None
+        return ChatText(marked, stand_ins, is_kept=True)
+
+    def _beside(self, texts: RequestTexts, stand_ins: StandIns) -> dict[str, str]:
+        """For a template that looks for its control tokens in messages: a mark beside each token, and none in it."""
+        return {
+            token: f"{stand_ins.mark}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark}"
+            for token in texts.tokens
+            if token in self._in_template
+        }
+
+    def renamed(self, chat: ChatText) -> str:
+        """The text for the second encoder. Read its token ids with `read`.
+
+        Raises:
+            InvalidRequest: this vocabulary cannot be encoded so.
+        """
+        if self._is_ambiguous:
+            raise InvalidRequest(
+                "a message spells out a control token of this model, whose tokenizer cannot take it as plain text: "
+                "leave it out of the texts",
+                param="messages",
+            )
+        text = self._pattern.sub(lambda found: self._renamed[found[0]], chat.text)
+        return text if chat.stand_ins is None else chat.stand_ins.undone(text)
+
+    def read(self, token_ids: Iterable[int]) -> list[int]:
+        """The vocabulary's ids for those of the second encoder."""
+        read: list[int] = []
+        for token_id in token_ids:
+            own = self._token_ids.get(token_id)
+            if own is not None:
+                read.append(own)
+            elif token_id in self._unwritten_ids:
+                read += self._spelled(self._unwritten_ids[token_id])
+            else:
+                read.append(token_id)
+        return read
+
+    def _spelled(self, token: str) -> list[int]:
+        """A control token that is in the vocabulary as a piece of text, too, in smaller pieces."""
+        ids: list[int] = []
+        for part in (token[:1], token[1:]):
+            for piece in self._model.tokenize(part):
+                inner = self._unwritten_ids.get(piece.id)
+                ids += [piece.id] if inner is None or len(inner) >= len(token) else self._spelled(inner)
+        return ids
+
+    def _stand_ins(self, prompt: ChatPrompt) -> StandIns:
+        for plane in PLANES:
+            if not has_character_in(prompt, chr(plane * PLANE), chr(plane * PLANE + PLANE - 1)):
+                return StandIns(plane, self._letters)
+        raise InvalidRequest(
+            "the messages have characters of all planes of Unicode that are without meaning: leave out those of one",
+            param="messages",
+        )
+
+
+def _settled(marked: str | None, beside: Mapping[str, str], stand_ins: StandIns) -> str | None:
+    """The text with stand-ins in the place of tokens with a mark beside them."""
+    if marked is None:
+        return None
+    for token, written in beside.items():
+        marked = marked.replace(written, stand_ins.of(token))
+    return marked.replace(stand_ins.mark, "")
+
+
+def _is_control(token: AddedToken, template: str) -> bool:
+    content: str = token.content
+    if not content.strip():
+        return False
+    if token.special or content in _MARKERS:
+        return True
+    if content[0].isalnum() or content[-1].isalnum() or len(content) < 3:
+        return False
+    return content in template or (content[:2] in ("<|", "<｜") and content[-2:] in ("|>", "｜>"))
+
+
+def _renamed(token: AddedToken, names: dict[str, str]) -> AddedToken:
+    return AddedToken(
+        names.get(token.content, token.content),
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _encoder_like(backend: tokenizers.Tokenizer, added: list[AddedToken]) -> tokenizers.Tokenizer:
+    encoder = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        encoder.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        encoder.pre_tokenizer = backend.pre_tokenizer
+    encoder.add_tokens(added)
+    return encoder
+
+
+def _normalizes_letters(backend: tokenizers.Tokenizer) -> bool:
+    """Whether a text may become a control token when it is normalized."""
+    normalizer = backend.normalizer
+    if normalizer is None:
+        return False
+    steps = steps_of(normalizer, "normalizers")
+    return not all(
+        step["type"] == "Prepend" or (step["type"] == "Replace" and step["pattern"] == {"String": " "})
+        for step in steps
+    )
+
+
+def _pattern_of(words: Collection[str]) -> re.Pattern[str]:
+    """Find the first word in a text, and of those that begin there the longest."""
+    try:
+        return re.compile(_alternatives(set(words)))
+    except (RecursionError, re.error):  # thousands of words, each the beginning of the next
+        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+
+
+def _alternatives(words: set[str]) -> str:
+    """A pattern that reads common beginnings once: there may be thousands of words that begin with `<`."""
+    begin = os.path.commonprefix(list(words))  # noqa: RUF071  # of the characters
+    rests = {word[len(begin) :] for word in words}
+    by_letter: dict[str, set[str]] = {}
+    for rest in rests - {""}:
+        by_letter.setdefault(rest[0], set()).add(rest)
+    branches = "|".join(_alternatives(by_letter[letter]) for letter in sorted(by_letter))
+    if not branches:
+        return re.escape(begin)
+    return f"{re.escape(begin)}(?:{branches}){'?' if '' in rests else ''}"

@@ -1,0 +1,252 @@
+"""The texts of a chat that come from a request, and a copy of the chat in which parts of them are replaced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt
+
+__all__ = ["RequestTexts", "has_character_in"]
+
+# Names of OpenAI's API and of JSON Schema. Templates look for them, so no part of a control token is seen in them.
+# fmt: off
+_API_KEYS = frozenset((
+    "role", "content", "name", "type", "text", "function", "tool_calls", "tool_call_id", "id", "index", "arguments",
+    "reasoning", "reasoning_content", "description", "parameters", "properties", "required", "strict", "enum", "const",
+    "default", "items", "title", "anyOf", "oneOf", "allOf", "format", "additionalProperties", "minimum", "maximum",
+    "minItems", "maxItems",
+))
+# fmt: on
+_API_TYPES = frozenset(
+    ("text", "refusal", "image", "function", "object", "array", "string", "number", "integer", "boolean", "null")
+)
+
+
+class RequestTexts:
+    """Replaces what may be part of a control token in the texts of a chat.
+
+    A text may hold a whole token. Beside the template's text, or beside another text, it may also complete one: with
+    its end, with its beginning, or as a whole.
+
+    Args:
+        tokens: the control tokens that the rendered chat has.
+        pattern: finds these, and maybe others.
+        said: tokens that stay as they are in what the assistant has said.
+        substitutions: what the template writes instead of parts of texts.
+
+    Cost: a scan of each text. It does not grow with the number of tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: Collection[str],
+        pattern: re.Pattern[str],
+        *,
+        said: Collection[str],
+        substitutions: Collection[tuple[str, str]] = (),
+    ) -> None:
+        self.tokens = frozenset(tokens)
+        self.has_whole = False
+        """Whether one of the texts seen so far holds a whole token."""
+        self._pattern = pattern
+        self._said = frozenset(said)
+        self._substitutions = tuple(substitutions)
+        self._replaced: Callable[[str], str] = _hidden
+        self._beside: Mapping[str, str] = {}
+        self._begins = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
+        self._ends = frozenset(token[begin:] for token in tokens for begin in range(1, len(token)))
+        self._first_letters = frozenset(token[0] for token in tokens)
+        self._last_letters = frozenset(token[-1] for token in tokens)
+        self._joined = "\n".join(tokens)
+        self._length_max = max(map(len, tokens))
+
+    def replacing(self, replaced: Callable[[str], str], beside: Mapping[str, str]) -> RequestTexts:
+        """The same, to be used for another purpose.
+
+        Args:
+            replaced: what takes the place of a token, or of a part of one.
+            beside: what takes the place of these tokens instead.
+        """
+        texts = copy(self)
+        texts._replaced, texts._beside = replaced, beside
+        return texts
+
+    def are_risky(self, prompt: ChatPrompt) -> bool:
+        """Whether anything in the chat would be replaced."""
+        return self.replaced_in(prompt, arguments_are_text=False) is not prompt
+
+    def replaced_in(self, prompt: ChatPrompt, *, arguments_are_text: bool) -> ChatPrompt:
+        """A copy of the chat with its texts replaced, or the chat itself where there is nothing to replace.
+
+        Args:
+            arguments_are_text: the template takes the arguments of calls as JSON text.
+
+        Raises:
+            InvalidRequest: the chat is nested too deeply.
+        """
+        try:
+            messages = _each(prompt.messages, lambda message: self._message(message, arguments_are_text))
+            tools = self._value(prompt.tools)
+            arguments = self._named(prompt.template_arguments)
+        except RecursionError:
+            raise InvalidRequest("the messages or tools are nested too deeply", param="messages") from None
+        if messages is prompt.messages and tools is prompt.tools and arguments is prompt.template_arguments:
+            return prompt
+        return msgspec.structs.replace(prompt, messages=messages, tools=tools, template_arguments=arguments)
+
+    def _message(self, message: Any, arguments_are_text: bool) -> Any:
+        if not isinstance(message, dict):
+            return message
+
+        def replaced(key: str, value: Any) -> Any:
+            if key == "role":  # of a list that is known, see ChatTemplate
+                return value
+            if key == "tool_calls" and isinstance(value, list):
+                return _each(value, lambda call: self._call(call, arguments_are_text))
+            if key == "content" and message.get("role") == "assistant":
+                return self._value(value, self._said)
+            return self._value(value)
+
+        changed = {key: new for key, value in message.items() if (new := replaced(key, value)) is not value}
+        if any(self._key(key) is not key for key in message):
+            return {self._key(key): changed.get(key, value) for key, value in message.items()}
+        return {**message, **changed} if changed else message
+
+    def _call(self, call: Any, arguments_are_text: bool) -> Any:
+        """Arguments that are JSON text may have escapes, behind which a token hides until they are parsed."""
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            return self._value(call)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str) or (arguments_are_text and "\\" not in arguments):
+            return self._value(call)
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:  # nothing, or what prepared_messages refuses
+            return self._value(call)
+        rest = {key: value for key, value in call.items() if key != "function"}
+        named = {key: value for key, value in function.items() if key != "arguments"}
+        new, new_rest, new_named = self._value(parsed), self._values(rest), self._values(named)
+        if new is parsed and new_rest is rest and new_named is named:
+            return call
+        written = arguments if new is parsed else json.dumps(new, ensure_ascii=False) if arguments_are_text else new
+        return {**new_rest, "function": {**new_named, "arguments": written}}
+
+    def _value(self, value: Any, said: Collection[str] = ()) -> Any:
+        if isinstance(value, str):
+            return self._text(value, said)
+        if isinstance(value, list | tuple):
+            return _each(value, lambda item: self._value(item, said))
+        if not isinstance(value, dict):
+            return value
+        changed = {key: new for key, inner in value.items() if (new := self._field(key, inner, said)) is not inner}
+        if any(self._key(key) is not key for key in value):
+            return {self._key(key): changed.get(key, inner) for key, inner in value.items()}
+        return {**value, **changed} if changed else value
+
+    def _field(self, key: Any, value: Any, said: Collection[str] = ()) -> Any:
+        if key == "type" and isinstance(value, str) and value in _API_TYPES:
+            return value
+        return self._value(value, said)
+
+    def _named(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the template. It may compare a word with them, so only whole tokens count."""
+        wholes = copy(self)
+        wholes._begins = wholes._ends = frozenset()
+        wholes._joined = ""
+        new = wholes._values(arguments)
+        self.has_whole = wholes.has_whole
+        return new
+
+    def _values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those of an object whose keys the API or the template gives."""
+        changed = {key: new for key, value in values.items() if (new := self._field(key, value)) is not value}
+        return {**values, **changed} if changed else values
+
+    def _key(self, key: Any) -> Any:
+        return self._text(key, ()) if isinstance(key, str) and key not in _API_KEYS else key
+
+    def _text(self, text: str, said: Collection[str]) -> str:
+        new = self._parts_replaced(text, said)
+        if new != text:
+            return new
+        substituted = text
+        for old, written in self._substitutions:
+            substituted = substituted.replace(old, written)
+        if substituted != text and self._parts_replaced(substituted, said) != substituted:
+            return self._replaced(text)
+        return text
+
+    def _parts_replaced(self, text: str, said: Collection[str]) -> str:
+        new = self._wholes_replaced(text, said)
+        core = new.strip()
+        if not core:
+            return new
+        if len(core) < self._length_max and core in self._joined and core not in self.tokens:
+            return new.replace(core, self._replaced(core))
+        if begin := self._open_end(core):
+            cut = new.rindex(begin)
+            new = new[:cut] + self._replaced(begin) + new[cut + len(begin) :]
+        if end := self._open_begin(core):
+            new = new.replace(end, self._replaced(end), 1)
+        return new
+
+    def _wholes_replaced(self, text: str, said: Collection[str] = ()) -> str:
+        def replaced(found: re.Match[str]) -> str:
+            token = found[0]
+            if token not in self.tokens or token in said:
+                return token
+            self.has_whole = True
+            return self._beside.get(token) or self._replaced(token)
+
+        return self._pattern.sub(replaced, text)
+
+    def _open_end(self, text: str) -> str:
+        """The longest beginning of a token with which the text ends."""
+        last = text[1 - self._length_max :]
+        if self._first_letters.isdisjoint(last):
+            return ""
+        return next((last[at:] for at in range(len(last)) if last[at:] in self._begins), "")
+
+    def _open_begin(self, text: str) -> str:
+        """The longest end of a token with which the text begins."""
+        first = text[: self._length_max - 1]
+        if self._last_letters.isdisjoint(first):
+            return ""
+        return next((first[:end] for end in range(len(first), 0, -1) if first[:end] in self._ends), "")
+
+
+def has_character_in(prompt: ChatPrompt, first: str, last: str) -> bool:
+    """Whether a text of the chat has a character from first to last."""
+    letters = re.compile(f"[{first}-{last}]")
+    waiting: list[Iterable[Any]] = [(prompt.messages, prompt.tools, prompt.template_arguments, prompt.chat_template)]
+    while waiting:
+        for value in waiting.pop():
+            if isinstance(value, str):
+                if letters.search(value) is not None:
+                    return True
+            elif isinstance(value, dict):
+                waiting += (value.keys(), value.values())
+            elif isinstance(value, list | tuple):
+                waiting.append(value)
+    return False
+
+
+def _hidden(text: str) -> str:
+    return "\0" * len(text)
+
+
+def _each(items: Any, replaced: Callable[[Any], Any]) -> Any:
+    new = [replaced(item) for item in items]
+    return items if all(map(_is_same, new, items)) else new
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
