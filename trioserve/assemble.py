@@ -193,6 +193,7 @@ async def open_engine(
     tokenizer: str | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
+    control_tokens_in_text: Literal["keep-as-text", "parse"] = "keep-as-text",
     seed: int | None = None,
     enable_lora: bool = False,
     lora_modules: tuple[str, ...] = (),
@@ -275,6 +276,8 @@ async def open_engine(
         tokenizer: whose tokenizer and chat template it has, named like a model. Default: its own.
         revision: branch, tag or commit of a model of the hub.
         chat_template: a file with the chat template, or the template itself, instead of the model's.
+        control_tokens_in_text: what becomes of control tokens that the texts of a chat spell out: "keep-as-text" keeps
+            them ordinary text, "parse" makes them control tokens.
         seed: from which the seeds of requests come that name none. Default: random.
         limit_mm_per_prompt: images that one prompt may have, as a dict or as JSON, such as {"image": 4}. Default: 8.
         image_decode_timeout: seconds that decoding one image may take. A longer one fails its request.
@@ -575,6 +578,8 @@ class _Opening:
             )
         if self._chat_template is not None:
             tokenizer.use_chat_template(self._chat_template)
+        if config.control_tokens_in_text == "parse":
+            tokenizer.parse_control_tokens_in_chats()
         return tokenizer
 
     def _open_draft(self, checkpoint: Checkpoint | EncoderDirectory) -> DraftSource | None:

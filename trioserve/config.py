@@ -267,6 +267,10 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the endpoints' model, as in their --model, whose tokenizer --policy kv_aware needs; default: "
         "of serve its own",
         "MODEL")] = None
+    control_tokens_in_text: Annotated[Literal["keep-as-text", "parse"], _about(
+        "what becomes of control tokens, such as <|im_start|>, that the texts of a chat spell out: keep-as-text keeps "
+        "them ordinary text, parse makes them control tokens, so that a text can end its message; prompts that are no "
+        "chats are always parsed")] = "keep-as-text"
     session_header: Annotated[str, _about(
         "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
     endpoint_max_requests: Annotated[int, _about(

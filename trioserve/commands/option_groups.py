@@ -15,8 +15,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 GROUPS = {
     "model": _words(
-        "model tokenizer revision chat_template generation_config override_generation_config max_model_len dtype "
-        "limit_mm_per_prompt image_decode_timeout allowed_media_domains "
+        "model tokenizer revision chat_template control_tokens_in_text generation_config override_generation_config "
+        "max_model_len dtype limit_mm_per_prompt image_decode_timeout allowed_media_domains "
         "quantization tool_call_parser tool_call_leniency reasoning_parser enable_auto_tool_choice"
     ),
     "pictures": _words("max_image_pixels max_image_steps max_images"),

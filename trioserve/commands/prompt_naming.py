@@ -17,8 +17,16 @@ __all__ = ["load_tokenizer", "open_prompt_naming"]
 
 
 @asynccontextmanager
-async def open_prompt_naming(model: str) -> AsyncIterator[PromptBlocks]:
-    """model: as an engine's --model. The text threads live as long as the scope. Raises ModelLoadError."""
+async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> AsyncIterator[PromptBlocks]:
+    """Open what names the blocks of prompts. The text threads live as long as the scope.
+
+    Args:
+        model: as an engine's --model.
+        parses_chat_texts: the engines have --control-tokens-in-text parse.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be read.
+    """
     # Templates and tokenizers take a tenth of a second to import, and most routers need neither.
     from trioserve.admission.text_threads import TextThreads
     from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
@@ -31,6 +39,8 @@ async def open_prompt_naming(model: str) -> AsyncIterator[PromptBlocks]:
     path = await call_abandonable(resolved, thread_name=DOWNLOAD_THREAD)
     async with TextThreads() as text_threads:
         tokenizer = await text_threads.run_cancellable(load_tokenizer, path)
+        if parses_chat_texts:
+            tokenizer.parse_control_tokens_in_chats()
         yield PromptBlocks(tokenizer, text_threads)
 
 

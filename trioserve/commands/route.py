@@ -247,7 +247,8 @@ class Routing:
                 f"the policy {name} compares a prompt's tokens with the blocks that endpoints have: name the model "
                 "that they serve with --tokenizer MODEL, as in their --model, and start them with --kv-events"
             )
-        async with open_prompt_naming(tokenizer) as naming:
+        parses_chat_texts = self._config.control_tokens_in_text == "parse"
+        async with open_prompt_naming(tokenizer, parses_chat_texts=parses_chat_texts) as naming:
             yield naming
 
     def app(
