@@ -12,6 +12,7 @@ import trio.testing
 
 from trioserve import AbortOutcome, Deadlines, FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
 from trioserve.admission.text_threads import TextThreads
+from trioserve.contracts.resume import Resume
 from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.testing import open_fake_engine
 from trioserve.testing.inline_texts import InlineTexts
@@ -140,6 +141,60 @@ async def test_it_is_the_same_text_with_drafts_overlap_and_preemption(settings):
                 nursery.start_soon(one)
         engine.assert_all_free()
     assert texts == [expected] * 3
+
+
+FREE_KEYS = {
+    "type": "object",
+    "additionalProperties": {"enum": [1, 2]},
+    "propertyNames": {"pattern": "^[ab]+$"},
+    "minProperties": 4,
+    "maxProperties": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"speculative_ngram": 4},
+        {"draft_model_tokens": 4},
+        {"overlap_steps": True},
+        {"block_count": 20, "context_tokens_max": 80},
+    ],
+)
+async def test_an_object_has_each_key_once_with_drafts_overlap_and_preemption(settings):
+    structured = StructuredOutput.json(FREE_KEYS)
+    params = SamplingParams(structured=structured, temperature=0.0, max_tokens=60)
+    async with open_fake_engine() as engine:
+        expected, _ = await said(engine, structured)
+    pairs: list[tuple[str, int]] = json.loads(expected, object_pairs_hook=list)
+    assert len(pairs) == len(dict(pairs)) == 4
+    async with open_fake_engine(**settings) as engine:
+        texts = []
+
+        async def one():
+            async with engine.generate("say", params) as stream:
+                texts.append("".join([delta.text async for delta in stream]))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(one)
+        engine.assert_all_free()
+    assert texts == [expected] * 3
+
+
+async def test_a_resumed_object_has_none_of_the_keys_that_it_had():
+    structured = StructuredOutput.json(FREE_KEYS)
+    params = SamplingParams(structured=structured, temperature=0.0, max_tokens=60, seed=0)
+    async with open_fake_engine() as engine:
+        async with engine.generate("say", params) as stream:
+            expected = [token_id async for delta in stream for token_id in delta.token_ids]
+        for place in range(1, len(expected)):
+            resume = Resume(token_ids=(tuple(expected[:place]),), finished=(False,))
+            async with engine.generate("say", params, resume=resume) as stream:
+                more = [token_id async for delta in stream for token_id in delta.token_ids]
+            assert expected[:place] + more == expected
+        engine.assert_all_free()
 
 
 async def test_ignore_eos_ends_with_the_form_all_the_same():

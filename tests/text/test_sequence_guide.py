@@ -7,6 +7,7 @@ import json
 from array import array
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies
 
@@ -30,6 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = StructuredOutput.json(SCHEMA)
+REPEATED = '{"ab": "x", "a": "x", "ab": "x", "\\u0061": "x"}'
 TEXTS = ('{"a": "x", "b": [1, 22]}', '{"a": "xy", "b": []}', '{"a": "xy", "b": [-7]}')
 
 
@@ -38,12 +40,13 @@ def guide_for(*, prompt: str = "say", stop_token_ids: frozenset[int] = STOPS, **
     return prepared.new_guide(stop_token_ids, tuple(prompt.encode()))
 
 
-def masks_of(guide: SequenceGuide, draft: tuple[int, ...] = ()) -> list[set[int]]:
-    words = array("I", (0xA5A5A5A5,)) * (WORDS * (1 + len(draft)))  # what an earlier step has left there
-    guide.fill_masks(words.buffer_info()[0], WORDS, draft)
-    rows = [words[row * WORDS : (row + 1) * WORDS] for row in range(1 + len(draft))]
-    found = [{token for token in range(32 * WORDS) if row[token // 32] >> token % 32 & 1} for row in rows]
-    assert all(token < BYTE_VOCAB_SIZE for row in found for token in row), "a bit beyond the vocabulary"
+def masks_of(guide: SequenceGuide, draft: tuple[int, ...] = (), *, vocab_size: int = BYTE_VOCAB_SIZE) -> list[set[int]]:
+    row_words = mask_words(vocab_size)
+    words = array("I", (0xA5A5A5A5,)) * (row_words * (1 + len(draft)))  # what an earlier step has left there
+    guide.fill_masks(words.buffer_info()[0], row_words, draft)
+    rows = [words[row * row_words : (row + 1) * row_words] for row in range(1 + len(draft))]
+    found = [{token for token in range(32 * row_words) if row[token // 32] >> token % 32 & 1} for row in rows]
+    assert all(token < vocab_size for row in found for token in row), "a bit beyond the vocabulary"
     return found
 
 
@@ -54,7 +57,15 @@ def walked(guide: SequenceGuide, text: str) -> SequenceGuide:
     return guide
 
 
+FREE_KEYS = StructuredOutput.json(
+    {"type": "object", "additionalProperties": {"enum": ["x", "xy", [], [1, 22], [-7]]}, "minProperties": 2}
+)
 GUIDES = {
+    "json with free keys": {"structured": FREE_KEYS},
+    "json with free keys behind a thought": {
+        "structured": msgspec.structs.replace(FREE_KEYS, free_until="</t>"),
+        "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
+    },
     "json": {"structured": JSON},
     "json behind free text": {"structured": StructuredOutput.json(SCHEMA, free_until="</t>")},
     "json behind a thought": {
@@ -71,7 +82,9 @@ GUIDES = {
 @pytest.mark.parametrize("sampling", GUIDES.values(), ids=GUIDES.keys())
 @hypothesis.settings(deadline=None, database=None, max_examples=60)
 @hypothesis.given(
-    text=strategies.sampled_from((*TEXTS, *(f"<t>ab</t>{text}" for text in TEXTS), "<t>abcdefg", "ab</t>" + TEXTS[0])),
+    text=strategies.sampled_from(
+        (*TEXTS, *(f"<t>ab</t>{text}" for text in TEXTS), "<t>abcdefg", "ab</t>" + TEXTS[0], REPEATED)
+    ),
     place=strategies.integers(0, 30),
     length=strategies.integers(0, 6),
     change=strategies.none() | strategies.integers(0, 5),

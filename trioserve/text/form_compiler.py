@@ -8,6 +8,7 @@ does so in a thread with form_bounds.COMPILE_STACK_BYTES.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.text.form_bounds import schemas_within
 from trioserve.text.form_grammar import form_grammar
+from trioserve.text.json_keys import JsonKeys, KeyTokens, has_free_keys
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CACHE_BYTES_MAX", "COMPILE_SECONDS_MAX", "CompiledForm", "FormCompiler", "in_one_line"]
@@ -46,6 +48,10 @@ LIMITS = LLParserLimits(
 )
 
 
+_FREE_TEXT = re.compile(r"\w+(\[\w+\])?: /")
+"""A line of a form of tool calls: a terminal that is no fixed text."""
+
+
 def _go_on() -> None:
     """Nobody asks the compile to end."""
 
@@ -56,11 +62,14 @@ class CompiledForm:
     wants it then compiles it anew; those that have it go on.
 
     mask_count: how many masks were filled with it; whoever fills them counts. ignored: paths of the keywords of its
-    schemas that it does not keep to.
+    schemas that it does not keep to. keys: follows the keys of a response, if it is JSON and may repeat some.
     """
 
-    def __init__(self, matcher: LLMatcher, byte_count: int, ignored: Sequence[str] = ()) -> None:
+    def __init__(
+        self, matcher: LLMatcher, byte_count: int, ignored: Sequence[str] = (), keys: JsonKeys | None = None
+    ) -> None:
         self._matcher = matcher
+        self.keys = keys
         self.ignored = tuple(ignored)
         self._byte_count = byte_count
         self._sequences_left = FORM_SEQUENCES_MAX
@@ -114,6 +123,8 @@ class FormCompiler:
         self._executor: LLExecutor | None = None
         self._forms: OrderedDict[_FormKey, CompiledForm] = OrderedDict()
         self._lock = threading.Lock()
+        self._keys_lock = threading.Lock()
+        self._key_tokens: KeyTokens | None = None
         self.hits_total = 0
         self.compiles_total = 0
 
@@ -192,9 +203,26 @@ class FormCompiler:
             raise InvalidRequest(f"the {form.kind.value} cannot be compiled: {message}", param=form.param)
         if form.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
             self._check_parts(self._library, grammar, form, began_at, check)
-        compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source), ignored)
+        byte_count = FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source)
+        compiled = CompiledForm(matcher, byte_count, ignored, self._keys_of(form, grammar))
         self._keep((form.kind, form.source, form.strict, cache_salt), compiled)
         return compiled
+
+    def _keys_of(self, form: StructuredOutput, grammar: str) -> JsonKeys | None:
+        """A scanner for responses that may repeat keys, at their beginning."""
+        is_text = form.kind is FormKind.TOOL_CALLS
+        if is_text and not any(_FREE_TEXT.match(line) for line in form.source.splitlines()):
+            schemas = [json.loads(schema) for schema in schemas_within(form.source, param=form.param)]
+        elif form.kind in (FormKind.JSON_OBJECT, FormKind.JSON_SCHEMA):
+            schemas = [part.get("json_schema") for part in json.loads(grammar)["grammars"]]
+        else:
+            return None  # what stands in free text may be no JSON
+        if not any(map(has_free_keys, schemas)):
+            return None
+        with self._keys_lock:
+            if self._key_tokens is None:
+                self._key_tokens = KeyTokens(self.vocab_size, self.tokenizer.token_bytes)
+        return JsonKeys.in_text(self._key_tokens) if is_text else JsonKeys(self._key_tokens)
 
     def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:
         matcher = LLMatcher(library, grammar, log_level=0, limits=LIMITS)

@@ -187,6 +187,7 @@ class PreparedGuides:
             thought_begin=self._thought_begin,
             allowed=self._allowed,
             bad_words=self._bad_words,
+            keys=None if self._form is None else self._form.keys,
         )
 
 

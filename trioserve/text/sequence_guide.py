@@ -15,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from trioserve.text.bad_words import BadWords
 from trioserve.text.form_compiler import CompiledForm, in_one_line
+from trioserve.text.json_keys import JsonKeys
 from trioserve.text.mask_bits import (
     clear_bits,
     has_any_bit,
@@ -35,7 +36,7 @@ class SequenceGuide:
     free_until: the form begins behind this text. allowed: the tokens that it may have, as the bytes of a row; None:
     all. stop_token_ids: those that end the sequence; where the form may end, each of them may come. end_token_ids:
     those that the matcher takes for its end. thought_begin: the beginning of a thought that is still to come, as
-    tokens.
+    tokens. keys: follows the keys of a form that is JSON; None: none of them can be repeated.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SequenceGuide:
         thought_begin: Sequence[int] = (),
         allowed: bytes | None = None,
         bad_words: BadWords | None = None,
+        keys: JsonKeys | None = None,
     ) -> None:
         self.fault: str | None = None
         self._tokenizer = tokenizer
@@ -76,6 +78,7 @@ class SequenceGuide:
         self._allowed = allowed
         self._bad_words = bad_words
         self._written = 0  # the state of the bad words
+        self._keys = self._no_keys = keys
 
     def end_thought(self) -> bool:
         """The thought that is written is to end with the next token. False: there is none. May be called at any time
@@ -120,8 +123,11 @@ class SequenceGuide:
         self._written = self._written_behind(token_id, self._written)
         if self._gate is not None:
             self._pass_gate(self._gate.after(piece))
-        elif self._matcher is not None and not is_consumed and not self._matcher.consume_token(token_id):
-            self._note_fault(self._matcher)
+        elif self._matcher is not None and not is_consumed:
+            if not self._matcher.consume_token(token_id):
+                self._note_fault(self._matcher)
+            elif self._keys is not None:
+                self._keys = self._keys.after(piece)
         return self.fault is None
 
     def forced_tokens(self, count_max: int) -> tuple[int, ...]:
@@ -132,7 +138,8 @@ class SequenceGuide:
             return self._opening[:count_max]
         if self._matcher is None or self._gate is not None or self._allowed is not None or self._bad_words is not None:
             return ()
-        return tuple(self._matcher.compute_ff_tokens()[:count_max])
+        forced = self._matcher.compute_ff_tokens()[:count_max]
+        return tuple(forced[: self._new_keys_count(forced, is_draft=False)])
 
     def acceptable_count(self, token_ids: Sequence[int]) -> int:
         if self._opening is not None:
@@ -145,6 +152,7 @@ class SequenceGuide:
             if matcher is not None and gate is None:
                 # From here on the form decides, together with the rest.
                 valid = matcher.validate_tokens(list(token_ids[count:]))
+                valid = self._new_keys_count(token_ids[count : count + valid], is_draft=True)
                 return count + self._others_acceptable(token_ids[count : count + valid], thought, written)
             piece = self._tokenizer.token_bytes(token_id)
             gate, thought = self._behind(token_id, piece, gate, thought)
@@ -156,6 +164,7 @@ class SequenceGuide:
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
         row_bytes = 4 * words_per_row
         gate, thought, written = self._gate, self._thought, self._written
+        keys = self._keys
         filled_from = None  # the row from which on the form's bits are there
         for row in range(1 + len(draft)):
             at = address + row * row_bytes
@@ -175,12 +184,17 @@ class SequenceGuide:
                         filled_from = row
                         self._fill_form(self._matcher, at, row_bytes, draft[row:])
                     may_end = self._let_end(at)
+                    if keys is not None:
+                        self._prune_keys(keys, at, words_per_row, is_next=row == 0)
                 if self._allowed is not None or self._bad_words is not None:
                     self._restrict(at, words_per_row, written, may_end=may_end, is_next=row == 0)
             if row < len(draft):
                 token_id = draft[row]
-                gate, thought = self._behind(token_id, self._tokenizer.token_bytes(token_id), gate, thought)
+                piece = self._tokenizer.token_bytes(token_id)
+                gate, thought = self._behind(token_id, piece, gate, thought)
                 written = self._written_behind(token_id, written)
+                if keys is not None and filled_from is not None:
+                    keys = keys.after(piece)
 
     # --- inside ---
 
@@ -200,9 +214,12 @@ class SequenceGuide:
             self._opening = tuple(rest) or None
             self._matcher = self._form.new_matcher()
             self._may_be_form = False
+            self._keys = self._no_keys
             return False
         if is_form:
             self._matcher.consume_token(token_id)
+            if self._keys is not None:
+                self._keys = self._keys.after(self._tokenizer.token_bytes(token_id))
         return is_form
 
     def _fill_opening(self, matcher: LLMatcher, opening: Sequence[int], address: int, row_bytes: int) -> None:
@@ -225,6 +242,8 @@ class SequenceGuide:
             tokens = self._tokenizer.encode(gate.rest.decode("utf-8", "ignore"), add_special_tokens=False)
             if self._matcher.validate_tokens(tokens) == len(tokens):
                 self._matcher.consume_tokens(tokens)
+                if self._keys is not None:
+                    self._keys = self._keys.after(gate.rest)
 
     def _behind(
         self, token_id: int, piece: bytes, gate: TextFinder | None, thought: Thought | None
@@ -306,6 +325,26 @@ class SequenceGuide:
                 f"the response cannot go on: no token {what} may come next under {self._restrictions}; allow more "
                 "tokens, or change the form"
             )
+
+    def _prune_keys(self, keys: JsonKeys, address: int, words_per_row: int, *, is_next: bool) -> None:
+        """Clear the tokens that would repeat a key of an open object. The arguments are those of `_restrict`."""
+        keys.prune(address, words_per_row)
+        if is_next and self.fault is None and is_row_empty(address, words_per_row):
+            self.fault = (
+                "the response cannot go on: the schema allows no key here that the object does not have already; ask "
+                "for fewer properties, or allow more names"
+            )
+
+    def _new_keys_count(self, token_ids: Sequence[int], *, is_draft: bool) -> int:
+        """Count the tokens before the first one that repeats a key. The form takes all of them, one after the other."""
+        keys = self._keys
+        if keys is None:
+            return len(token_ids)
+        for count, token_id in enumerate(token_ids):
+            keys = keys.after(self._tokenizer.token_bytes(token_id))
+            if keys.has_repeated or (is_draft and keys.has_escaped):
+                return count
+        return len(token_ids)
 
     @property
     def _restrictions(self) -> str:
