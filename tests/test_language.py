@@ -17,9 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/admission",
     "tests/contracts",
+    "tests/router",
     "tests/trio_tools",
     "trioserve/admission",
     "trioserve/contracts",
+    "trioserve/router",
     "trioserve/testing/task_order.py",
     "trioserve/trio_tools",
 )

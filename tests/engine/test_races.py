@@ -312,7 +312,7 @@ async def test_prompts_that_are_being_prepared_have_their_places():
         await held.begun.wait()
         nursery.start_soon(ask)
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may"):
+        with pytest.raises(Overloaded, match="1 requests wait for the model, the limit is 1"):
             async with fake.generate("prompt"):
                 pytest.fail("was entered")
         assert 'num_requests_waiting{engine="0",model_name="fake"} 4.0' in fake.metrics.expose().decode()

@@ -328,7 +328,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
             nursery.start_soon(response_of, fake)
             await trio.testing.wait_all_tasks_blocked()
             monkeypatch.setattr(fake.tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("tokenized"))
-            with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may") as caught:
+            with pytest.raises(Overloaded, match="1 requests wait for the model, the limit is 1") as caught:
                 async with fake.generate(PROMPT):
                     pass
             assert caught.value.reason == "queue_full"

@@ -238,7 +238,7 @@ async def test_streams_leave_a_server_that_stops_and_it_is_back_when_it_is_well(
         assert pair.router.dispatch.stats().moves_total == 1
         pair[first].is_reachable, pair[first].unready_reason = True, None
         await trio.sleep(2)
-        assert {state.id for state in pair.router.dispatch.endpoints if state.is_given} == {first, second}
+        assert {state.id for state in pair.router.dispatch.endpoints if state.accepts_requests} == {first, second}
     await pair.assert_all_free()
 
 

@@ -486,7 +486,7 @@ async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_w
         assert response.status == 400
         error = (await response.json())["error"]
         assert error["param"] == "n"
-        assert "asks for 300 responses, its n times its prompts, and one request may have 1 to 256" in error["message"]
+        assert "asks for 300 responses (n times the number of prompts), allowed are 1 to 256" in error["message"]
         await setup.assert_all_free()
 
 

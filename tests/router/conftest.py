@@ -1,4 +1,4 @@
-"""A router core with a clock that moves when told, and short ways to fill it."""
+"""A router core with a manual clock, and shortcuts for filling it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.memory_router import SEED
 
 
 class Router:
-    """A core, its clock, and who was told of a change or to leave its endpoint, in order."""
+    """A router core with its clock. Records changed tickets and requests to move, in order."""
 
     def __init__(self, *, policy: str = "least_loaded", seed: int = SEED, **settings: object) -> None:
         self.changed: list[Ticket] = []
@@ -54,7 +54,7 @@ class Router:
         return self.core.enter(type(request)(**{**_fields(request), **fields}), self.now)
 
     def sent(self, **fields: object) -> Ticket:
-        """One that has a lease and is at its endpoint."""
+        """Return a ticket with a lease whose request was sent to its endpoint."""
         ticket = self.enter(**fields)
         self.core.sent(ticket)
         return ticket
@@ -64,7 +64,7 @@ class Router:
             self.core.leave(ticket, self.now)
 
     def after(self, seconds: float) -> None:
-        """Time passes, and the core is told when it asked to be."""
+        """Let time pass, and call `tick` whenever the core asked for it."""
         end = self.now + seconds
         while (moment := self.core.next_tick(self.now)) <= end:
             self.now = max(self.now, moment)

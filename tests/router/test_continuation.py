@@ -1,4 +1,4 @@
-"""Streams that broke off: where they go on, before whom, how often, and what ends them."""
+"""Streams that break off: where they resume, in which order, how often, and what ends them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def leases(router):
 
 
 def streaming(router, **fields):
-    """One whose client has a token."""
+    """Return a ticket whose client has a token."""
     ticket = router.sent(**fields)
     router.core.first_token(ticket, router.now)
     return ticket
@@ -28,7 +28,7 @@ def break_off(router, ticket, *, fault=Fault.BROKE, tokens=100):
     return router.core.failed(ticket, fault, router.now, token_count=tokens)
 
 
-def test_a_stream_goes_on_elsewhere_and_its_lease_is_back_before(make_router):
+def test_stream_resumes_elsewhere_after_its_lease_is_released(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -44,7 +44,7 @@ def test_a_stream_goes_on_elsewhere_and_its_lease_is_back_before(make_router):
     assert router.core.stats().continuations_total == 1
 
 
-def test_a_stream_goes_on_whose_lease_went_back_at_its_first_token(make_router):
+def test_stream_resumes_if_its_lease_ended_at_its_first_token(make_router):
     router = make_router(lease_until="first_token")
     router.endpoint("a", leases_max=1)
     b = router.endpoint("b", leases_max=1)
@@ -58,7 +58,7 @@ def test_a_stream_goes_on_whose_lease_went_back_at_its_first_token(make_router):
     assert leases(router) == {"a": 0, "b": 0}
 
 
-def test_who_waits_to_go_on_may_leave_and_is_not_served_later(make_router):
+def test_stream_that_leaves_while_it_waits_to_resume_is_not_served(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -73,7 +73,7 @@ def test_who_waits_to_go_on_may_leave_and_is_not_served_later(make_router):
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_a_stream_waits_no_longer_than_it_may(make_router):
+def test_stream_waits_at_most_continuation_seconds_max(make_router):
     router = make_router(continuation_seconds_max=5, queue_seconds_max=1)
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -81,13 +81,13 @@ def test_a_stream_waits_no_longer_than_it_may(make_router):
     streaming(router)
     assert break_off(router, first)
     router.after(4.9)
-    assert first.state is TicketState.WAITING, "its time in the queue was that before its first token"
+    assert first.state is TicketState.WAITING, "its queue deadline was for the wait before its first token"
     router.after(0.2)
     assert isinstance(first.refusal, Overloaded)
     assert first.refusal.reason == "continuation_wait_over"
 
 
-def test_a_stream_goes_back_where_it_failed_once_that_is_well_again(make_router):
+def test_stream_returns_to_the_endpoint_that_failed_it_once_healthy(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -98,7 +98,7 @@ def test_a_stream_goes_back_where_it_failed_once_that_is_well_again(make_router)
     assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "a")
 
 
-def test_nothing_goes_on_where_nobody_serves_its_model(make_router):
+def test_stream_ends_if_no_endpoint_serves_its_model(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -109,7 +109,7 @@ def test_nothing_goes_on_where_nobody_serves_its_model(make_router):
     assert router.gone == ["a"]
 
 
-def test_a_stream_that_breaks_one_endpoint_after_the_other_ends(make_router):
+def test_stream_that_breaks_endpoints_in_a_row_ends(make_router):
     router = make_router(breaks_max=2)
     for id in "abc":
         router.endpoint(id)
@@ -122,7 +122,7 @@ def test_a_stream_that_breaks_one_endpoint_after_the_other_ends(make_router):
     assert router.core.stats().continuations_refused_total == {"poisoned": 1}
 
 
-def test_a_bystander_goes_on_each_time(make_router):
+def test_stream_with_progress_resumes_each_time(make_router):
     router = make_router(breaks_max=2, progress_tokens_min=16)
     for id in "abcd":
         router.endpoint(id)
@@ -134,7 +134,7 @@ def test_a_bystander_goes_on_each_time(make_router):
 
 
 @pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BUSY, Fault.LEAVING])
-def test_what_is_no_fault_of_the_request_is_not_held_against_it(make_router, fault):
+def test_faults_that_a_request_cannot_cause_do_not_count_against_it(make_router, fault):
     router = make_router(breaks_max=1)
     router.endpoint("a")
     router.endpoint("b")
@@ -142,7 +142,7 @@ def test_what_is_no_fault_of_the_request_is_not_held_against_it(make_router, fau
     assert break_off(router, ticket, fault=fault)
 
 
-def test_a_stream_goes_on_only_so_often(make_router):
+def test_stream_resumes_at_most_continuations_max_times(make_router):
     router = make_router(continuations_max=1)
     for id in "abc":
         router.endpoint(id)
@@ -154,7 +154,7 @@ def test_a_stream_goes_on_only_so_often(make_router):
     assert router.core.stats().continuations_refused_total == {"too_many": 1}
 
 
-def test_only_so_many_streams_go_on_in_a_second(make_router):
+def test_resumed_streams_per_second_are_limited(make_router):
     router = make_router(continuations_per_second_max=4, failures_max=1)
     router.endpoint("a", leases_max=20)
     tickets = [streaming(router) for _ in range(10)]
@@ -163,14 +163,14 @@ def test_only_so_many_streams_go_on_in_a_second(make_router):
         break_off(router, ticket)
     assert leases(router)["b"] == 4
     newcomer = router.enter()
-    assert newcomer.state is TicketState.LEASED, "it does not wait for those who have to"
+    assert newcomer.state is TicketState.LEASED, "a newcomer does not wait for streams that the rate limit holds back"
     router.after(0.5)
     assert leases(router)["b"] == 4 + 1 + 2
     router.after(1.0)
     assert leases(router)["b"] == 10 + 1
 
 
-def test_streams_come_before_newcomers_but_not_all_of_them(make_router):
+def test_streams_are_served_before_newcomers_but_do_not_starve_them(make_router):
     router = make_router(continuations_in_a_row_max=2, failures_max=100)
     router.endpoint("a", leases_max=4)
     streams = [streaming(router) for _ in range(4)]
@@ -178,7 +178,7 @@ def test_streams_come_before_newcomers_but_not_all_of_them(make_router):
     running = router.sent()
     for stream in streams:
         break_off(router, stream)
-    # What came free at the endpoint that failed them is taken by others.
+    # Other requests use the slots of the endpoint that failed the streams.
     others = [router.enter() for _ in range(4)]
     newcomers = [router.enter() for _ in range(2)]
     assert {ticket.state for ticket in others} == {TicketState.LEASED}
@@ -192,7 +192,7 @@ def test_streams_come_before_newcomers_but_not_all_of_them(make_router):
     assert [ticket.state for ticket in newcomers] == [TicketState.ENDED, TicketState.LEASED]
 
 
-def test_a_newcomer_of_better_priority_comes_before_streams(make_router):
+def test_newcomer_of_better_priority_is_served_before_streams(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     stream = streaming(router, priority=1)
@@ -219,7 +219,7 @@ def test_streams_take_no_places_in_the_queue(make_router):
     assert router.core.stats().waiting == 3
 
 
-def test_a_stream_goes_on_where_the_same_is_computed(make_router):
+def test_stream_resumes_at_an_endpoint_with_the_same_fingerprint(make_router):
     router = make_router()
     for id, fingerprint in (("a", "x"), ("b", "y"), ("c", "x")):
         router.core.note_fingerprint(router.endpoint(id), fingerprint)
@@ -232,10 +232,10 @@ def test_a_stream_goes_on_where_the_same_is_computed(make_router):
     assert ticket.endpoint == "c"
     router.core.sent(ticket)
     assert break_off(router, ticket, fault=Fault.BUSY)
-    assert ticket.endpoint == "b", "rather another text than none"
+    assert ticket.endpoint == "b", "other text is better than no text"
 
 
-def test_a_drain_of_the_router_lets_streams_go_on(make_router):
+def test_streams_resume_while_the_router_drains(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -247,7 +247,7 @@ def test_a_drain_of_the_router_lets_streams_go_on(make_router):
     assert (first.state, first.endpoint) == (TicketState.LEASED, "b")
 
 
-def test_a_stream_of_a_pair_goes_on_whole(make_router):
+def test_stream_of_a_pair_resumes_at_one_endpoint(make_router):
     router = make_router()
     both: EngineRole = "both"
     for id in "abc":
@@ -259,10 +259,10 @@ def test_a_stream_of_a_pair_goes_on_whole(make_router):
     prefilled_by = ticket.prefilled_by
     assert break_off(router, ticket)
     assert ticket.stage is None
-    assert ticket.endpoint == prefilled_by, "that has the prompt"
+    assert ticket.endpoint == prefilled_by, "this endpoint has the prompt"
 
 
-def test_when_an_endpoint_dies_nobody_is_asked_for_twice(make_router, monkeypatch):
+def test_each_stream_is_tried_at_most_once_when_an_endpoint_dies(make_router, monkeypatch):
     router = make_router(failures_max=10_000, continuations_per_second_max=1e6)
     router.endpoint("a", leases_max=200)
     tickets = [streaming(router) for _ in range(200)]
@@ -282,22 +282,22 @@ def test_when_an_endpoint_dies_nobody_is_asked_for_twice(make_router, monkeypatc
     assert asked <= 2 * len(tickets)
 
 
-def test_streams_that_go_on_leave_the_retry_budget_alone(make_router):
+def test_resumed_streams_do_not_use_the_retry_budget(make_router):
     router = make_router(retry_share_max=0.0, retries_per_second_min=0.1, failures_max=100)
     for id in "ab":
         router.endpoint(id)
     assert break_off(router, streaming(router))
     assert router.core.failed(router.sent(), Fault.FAILED, router.now)
-    assert not router.core.failed(router.sent(), Fault.FAILED, router.now), "this one finds it empty"
-    assert break_off(router, streaming(router)), "a stream needs nothing of it"
+    assert not router.core.failed(router.sent(), Fault.FAILED, router.now), "the retry budget is empty"
+    assert break_off(router, streaming(router)), "a stream does not use the retry budget"
 
 
-def test_endpoints_that_are_gone_tell_no_fingerprint(make_router):
+def test_fingerprint_of_a_removed_endpoint_is_ignored(make_router):
     router = make_router()
     router.core.note_fingerprint(EndpointId("gone"), "x")
 
 
-def test_of_several_that_were_at_both_endpoints_nobody_ends_for_the_second(make_router):
+def test_streams_that_share_two_broken_endpoints_get_one_more_try(make_router):
     router = make_router(breaks_max=2, failures_max=1)
     a = router.endpoint("a")
     streams = [streaming(router) for _ in range(3)]
@@ -310,13 +310,13 @@ def test_of_several_that_were_at_both_endpoints_nobody_ends_for_the_second(make_
     assert len(there) > 1
     router.core.note_health(a, True, router.now)
     for stream in there:
-        assert break_off(router, stream, tokens=6), "it may have been another one"
+        assert break_off(router, stream, tokens=6), "another stream may be the cause"
         router.core.sent(stream)
     for stream in there:
         assert not break_off(router, stream, tokens=7)
 
 
-def test_a_check_that_finds_an_endpoint_well_clears_those_that_were_there_before(make_router):
+def test_passed_check_forgets_earlier_suspects(make_router):
     router = make_router(breaks_max=2, failures_max=1)
     router.endpoint("a")
     first, second = streaming(router), streaming(router)
@@ -332,23 +332,23 @@ def test_a_check_that_finds_an_endpoint_well_clears_those_that_were_there_before
 # --- on trial ---
 
 
-def tell(router, id, clock):
-    """It is found well, and tells its load after that."""
+def report_well(router, id, clock):
+    """Let a check of the endpoint pass, and report its load after that."""
     router.core.note_health(EndpointId(id), True, router.now)
-    tell_load(router, id, clock)
+    report_load(router, id, clock)
 
 
-def tell_load(router, id, clock):
+def report_load(router, id, clock):
     load = EndpointLoad(running=0, waiting=0, **({} if clock is None else {"clock": clock}))
     router.core.note_load(EndpointId(id), load, router.now, sent_when_asked=0)
 
 
 def on_trial(make_router, *, clocks="abc", fault=Fault.BROKE, is_certain=False, **settings):
-    """One at which two endpoints broke; the third one is left."""
+    """Return a router, and a stream with which two endpoints broke. A third endpoint is left."""
     router = make_router(breaks_max=2, failures_max=100, **settings)
     for id, clock in zip("abc", clocks, strict=True):
         router.endpoint(id)
-        tell_load(router, id, None if clock == "-" else clock)
+        report_load(router, id, None if clock == "-" else clock)
     ticket = streaming(router)
     assert break_off(router, ticket, fault=fault, tokens=10)
     router.core.sent(ticket)
@@ -358,22 +358,22 @@ def on_trial(make_router, *, clocks="abc", fault=Fault.BROKE, is_certain=False, 
 
 
 @pytest.mark.parametrize("fault", [Fault.BROKE, Fault.HUNG])
-def test_a_stream_is_cleared_by_an_endpoint_that_goes_on(make_router, fault):
+def test_stream_is_cleared_if_the_process_of_its_endpoint_still_runs(make_router, fault):
     router, ticket = on_trial(make_router, fault=fault)
     assert ticket.state is TicketState.WAITING
-    tell_load(router, "b", "b")
-    assert ticket.state is TicketState.WAITING, "this one may have been on its way when it broke"
-    tell(router, "b", "b")
+    report_load(router, "b", "b")
+    assert ticket.state is TicketState.WAITING, "this report may have been made before the break"
+    report_well(router, "b", "b")
     assert ticket.state is TicketState.LEASED
     assert sum(leases(router).values()) == 1
 
 
-def test_a_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
+def test_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
     router, ticket = on_trial(make_router)
-    tell(router, "a", "new")
+    report_well(router, "a", "new")
     assert ticket.state is TicketState.WAITING
     router.changed.clear()
-    tell(router, "b", "new")
+    report_well(router, "b", "new")
     assert router.changed == [ticket]
     assert isinstance(ticket.refusal, RequestPoisoned)
     assert '"a", "b"' in str(ticket.refusal)
@@ -381,46 +381,46 @@ def test_a_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
     assert router.core.next_tick(router.now) == math.inf or router.core.stats().continuing == 0
 
 
-def test_where_endpoints_say_that_they_broke_there_is_no_trial(make_router):
+def test_no_trial_if_endpoints_report_that_they_broke(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)
-        tell_load(router, id, id)
+        report_load(router, id, id)
     ticket = streaming(router)
     assert not router.core.failed(ticket, Fault.BROKE, router.now, token_count=5, is_certain=True)
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_one_break_that_is_certain_leaves_the_other_to_be_judged(make_router):
+def test_trial_continues_for_the_break_that_is_not_certain(make_router):
     router, ticket = on_trial(make_router, is_certain=True)
-    tell(router, "b", "b")
+    report_well(router, "b", "b")
     assert ticket.state is TicketState.WAITING
-    tell(router, "a", "a")
+    report_well(router, "a", "a")
     assert ticket.state is TicketState.LEASED
 
 
-def test_of_endpoints_that_tell_no_clock_nothing_is_learnt(make_router):
+def test_no_trial_if_endpoints_report_no_clock(make_router):
     _router, ticket = on_trial(make_router, clocks="--c")
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_who_is_on_trial_holds_up_nobody_and_may_leave(make_router):
+def test_stream_on_trial_blocks_no_other_request_and_may_leave(make_router):
     router, ticket = on_trial(make_router, leases_max=1)
     other = streaming(router)
     assert other.state is TicketState.LEASED
     assert break_off(router, other, tokens=50)
-    assert other.state is TicketState.LEASED, "and it goes on past one that was there before"
+    assert other.state is TicketState.LEASED, "it resumes before the stream that waited earlier"
     newcomer = router.enter()
     assert newcomer.state is TicketState.LEASED
     router.leave(ticket)
     assert router.core.stats().continuing == 0
-    tell(router, "b", "b")
+    report_well(router, "b", "b")
     assert ticket.refusal is None
     router.leave(other, newcomer)
     assert set(leases(router).values()) == {0}
 
 
-def test_a_trial_has_an_end(make_router):
+def test_trial_ends_at_the_queue_deadline(make_router):
     router, ticket = on_trial(make_router, continuation_seconds_max=5)
     router.after(4.9)
     assert ticket.state is TicketState.WAITING
@@ -429,23 +429,23 @@ def test_a_trial_has_an_end(make_router):
     assert router.core.stats().continuations_refused_total == {"poisoned": 1}
 
 
-def test_an_endpoint_that_is_removed_tells_nothing_any_more(make_router):
+def test_trial_ends_if_an_endpoint_is_removed(make_router):
     router, ticket = on_trial(make_router)
-    tell(router, "a", "new")
+    report_well(router, "a", "new")
     router.core.drain_endpoint(EndpointId("b"), router.now)
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_a_cleared_stream_does_not_take_a_lease_that_it_was_to_move_to(make_router):
+def test_stream_put_on_trial_loses_its_next_lease(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)
-        tell_load(router, id, id)
+        report_load(router, id, id)
     ticket = router.sent()
     router.core.first_token(ticket, router.now, can_go_on=True)
     router.core.note_leaving(EndpointId("a"), router.now, move_seconds=30)
     assert ticket.next_lease is not None
     assert break_off(router, ticket)
     assert (ticket.state, leases(router)) == (TicketState.WAITING, {"a": 0, "b": 0})
-    tell(router, "a", "a")
+    report_well(router, "a", "a")
     assert ticket.state is TicketState.LEASED

@@ -1,4 +1,4 @@
-"""Who gets a lease, who waits, who is refused; and that everything comes back exactly once."""
+"""Leases, queues and refusals of the router core, and that everything is released exactly once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_request_gets_a_lease_at_once_while_there_is_room(make_router):
     assert leases(router) == {"a": 2}
 
 
-def test_a_lease_goes_to_the_oldest_waiter_in_the_call_that_gives_it_back(make_router):
+def test_released_lease_goes_to_the_oldest_waiter_in_the_same_call(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder, oldest, youngest = router.enter(), router.enter(), router.enter()
@@ -49,7 +49,7 @@ def test_a_lease_goes_to_the_oldest_waiter_in_the_call_that_gives_it_back(make_r
     assert leases(router) == {"a": 1}
 
 
-def test_leaving_twice_gives_back_once(make_router):
+def test_leaving_twice_releases_once(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     first, second = router.enter(), router.enter()
@@ -59,8 +59,8 @@ def test_leaving_twice_gives_back_once(make_router):
     assert leases(router) == {"a": 0}
 
 
-def test_a_waiter_that_left_is_passed_over_and_never_granted(make_router):
-    """S32: a request of a client that left is never executed."""
+def test_request_that_left_the_queue_never_gets_a_lease(make_router):
+    """S32: a request whose client left is never executed."""
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder, leaver, stayer = router.enter(), router.enter(), router.enter()
@@ -70,8 +70,8 @@ def test_a_waiter_that_left_is_passed_over_and_never_granted(make_router):
     assert leaver.state is TicketState.ENDED
 
 
-def test_a_lease_ends_at_the_first_token_if_so_set_and_only_once(make_router):
-    """S26: until when it holds is a setting, and waiters are counted themselves."""
+def test_lease_ends_once_at_the_first_token_if_configured(make_router):
+    """S26: the end of a lease is configurable, and waiting requests are counted separately."""
     router = make_router(lease_until="first_token")
     router.endpoint("a", leases_max=1)
     first = router.sent()
@@ -83,7 +83,7 @@ def test_a_lease_ends_at_the_first_token_if_so_set_and_only_once(make_router):
     assert leases(router) == {"a": 1}
 
 
-# --- the line ---
+# --- the queue ---
 
 
 def test_priority_goes_before_arrival(make_router):
@@ -97,7 +97,7 @@ def test_priority_goes_before_arrival(make_router):
     assert router.changed == [sooner, later]
 
 
-def test_tenants_take_turns_whoever_came_in_a_burst(make_router):
+def test_tenants_take_turns_even_in_a_burst(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder = router.enter(tenant="x")
@@ -118,12 +118,12 @@ def test_turns_are_counted_in_prompt_tokens(make_router):
     for _ in range(12):
         router.leave(router.changed[-1])
     served = router.changed[:12]
-    assert sum(ticket in long for ticket in served) == 2  # 1000 a request, against 100
+    assert sum(ticket in long for ticket in served) == 2  # a request costs 1000 tokens, against 100
     assert sum(ticket in short for ticket in served) == 10
 
 
 def test_turns_are_counted_in_all_sequences_of_a_request(make_router):
-    """Choices take slots, and a tenant that asks for several of them at once has fewer turns for it."""
+    """Choices use slots, so a tenant whose requests have several choices gets fewer turns."""
     router = make_router()
     router.endpoint("a", leases_max=4)
     holder = router.enter(tenant="x", sequences=4)
@@ -133,11 +133,11 @@ def test_turns_are_counted_in_all_sequences_of_a_request(make_router):
     for index in range(6):
         router.leave(router.changed[index])
     served = router.changed[:6]
-    assert sum(ticket in several for ticket in served) == 2  # 256 a request, against 64
+    assert sum(ticket in several for ticket in served) == 2  # a request costs 256 tokens, against 64
     assert sum(ticket in single for ticket in served) == 4
 
 
-def test_a_tenant_that_was_away_gets_no_turns_for_that(make_router):
+def test_returning_tenant_gets_no_credit_for_its_absence(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder = router.enter()
@@ -152,8 +152,8 @@ def test_a_tenant_that_was_away_gets_no_turns_for_that(make_router):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_full_line_refuses_with_a_reason_and_a_time(make_router, count):
-    """S13, S42: bounded by default, and a refusal says when to come back."""
+def test_full_queue_refuses_with_a_reason_and_a_retry_time(make_router, count):
+    """S13, S42: the queue is bounded by default, and a refusal says when to retry."""
     router = make_router(queue_requests_max=count)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -167,7 +167,7 @@ def test_a_full_line_refuses_with_a_reason_and_a_time(make_router, count):
     assert router.core.stats().rejections_total == {"queue_full": 1}
 
 
-def test_where_nobody_may_wait_one_that_waits_again_does_not_close_a_free_endpoint(make_router):
+def test_waiting_retry_does_not_block_a_free_endpoint_if_queue_limit_is_zero(make_router):
     router = make_router(queue_requests_max=0)
     router.endpoint("a", leases_max=1)
     failing = router.sent()
@@ -179,7 +179,7 @@ def test_where_nobody_may_wait_one_that_waits_again_does_not_close_a_free_endpoi
         router.enter()
 
 
-def test_the_line_is_bounded_in_prompt_tokens(make_router):
+def test_queue_is_bounded_in_prompt_tokens(make_router):
     router = make_router(queue_prompt_tokens_max=100)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -205,8 +205,8 @@ def test_retry_after_follows_the_rate_at_which_requests_end(make_router):
     assert refusal.value.retry_after_seconds == pytest.approx(5 * 3.0, rel=0.2)
 
 
-def test_a_wait_that_is_over_is_refused_by_time_alone(make_router):
-    """S35: neither refused at once nor kept without end."""
+def test_request_is_refused_when_its_queue_deadline_passes(make_router):
+    """S35: a request is neither refused at once nor kept for ever."""
     router = make_router(queue_seconds_max=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -221,7 +221,7 @@ def test_a_wait_that_is_over_is_refused_by_time_alone(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_a_requests_own_deadline_is_told_apart(make_router):
+def test_own_deadline_has_an_error_of_its_own(make_router):
     router = make_router(queue_seconds_max=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -230,7 +230,7 @@ def test_a_requests_own_deadline_is_told_apart(make_router):
     assert isinstance(waiting.refusal, QueueWaitOver)
 
 
-def test_those_who_left_leave_nothing_behind(make_router):
+def test_requests_that_left_leave_no_state(make_router):
     router = make_router(queue_requests_max=1000)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -247,11 +247,11 @@ def test_those_who_left_leave_nothing_behind(make_router):
 
 
 @pytest.mark.slow
-def test_tenants_that_were_served_leave_nothing_behind_either(make_router):
+def test_tenants_that_were_served_leave_no_state(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     waiting = [router.enter(tenant="first"), router.enter(tenant="second")]
-    for index in range(12_000):  # there is always somebody in the queue
+    for index in range(12_000):  # the queue is never empty
         waiting.append(router.enter(tenant=f"tenant {index}"))
         router.leave(waiting.pop(0))
     assert len(router.core._queues.models["m"].queues[None].newcomers._classes[0]._turn_of) < 9_000
@@ -260,7 +260,7 @@ def test_tenants_that_were_served_leave_nothing_behind_either(make_router):
 # --- endpoints ---
 
 
-def test_without_an_endpoint_nobody_waits(make_router):
+def test_request_is_refused_without_an_endpoint(make_router):
     router = make_router()
     with pytest.raises(NoEndpoint):
         router.enter()
@@ -269,7 +269,7 @@ def test_without_an_endpoint_nobody_waits(make_router):
         router.enter()
 
 
-def test_whoever_waits_for_an_endpoint_that_starts_is_served_when_it_is_well(make_router):
+def test_waiting_request_is_served_when_a_starting_endpoint_is_healthy(make_router):
     router = make_router()
     starting = router.endpoint("a", well=False)
     waiting = router.enter()
@@ -294,7 +294,7 @@ def test_a_pinned_request_is_admitted_or_refused_at_once(make_router):
         router.enter(pinned="c")
 
 
-def test_a_pinned_endpoint_that_only_starts_is_not_called_full(make_router):
+def test_starting_pinned_endpoint_is_not_reported_as_full(make_router):
     router = make_router()
     router.endpoint("a", well=False)
     with pytest.raises(NoEndpoint):
@@ -310,8 +310,8 @@ def test_two_endpoints_with_one_id_are_refused(make_router):
         router.endpoint("b", leases_max=0)
 
 
-def test_a_drained_endpoint_keeps_what_it_has_and_goes_when_that_ends(make_router):
-    """S36: nothing is unloaded under running requests."""
+def test_drained_endpoint_is_removed_when_its_last_request_ends(make_router):
+    """S36: an endpoint stays while requests run there."""
     router = make_router()
     a = router.endpoint("a")
     running = router.sent()
@@ -324,7 +324,7 @@ def test_a_drained_endpoint_keeps_what_it_has_and_goes_when_that_ends(make_route
     assert "a" not in router.core.endpoints
 
 
-def test_an_endpoint_that_comes_back_while_it_is_drained_goes_on(make_router):
+def test_endpoint_added_again_while_draining_keeps_its_state(make_router):
     router = make_router()
     a = router.endpoint("a")
     running = router.sent()
@@ -335,7 +335,7 @@ def test_an_endpoint_that_comes_back_while_it_is_drained_goes_on(make_router):
     assert router.gone == []
 
 
-def test_an_endpoint_comes_back_with_the_limit_that_it_has_now(make_router):
+def test_endpoint_added_again_uses_its_new_limit(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=8)
     running = [router.sent(), router.sent()]
@@ -349,7 +349,7 @@ def test_an_endpoint_comes_back_with_the_limit_that_it_has_now(make_router):
     assert waiting.state is TicketState.LEASED
 
 
-def test_whoever_waits_for_the_last_endpoint_is_told_when_it_goes(make_router):
+def test_waiting_request_is_refused_when_the_last_endpoint_is_removed(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=1)
     router.enter()
@@ -358,7 +358,7 @@ def test_whoever_waits_for_the_last_endpoint_is_told_when_it_goes(make_router):
     assert isinstance(waiting.refusal, NoEndpoint)
 
 
-def test_the_depth_inside_an_endpoint_is_kept_shallow(make_router):
+def test_sequences_waiting_inside_an_endpoint_are_limited(make_router):
     router = make_router(waiting_depth_max=2)
     a = router.endpoint("a", leases_max=64)
     router.core.note_load(a, EndpointLoad(running=4, waiting=0, max_num_seqs=4), router.now, sent_when_asked=0)
@@ -368,7 +368,7 @@ def test_the_depth_inside_an_endpoint_is_kept_shallow(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_what_was_given_since_the_question_counts_as_not_reported(make_router):
+def test_requests_sent_after_the_question_are_added_to_the_report(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     asked = router.core.sent_total
@@ -377,18 +377,18 @@ def test_what_was_given_since_the_question_counts_as_not_reported(make_router):
     assert router.enter().state is TicketState.WAITING
 
 
-def test_what_has_ended_while_a_report_was_on_its_way_is_not_taken_for_what_was_sent_meanwhile(make_router):
+def test_request_that_ended_during_a_report_does_not_hide_one_sent_meanwhile(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     ends = router.sent()
     asked = router.core.sent_total
-    router.leave(ends)  # the endpoint looks at itself now: it is idle
+    router.leave(ends)  # the endpoint makes its report now: idle
     router.sent()
     router.core.note_load(a, EndpointLoad(running=0, waiting=0, max_num_seqs=1), router.now, sent_when_asked=asked)
     assert router.enter().state is TicketState.WAITING
 
 
-def test_whoever_has_a_lease_and_was_not_sent_yet_is_in_no_report(make_router):
+def test_unsent_request_with_a_lease_is_added_to_the_report(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     router.enter()
@@ -396,19 +396,19 @@ def test_whoever_has_a_lease_and_was_not_sent_yet_is_in_no_report(make_router):
     assert router.enter().state is TicketState.WAITING
 
 
-def test_seats_that_nobody_tells_are_learned_from_what_was_seen(make_router):
+def test_unreported_slots_are_learned_from_reports(make_router):
     router = make_router(waiting_depth_max=1)
     a = router.endpoint("a")
     router.core.note_load(a, EndpointLoad(running=3, waiting=0), router.now, sent_when_asked=0)
     assert [router.sent().state, router.enter().state] == [TicketState.LEASED, TicketState.WAITING]
-    # The report has the one that was given: there is one seat more than was known.
+    # The report includes the new request, so there is one more slot than was known.
     router.core.note_load(a, EndpointLoad(running=4, waiting=0), router.now, sent_when_asked=1)
     assert router.core.stats().waiting == 0
     router.core.note_load(a, EndpointLoad(running=4, waiting=1), router.now, sent_when_asked=2)
     assert router.enter().state is TicketState.WAITING
 
 
-def test_a_stale_report_says_nothing(make_router):
+def test_stale_report_is_ignored(make_router):
     router = make_router(waiting_depth_max=0, load_seconds_max=2)
     a = router.endpoint("a")
     router.core.note_load(a, EndpointLoad(running=4, waiting=4, max_num_seqs=4), router.now, sent_when_asked=0)
@@ -421,7 +421,7 @@ def test_a_stale_report_says_nothing(make_router):
 # --- failures ---
 
 
-def test_a_failure_gives_the_lease_back_before_the_next_is_taken(make_router):
+def test_failure_releases_the_lease_before_the_next_grant(make_router):
     router = make_router(policy="round_robin")
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -432,21 +432,21 @@ def test_a_failure_gives_the_lease_back_before_the_next_is_taken(make_router):
     assert leases(router) == {"a": 0, "b": 1}
 
 
-def test_whoever_failed_waits_for_another_endpoint_before_the_line(make_router):
+def test_failed_request_waits_for_another_endpoint_before_newcomers(make_router):
     router = make_router(policy="round_robin")
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
     first, second = router.sent(), router.sent()
     waiting = router.enter()
     assert router.core.failed(first, Fault.BROKE, router.now)
-    assert waiting.state is TicketState.LEASED  # it took what came free at the endpoint that failed the other
+    assert waiting.state is TicketState.LEASED  # it got the slot of the request that failed
     behind = router.enter()
     router.leave(second)
     assert first.endpoint == "b"
     assert behind.state is TicketState.WAITING
 
 
-def test_whoever_waits_again_counts_with_its_prompt(make_router):
+def test_prompt_of_a_request_that_waits_again_counts(make_router):
     router = make_router(queue_prompt_tokens_max=100)
     router.endpoint("a", leases_max=1)
     failing = router.sent(prompt_tokens=90)
@@ -461,7 +461,7 @@ def test_whoever_waits_again_counts_with_its_prompt(make_router):
     assert router.core.stats().waiting_prompt_tokens == 0
 
 
-def test_nothing_is_tried_again_where_it_failed_nor_more_often_than_allowed(make_router):
+def test_retries_avoid_failed_endpoints_and_are_limited(make_router):
     router = make_router(attempts_max=2)
     for id in "abc":
         router.endpoint(id)
@@ -485,7 +485,7 @@ def test_retries_have_a_budget(make_router):
     assert retried == 2
 
 
-def test_what_could_not_be_sent_waits_until_its_endpoint_is_found_well(make_router):
+def test_request_to_an_unreachable_endpoint_waits_for_a_passed_check(make_router):
     router = make_router(attempts_max=1, retry_share_max=0.0, retries_per_second_min=0.0, ejection_seconds=1)
     a = router.endpoint("a")
     ticket = router.sent()
@@ -495,7 +495,7 @@ def test_what_could_not_be_sent_waits_until_its_endpoint_is_found_well(make_rout
         assert router.core.failed(ticket, Fault.UNREACHABLE, router.now)
         router.after(1.5)
         assert router.core.endpoints[a].health is EndpointHealth.PROBING
-        assert ticket.state is TicketState.WAITING, "time alone does not say that it can be reached"
+        assert ticket.state is TicketState.WAITING, "passing time does not show that the endpoint is reachable"
         router.core.note_health(a, True, router.now)
         assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "a")
         router.core.sent(ticket)
@@ -503,7 +503,7 @@ def test_what_could_not_be_sent_waits_until_its_endpoint_is_found_well(make_rout
     assert leases(router) == {"a": 0, "b": 0}
 
 
-def test_and_no_longer_than_anybody_waits(make_router):
+def test_request_to_an_unreachable_endpoint_waits_at_most_until_its_deadline(make_router):
     router = make_router(queue_seconds_max=5, continuation_seconds_max=5)
     router.endpoint("a")
     ticket = router.sent()
@@ -522,7 +522,7 @@ def lose_all(router, tickets, fault=Fault.BROKE):
 
 
 @pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BROKE, Fault.HUNG, Fault.LEAVING])
-def test_all_that_wait_at_an_endpoint_survive_its_end_whatever_the_retry_budget(make_router, fault):
+def test_requests_of_a_lost_endpoint_survive_without_a_retry_budget(make_router, fault):
     router = make_router(retry_share_max=0.0, retries_per_second_min=0.0, attempts_max=1 + 1)
     a = router.endpoint("a", leases_max=200)
     tickets = [router.sent() for _ in range(200)]
@@ -551,14 +551,14 @@ def test_requests_wait_for_an_endpoint_to_come_back_when_all_have_died(make_rout
     router.after(15)
     assert {ticket.state for ticket in tickets} == {TicketState.WAITING}
     with pytest.raises(NoEndpoint):
-        router.enter()  # a newcomer has been promised nothing
+        router.enter()  # newcomers are refused while all endpoints are ejected
     for id in ids:
         router.core.note_health(id, True, router.now)
     assert {ticket.state for ticket in tickets} == {TicketState.LEASED}
     assert leases(router) == {"a": 10, "b": 10}
 
 
-def test_the_time_at_an_endpoint_that_died_is_no_wait(make_router):
+def test_time_at_a_dead_endpoint_does_not_count_as_waiting(make_router):
     router = make_router(queue_seconds_max=20, continuation_seconds_max=8)
     a = router.endpoint("a")
     whole, patient = router.sent(), router.sent(queue_deadline=router.now + 3)
@@ -568,7 +568,7 @@ def test_the_time_at_an_endpoint_that_died_is_no_wait(make_router):
     router.after(2.5)
     assert (whole.state, patient.state) == (TicketState.WAITING, TicketState.WAITING)
     router.after(1)
-    assert isinstance(patient.refusal, QueueWaitOver), "its own time for waiting is over"
+    assert isinstance(patient.refusal, QueueWaitOver), "its own queue deadline has passed"
     router.after(15)
     assert whole.state is TicketState.WAITING
     router.after(2)
@@ -576,7 +576,7 @@ def test_the_time_at_an_endpoint_that_died_is_no_wait(make_router):
 
 
 @pytest.mark.parametrize("fault", [*sorted(LOST, key=str), Fault.FAILED, Fault.INVALID, Fault.REFUSED, Fault.BUSY])
-def test_a_request_that_was_served_for_longer_than_it_may_wait_goes_to_another_endpoint(make_router, fault):
+def test_request_served_longer_than_its_wait_limit_is_retried_elsewhere(make_router, fault):
     router = make_router(queue_seconds_max=60)
     router.endpoint("a")
     ticket = router.sent(queue_deadline=router.now + 3)
@@ -587,7 +587,7 @@ def test_a_request_that_was_served_for_longer_than_it_may_wait_goes_to_another_e
 
 
 @pytest.mark.parametrize("has_other", [True, False])
-def test_a_request_that_got_its_lease_late_is_not_lost_with_its_endpoint(make_router, has_other):
+def test_request_with_a_late_lease_is_not_lost_with_its_endpoint(make_router, has_other):
     router = make_router()
     router.endpoint("a", leases_max=1)
     first, late = router.sent(), router.enter(queue_deadline=router.now + 3)
@@ -604,7 +604,7 @@ def test_a_request_that_got_its_lease_late_is_not_lost_with_its_endpoint(make_ro
         assert isinstance(late.refusal, QueueWaitOver)
 
 
-def test_lost_requests_go_before_newcomers_of_their_priority_but_do_not_starve_them(make_router):
+def test_lost_requests_are_served_before_newcomers_but_do_not_starve_them(make_router):
     router = make_router(continuations_in_a_row_max=3)
     router.endpoint("a", leases_max=8)
     lost = [router.sent(priority=1) for _ in range(8)]
@@ -627,7 +627,7 @@ def test_lost_requests_go_before_newcomers_of_their_priority_but_do_not_starve_t
     ]
 
 
-def test_a_request_that_its_endpoints_die_of_is_ended(make_router):
+def test_request_that_kills_its_endpoints_ends(make_router):
     router = make_router(attempts_max=3)
     for id in "abcd":
         router.endpoint(id)
@@ -640,7 +640,7 @@ def test_a_request_that_its_endpoints_die_of_is_ended(make_router):
     assert router.core.stats().continuations_refused_total == {"poisoned": 1}
 
 
-def test_requests_that_lost_their_endpoints_together_are_not_blamed_so_soon(make_router):
+def test_requests_that_lost_endpoints_together_get_more_tries(make_router):
     router = make_router(attempts_max=2)
     ids = [router.endpoint(id, leases_max=4) for id in "ab"]
     tickets = [router.sent() for _ in range(4)]
@@ -654,12 +654,12 @@ def test_requests_that_lost_their_endpoints_together_are_not_blamed_so_soon(make
             assert ticket.state is TicketState.LEASED
             router.core.sent(ticket)
     first, *others = [ticket for ticket in tickets if ticket.endpoint == tickets[0].endpoint]
-    assert others, "they are still together"
+    assert others, "they are still at one endpoint"
     assert not router.core.failed(first, Fault.BROKE, router.now)
     assert isinstance(first.refusal, RequestPoisoned)
 
 
-def test_losing_hundreds_of_requests_asks_for_room_once_for_each_of_them_at_most(make_router, monkeypatch):
+def test_losing_hundreds_of_requests_asks_for_room_at_most_once_each(make_router, monkeypatch):
     router = make_router(queue_requests_max=1000)
     router.endpoint("a", leases_max=300)
     tickets = [router.sent() for _ in range(300)]
@@ -678,7 +678,7 @@ def test_losing_hundreds_of_requests_asks_for_room_once_for_each_of_them_at_most
     assert asked <= 2 * len(tickets)
 
 
-def test_a_router_that_leaves_finishes_what_lost_its_endpoint(make_router):
+def test_draining_router_serves_requests_that_lost_their_endpoint(make_router):
     router = make_router()
     router.endpoint("a")
     ticket = router.sent()
@@ -691,7 +691,7 @@ def test_a_router_that_leaves_finishes_what_lost_its_endpoint(make_router):
     assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
 
 
-def test_who_is_sent_away_by_endpoints_that_leave_has_as_many_attempts_as_before(make_router):
+def test_leaving_endpoints_use_up_no_attempts(make_router):
     router = make_router(attempts_max=1, retry_share_max=0.0, retries_per_second_min=0.0)
     for id in "abc":
         router.endpoint(id)
@@ -702,7 +702,7 @@ def test_who_is_sent_away_by_endpoints_that_leave_has_as_many_attempts_as_before
     assert not router.core.failed(ticket, Fault.FAILED, router.now)
 
 
-def test_what_all_endpoints_refuse_that_are_well_is_told_at_once(make_router):
+def test_request_fails_at_once_if_all_healthy_endpoints_are_full(make_router):
     router = make_router()
     for id in "ab":
         router.endpoint(id)
@@ -710,10 +710,10 @@ def test_what_all_endpoints_refuse_that_are_well_is_told_at_once(make_router):
     assert router.core.failed(ticket, Fault.BUSY, router.now)
     router.core.sent(ticket)
     assert not router.core.failed(ticket, Fault.BUSY, router.now)
-    assert ticket.refusal is None, "the client is told what the endpoint said"
+    assert ticket.refusal is None, "the client gets the endpoint's response"
 
 
-def test_where_others_are_ill_a_busy_endpoint_is_asked_again(make_router):
+def test_busy_endpoint_is_retried_while_others_are_ejected(make_router):
     router = make_router(failures_max=1, ejection_seconds=20)
     a = router.endpoint("a")
     ticket = router.sent()
@@ -726,7 +726,7 @@ def test_where_others_are_ill_a_busy_endpoint_is_asked_again(make_router):
     assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "a")
 
 
-def test_busy_endpoints_are_not_asked_again_beyond_the_budget(make_router):
+def test_busy_endpoints_are_retried_within_the_budget(make_router):
     router = make_router(retry_share_max=0.0, retries_per_second_min=0.3, failures_max=1)
     a = router.endpoint("a")
     router.core.note_health(router.endpoint("b"), False, router.now)
@@ -735,7 +735,7 @@ def test_busy_endpoints_are_not_asked_again_beyond_the_budget(make_router):
     assert router.core.endpoints[a].health is EndpointHealth.HEALTHY
 
 
-def test_failures_in_a_row_eject_and_a_probe_brings_back(make_router):
+def test_failures_in_a_row_eject_and_a_passed_probe_restores(make_router):
     router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30)
     a = router.endpoint("a")
     for _ in range(3):
@@ -754,7 +754,7 @@ def test_failures_in_a_row_eject_and_a_probe_brings_back(make_router):
     assert other.state is TicketState.LEASED
 
 
-def test_each_probe_that_fails_doubles_the_time(make_router):
+def test_each_failed_probe_doubles_the_ejection(make_router):
     router = make_router(failures_max=1, ejection_seconds=1, ejection_seconds_max=3)
     a = router.endpoint("a")
     router.core.failed(router.sent(), Fault.BROKE, router.now)
@@ -766,14 +766,14 @@ def test_each_probe_that_fails_doubles_the_time(make_router):
     assert ends == [1, 2, 3]
 
 
-def test_an_endpoint_that_cannot_be_reached_is_ejected_at_once(make_router):
+def test_unreachable_endpoint_is_ejected_at_once(make_router):
     router = make_router(failures_max=5)
     a = router.endpoint("a")
     router.core.failed(router.sent(), Fault.UNREACHABLE, router.now)
     assert router.core.endpoints[a].health is EndpointHealth.EJECTED
 
 
-def test_an_endpoint_that_says_it_is_busy_is_not_ill(make_router):
+def test_busy_endpoint_is_not_ejected(make_router):
     router = make_router(policy="round_robin", failures_max=1)
     a = router.endpoint("a")
     router.endpoint("b", leases_max=1)
@@ -792,7 +792,7 @@ def test_a_probe_keeps_the_limit_of_the_endpoint(make_router):
     a = router.endpoint("a", leases_max=2)
     failing, still_there = router.sent(), router.sent(sequences=2)
     router.core.failed(failing, Fault.UNREACHABLE, router.now)
-    router.core.add_endpoint(EndpointId("b"), ["m"], router.now)  # starts: so that others wait
+    router.core.add_endpoint(EndpointId("b"), ["m"], router.now)  # still starting, so requests wait
     waiting = [router.enter(), router.enter()]
     router.after(1)
     assert router.core.endpoints[a].health is EndpointHealth.PROBING
@@ -801,7 +801,7 @@ def test_a_probe_keeps_the_limit_of_the_endpoint(make_router):
     assert [ticket.state for ticket in waiting] == [TicketState.LEASED, TicketState.WAITING]
 
 
-def test_a_probe_that_finds_the_endpoint_busy_leaves_it_alone(make_router):
+def test_probe_answered_as_busy_pauses_the_endpoint(make_router):
     router = make_router(failures_max=1, ejection_seconds=1)
     router.endpoint("a")
     router.core.failed(router.sent(), Fault.UNREACHABLE, router.now)
@@ -826,7 +826,7 @@ def test_the_longest_of_several_busy_responses_counts(make_router):
     assert waiting.state is TicketState.LEASED
 
 
-def test_what_checks_took_away_a_check_gives_back(make_router):
+def test_passed_check_restores_an_endpoint_that_checks_ejected(make_router):
     router = make_router(failures_max=2, ejection_seconds=20)
     a = router.endpoint("a")
     for _ in range(2):
@@ -836,7 +836,7 @@ def test_what_checks_took_away_a_check_gives_back(make_router):
     assert router.core.endpoints[a].health is EndpointHealth.HEALTHY
 
 
-def test_an_endpoint_that_fails_requests_is_not_healed_by_its_checks(make_router):
+def test_passed_check_does_not_restore_an_endpoint_that_failed_requests(make_router):
     router = make_router(failures_max=1)
     a = router.endpoint("a")
     router.core.failed(router.sent(), Fault.BROKE, router.now)
@@ -844,7 +844,7 @@ def test_an_endpoint_that_fails_requests_is_not_healed_by_its_checks(make_router
     assert router.core.endpoints[a].health is EndpointHealth.EJECTED
 
 
-def test_those_in_line_keep_their_place_while_everything_is_ejected(make_router):
+def test_waiting_requests_keep_their_place_while_all_endpoints_are_ejected(make_router):
     router = make_router(failures_max=1, ejection_seconds=1)
     router.endpoint("a", leases_max=1)
     failing = router.sent()
@@ -855,7 +855,7 @@ def test_those_in_line_keep_their_place_while_everything_is_ejected(make_router)
     assert waiting.state is TicketState.LEASED
 
 
-def test_an_endpoint_that_comes_to_others_starts_slowly(make_router):
+def test_endpoint_added_to_others_starts_slowly(make_router):
     router = make_router(slow_start_seconds=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -874,7 +874,7 @@ def test_an_endpoint_that_comes_to_others_starts_slowly(make_router):
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.1, 2.3])
 @pytest.mark.parametrize("began_at", [100.1, 1000.1, 54321.7, 1e7 + 0.1])
-def test_a_report_that_gets_old_frees_whoever_waits_for_it_in_spite_of_rounding(make_router, began_at, seconds):
+def test_expired_report_opens_the_endpoint_despite_rounding(make_router, began_at, seconds):
     router = make_router(waiting_depth_max=0, load_seconds_max=seconds)
     router.now = began_at
     a = router.endpoint("a")
@@ -886,7 +886,7 @@ def test_a_report_that_gets_old_frees_whoever_waits_for_it_in_spite_of_rounding(
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.1, 2.3])
 @pytest.mark.parametrize("began_at", [100.1, 1000.1, 54321.7, 1e7 + 0.1])
-def test_each_step_of_a_slow_start_comes_in_spite_of_rounding(make_router, began_at, seconds):
+def test_each_step_of_a_slow_start_comes_despite_rounding(make_router, began_at, seconds):
     router = make_router(slow_start_seconds=seconds)
     router.now = began_at
     router.endpoint("a", leases_max=1)
@@ -900,7 +900,7 @@ def test_each_step_of_a_slow_start_comes_in_spite_of_rounding(make_router, began
 # --- shutdown ---
 
 
-def test_a_drain_refuses_whatever_was_not_sent_and_leaves_the_rest(make_router):
+def test_drain_refuses_unsent_requests_and_keeps_the_others(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     running, granted, waiting = router.sent(), router.enter(), router.enter()
@@ -911,7 +911,7 @@ def test_a_drain_refuses_whatever_was_not_sent_and_leaves_the_rest(make_router):
     with pytest.raises(Draining):
         router.enter()
     assert leases(router) == {"a": 1}
-    assert router.core.failed(running, Fault.BROKE, router.now), "it was accepted, and waits for an endpoint"
+    assert router.core.failed(running, Fault.BROKE, router.now), "it was accepted, so it waits for an endpoint"
     assert leases(router) == {"a": 0}
 
 
@@ -922,7 +922,7 @@ def test_an_idle_router_has_no_tick(make_router):
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_reports_of_endpoints_that_are_gone_are_ignored(make_router):
+def test_reports_of_removed_endpoints_are_ignored(make_router):
     router = make_router()
     gone = EndpointId("gone")
     router.core.note_health(gone, True, router.now)
@@ -931,8 +931,8 @@ def test_reports_of_endpoints_that_are_gone_are_ignored(make_router):
     assert router.core.endpoints == {}
 
 
-def test_what_is_known_of_an_adapters_queues_goes_when_it_is_unloaded(make_router):
-    """Names of adapters come and go without end. Whoever still asks for one is kept until it leaves."""
+def test_queues_of_an_unloaded_adapter_are_deleted(make_router):
+    """Adapters are loaded and unloaded without end. Queues with a request stay until that request leaves."""
     router = make_router(leases_max=1)
     endpoint = router.endpoint("a")
     router.core.set_models(endpoint, ["m", "x"], router.now)
@@ -955,12 +955,12 @@ def test_what_is_known_of_an_adapters_queues_goes_when_it_is_unloaded(make_route
     router.core.leave(router.enter(model="z"), router.now)
     queues = router.core._queues.models["z"]
     router.core.set_models(endpoint, ["m", "z"], router.now)
-    assert router.core._queues.models["z"] is queues  # it was told the same again: how fast requests end is still known
+    assert router.core._queues.models["z"] is queues  # models set again: the drain rate is kept
     router.core.set_models(endpoint, ["m"], router.now)
     assert "z" not in router.core._queues.models
 
 
-def test_in_a_full_line_a_burst_takes_places_from_itself(make_router):
+def test_burst_in_a_full_queue_takes_places_from_its_own_tenant(make_router):
     router = make_router(queue_requests_max=4)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -969,7 +969,7 @@ def test_in_a_full_line_a_burst_takes_places_from_itself(make_router):
     assert steady.state is TicketState.WAITING
     assert [ticket.state.value for ticket in burst] == ["waiting", "waiting", "waiting", "ended"]
     assert burst[3].refusal.reason == "queue_full"
-    router.enter(tenant="steady")  # two each: now nobody has more than the other
+    router.enter(tenant="steady")  # two each: no tenant has more than the other
     with pytest.raises(Overloaded, match="4 requests wait"):
         router.enter(tenant="steady")
     with pytest.raises(Overloaded, match="4 requests wait"):

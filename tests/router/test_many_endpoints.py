@@ -1,4 +1,7 @@
-"""Many endpoints and many routers: a request costs a bounded number of looks, and routers do not all choose alike."""
+"""Many endpoints and many routers.
+
+A request costs a bounded number of looks, and routers choose different endpoints.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,18 @@ def request(**fields) -> RoutedRequest:
     return RoutedRequest(model="m", **fields)
 
 
-# --- routers that know nothing of each other ---
+# --- independent routers ---
 
 
 def test_routers_that_see_the_same_idle_endpoints_spread_over_them():
-    """64 of them, a request each at the same moment. With ties broken by position all of them choose the first."""
+    """64 routers choose at the same moment. If ties were broken by position, all would choose the first endpoint."""
     routers = [router_of(LOOKS_MAX, seed=seed) for seed in range(ROUTERS)]
     taken = Counter(router.enter(request(), NOW).endpoint for router in routers)
     assert max(taken.values()) <= 12
     assert len(taken) == LOOKS_MAX
 
 
-def test_an_order_of_its_own_is_the_same_for_every_request_of_a_router():
+def test_tie_breaking_order_of_a_router_is_constant():
     router = router_of(8, seed=3)
     first = router.enter(request(), NOW)
     router.leave(first, NOW)
@@ -58,9 +61,11 @@ def test_an_order_of_its_own_is_the_same_for_every_request_of_a_router():
 
 @pytest.mark.parametrize("count", [LOOKS_MAX, 32])
 @pytest.mark.parametrize("policy", ["least_loaded", "session", "prefix_aware", "kv_aware"])
-def test_routers_do_not_all_go_to_the_one_that_reports_least(policy, count):
-    """One of the endpoints is idle, by the same reports to all routers. Until its next report, what the others send
-    there is seen by none."""
+def test_routers_do_not_all_choose_the_least_loaded_endpoint_of_a_report(policy, count):
+    """All routers get reports in which one endpoint is idle.
+
+    Until its next report, no router sees what the others send there.
+    """
     taken: Counter[EndpointId] = Counter()
     for seed in range(ROUTERS):
         router = router_of(count, policy=POLICIES[policy], seed=seed)
@@ -73,23 +78,23 @@ def test_routers_do_not_all_go_to_the_one_that_reports_least(policy, count):
     assert len(taken) > LOOKS_MAX / 2
 
 
-def test_two_choices_are_drawn_from_all_endpoints_however_few():
+def test_two_choices_are_drawn_from_all_of_a_few_endpoints():
     router = router_of(6, policy=POLICIES["power_of_two"])
     taken = Counter()
     for _ in range(300):
         ticket = router.enter(request(), NOW)
         taken[ticket.endpoint] += 1
         router.leave(ticket, NOW)
-    assert len(taken) == 5  # among equals an order of its own decides, and the last of it is never the better of two
+    assert len(taken) == 5  # ties are broken by a fixed order, and its last endpoint is never the better of two
 
 
-def test_a_router_that_is_alone_finds_the_least_loaded_of_all():
+def test_single_router_finds_the_least_loaded_endpoint():
     router = router_of(LOOKS_MAX)
     endpoints = [router.enter(request(), NOW).endpoint for _ in range(3 * LOOKS_MAX)]
     assert set(Counter(endpoints).values()) == {3}
 
 
-def test_what_others_have_at_an_endpoint_counts_as_load():
+def test_work_of_other_routers_counts_as_load():
     router = router_of(2)
     router.note_load(ids(2)[0], EndpointLoad(running=5, waiting=0, max_num_seqs=16), NOW, sent_when_asked=0)
     assert {router.enter(request(), NOW).endpoint for _ in range(5)} == {"e1"}
@@ -104,7 +109,7 @@ def test_the_same_seed_makes_the_same_choices():
 
 
 @pytest.mark.parametrize("policy", ["session", "prefix_aware", "kv_aware"])
-def test_what_belongs_together_goes_to_the_same_endpoint_from_every_router(policy):
+def test_every_router_sends_a_session_or_prefix_to_the_same_endpoint(policy):
     endpoints = set()
     for seed in range(8):
         router = router_of(200, policy=POLICIES[policy], seed=seed)
@@ -112,12 +117,17 @@ def test_what_belongs_together_goes_to_the_same_endpoint_from_every_router(polic
     assert len(endpoints) <= (1 if policy == "session" else 2)
 
 
-# --- room that all routers see at the same time ---
+# --- room that all routers see in the same report ---
 
 
 def router_beside(others: int, *, running: int, own: int = 0, seed: int = 0) -> RouterCore:
-    """One of several routers before an endpoint with 16 seats, in which 4 more may wait. own: of those that run there,
-    how many are this router's."""
+    """Return one of several routers of an endpoint with 16 slots, in which 4 more sequences may wait.
+
+    Args:
+        others: number of other routers.
+        running: sequences that run there.
+        own: sequences of `running` that belong to this router.
+    """
     router = router_of(1, seed=seed, leases_max=64, waiting_depth_max=4)
     router.set_lease_share(EndpointId("e0"), 64 // (others + 1), NOW)
     for _ in range(own):
@@ -128,31 +138,31 @@ def router_beside(others: int, *, running: int, own: int = 0, seed: int = 0) -> 
 
 
 def leases_of(router: RouterCore, count: int, now: float = NOW) -> int:
-    """How many of so many requests get one."""
+    """Return how many of `count` new requests get a lease."""
     return sum(router.enter(request(), now).state is TicketState.LEASED for _ in range(count))
 
 
-def test_routers_that_see_the_same_room_do_not_each_give_all_of_it():
-    """Room for three, and requests wait at each of 16 routers. If each gave what it sees, it were 48."""
+def test_routers_that_see_the_same_room_divide_it():
+    """There is room for three, and requests wait at each of 16 routers. Without dividing, there would be 48 leases."""
     given = [leases_of(router_beside(15, running=17, seed=seed), 4) for seed in range(16)]
     assert 1 <= sum(given) <= 8
     assert max(given) <= 1
 
 
-def test_a_router_that_has_most_of_the_work_is_given_most_of_the_room():
+def test_router_with_most_of_the_work_gets_most_of_the_room():
     assert leases_of(router_beside(15, running=4, own=2, seed=1), 4) < 4
     assert leases_of(router_beside(1, running=4, own=4), 32) >= 12
 
 
-def test_a_router_that_is_alone_gives_all_the_room_there_is():
+def test_single_router_uses_all_the_room():
     router = router_of(1, leases_max=64, waiting_depth_max=4)
     load = EndpointLoad(running=16, waiting=1, max_num_seqs=16)
     router.note_load(EndpointId("e0"), load, NOW, sent_when_asked=0)
     assert leases_of(router, 4) == 3
 
 
-def test_room_that_nobody_takes_is_whoevers_comes_first():
-    """The next report of an endpoint where nothing changes may be a second away."""
+def test_unused_room_is_open_to_every_router_after_a_random_time():
+    """The next report of an unchanged endpoint may be a second away."""
     routers = [router_beside(63, running=18, seed=seed) for seed in range(64)]
     waiting = [(router, router.enter(request(), NOW)) for router in routers]
     left = [(router, ticket) for router, ticket in waiting if ticket.state is TicketState.WAITING]
@@ -166,14 +176,14 @@ def test_room_that_nobody_takes_is_whoevers_comes_first():
         assert ticket.state is TicketState.LEASED
 
 
-def test_an_endpoint_that_is_given_nothing_may_tell_its_load():
+def test_load_report_of_a_draining_endpoint_is_accepted():
     router = router_beside(3, running=4, own=1)
     router.drain_endpoint(EndpointId("e0"), NOW)
     router.note_load(EndpointId("e0"), EndpointLoad(running=1, waiting=0, max_num_seqs=16), NOW, sent_when_asked=1)
     assert router.endpoints[EndpointId("e0")].in_flight == 1
 
 
-def test_what_ends_of_its_own_is_given_again_at_once():
+def test_router_reuses_the_room_of_its_own_ended_requests_at_once():
     router = router_of(1, leases_max=64, waiting_depth_max=0)
     router.set_lease_share(EndpointId("e0"), 4, NOW)
     tickets = [router.enter(request(), NOW) for _ in range(2)]
@@ -191,7 +201,7 @@ def test_what_ends_of_its_own_is_given_again_at_once():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("leases_max", [1, 64])
-def test_a_request_looks_at_few_endpoints_however_many_there_are(policy, leases_max, monkeypatch):
+def test_number_of_endpoints_looked_at_is_bounded(policy, leases_max, monkeypatch):
     looks = 0
     has_room = EndpointState.has_room
 
@@ -203,7 +213,7 @@ def test_a_request_looks_at_few_endpoints_however_many_there_are(policy, leases_
     router = router_of(1000, policy=POLICIES[policy], leases_max=leases_max)
     monkeypatch.setattr(EndpointState, "has_room", counted)
     tickets = []
-    for index in range(1100):  # with a lease each, some of them wait
+    for index in range(1100):  # more requests than leases, so some wait
         asked = request(session=f"s{index % 300}", prefix=(b"system prompt", b"%d" % (index % 7)))
         tickets.append(router.enter(asked, NOW))
     for ticket in tickets:
@@ -215,24 +225,24 @@ def test_a_request_looks_at_few_endpoints_however_many_there_are(policy, leases_
     assert router.next_tick(NOW) > NOW
 
 
-def test_the_last_free_endpoint_of_many_is_found():
+def test_last_free_endpoint_of_many_is_found():
     router = router_of(300, leases_max=1)
     taken = {router.enter(request(), NOW).endpoint for _ in range(300)}
     assert len(taken) == 300
     assert router.enter(request(), NOW).state is TicketState.WAITING
 
 
-def test_a_session_whose_endpoints_are_full_goes_elsewhere():
+def test_session_whose_endpoints_are_full_goes_elsewhere():
     router = router_of(300, policy=POLICIES["session"], leases_max=1)
     tickets = [router.enter(request(session="one and the same"), NOW) for _ in range(300)]
     assert all(ticket.state is TicketState.LEASED for ticket in tickets)
 
 
-# --- a policy of somebody else ---
+# --- a third-party policy ---
 
 
 class Watching(Policy):
-    """Goes through all candidates, as a policy of somebody else does, and takes the last that has room."""
+    """A third-party policy that iterates over all candidates and chooses the last one with room."""
 
     seen: list[list[Candidate]]
 
@@ -246,7 +256,7 @@ class Watching(Policy):
         return next(candidate.id for candidate in reversed(candidates) if candidate.has_room)
 
 
-def test_a_policy_may_go_through_all_candidates_in_the_order_of_their_addition():
+def test_policy_may_iterate_over_all_candidates_in_order_of_addition():
     router = router_of(50, policy=Watching, leases_max=1)
     assert [router.enter(request(), NOW).endpoint for _ in range(3)] == ["e49", "e48", "e47"]
     last = router.policy.seen[-1]
@@ -255,13 +265,13 @@ def test_a_policy_may_go_through_all_candidates_in_the_order_of_their_addition()
 
 
 class Odd(LeastLoaded):
-    """Asks another policy about some of them."""
+    """A third-party policy that calls another policy with some of the candidates."""
 
     def choose(self, request, candidates):
         return super().choose(request, [one for one in candidates if int(one.id[1:]) % 2])
 
 
-def test_a_policy_may_hand_a_plain_list_to_another():
+def test_policy_may_call_another_policy_with_a_plain_list():
     router = router_of(10, policy=Odd)
     assert {router.enter(request(), NOW).endpoint for _ in range(20)} == {"e1", "e3", "e5", "e7", "e9"}
 
@@ -269,7 +279,7 @@ def test_a_policy_may_hand_a_plain_list_to_another():
 # --- the ring ---
 
 
-def test_a_key_has_an_order_that_others_coming_and_going_do_not_change():
+def test_adding_or_removing_an_endpoint_keeps_the_order_of_the_others():
     ring = Ring()
     for id in ids(50):
         ring.add(id)
@@ -293,5 +303,5 @@ def test_keys_are_spread_evenly():
     assert max(seconds.values()) < 100
 
 
-def test_a_ring_of_nobody_is_empty():
+def test_empty_ring_yields_nothing():
     assert list(Ring().around("a")) == []

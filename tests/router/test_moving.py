@@ -1,4 +1,4 @@
-"""Streams that leave an endpoint on purpose: a lease elsewhere first, and what becomes of those that get none."""
+"""Streams that leave an endpoint on purpose: they get a lease elsewhere first, or leave without one at the deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def leases(router):
 
 
 def streaming(router, *, can_go_on=True, **fields):
-    """One whose client has a token."""
+    """Return a ticket whose client has a token."""
     ticket = router.sent(**fields)
     router.core.first_token(ticket, router.now, can_go_on=can_go_on)
     return ticket
@@ -26,13 +26,13 @@ def empty(router, id, *, seconds=10.0):
 
 
 def arrive(router, ticket):
-    """It has left, and goes on at its next endpoint."""
+    """Let a stream move to its next endpoint and resume there."""
     router.core.moved(ticket, router.now)
     router.core.sent(ticket)
     router.core.first_token(ticket, router.now, can_go_on=True)
 
 
-def test_a_stream_has_its_next_lease_before_it_leaves(make_router):
+def test_stream_has_its_next_lease_before_it_leaves(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -52,7 +52,7 @@ def test_a_stream_has_its_next_lease_before_it_leaves(make_router):
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_without_room_a_stream_runs_on_where_it_is(make_router):
+def test_stream_keeps_running_without_room_elsewhere(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=1)
     ticket = streaming(router)
@@ -67,7 +67,7 @@ def test_without_room_a_stream_runs_on_where_it_is(make_router):
     assert ticket.next_lease.endpoint == "b"
 
 
-def test_a_stream_that_ends_before_it_leaves_gives_both_leases_back(make_router):
+def test_stream_that_ends_before_it_leaves_releases_both_leases(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -79,7 +79,7 @@ def test_a_stream_that_ends_before_it_leaves_gives_both_leases_back(make_router)
     assert router.gone == ["a"]
 
 
-def test_a_stream_whose_endpoint_breaks_first_goes_where_its_next_lease_is(make_router):
+def test_stream_whose_endpoint_breaks_uses_its_next_lease(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -91,7 +91,7 @@ def test_a_stream_whose_endpoint_breaks_first_goes_where_its_next_lease_is(make_
     assert router.core.stats().continuations_total == 1
 
 
-def test_a_stream_that_may_not_go_on_gives_both_leases_back(make_router):
+def test_stream_that_must_not_resume_releases_both_leases(make_router):
     router = make_router(breaks_max=1)
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -101,7 +101,7 @@ def test_a_stream_that_may_not_go_on_gives_both_leases_back(make_router):
     assert leases(router) == {"b": 0}
 
 
-def test_a_stream_whose_lease_went_back_has_one_at_its_next_endpoint_till_it_goes_on_there(make_router):
+def test_stream_without_a_lease_has_one_at_its_next_endpoint_until_it_resumes(make_router):
     router = make_router(lease_until="first_token")
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -114,7 +114,7 @@ def test_a_stream_whose_lease_went_back_has_one_at_its_next_endpoint_till_it_goe
     assert router.core.endpoints[b].in_flight == 1
 
 
-def test_only_so_many_are_on_their_way(make_router):
+def test_streams_that_move_at_once_are_limited(make_router):
     router = make_router(moves_at_once_max=2)
     a = router.endpoint("a")
     tickets = [streaming(router) for _ in range(5)]
@@ -126,10 +126,10 @@ def test_only_so_many_are_on_their_way(make_router):
     router.leave(tickets[1])
     assert router.to_move == tickets[:4]
     router.core.failed(tickets[2], Fault.BROKE, router.now)
-    assert router.to_move == tickets[:4], "it is on its way all the same"
+    assert router.to_move == tickets[:4], "the stream still moves"
 
 
-def test_who_begins_to_stream_at_an_endpoint_that_is_emptied_leaves_it_too(make_router):
+def test_stream_that_begins_at_an_emptied_endpoint_moves_too(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = router.sent()
@@ -141,7 +141,7 @@ def test_who_begins_to_stream_at_an_endpoint_that_is_emptied_leaves_it_too(make_
 
 
 @pytest.mark.parametrize("how", ["cannot go on", "pinned"])
-def test_who_cannot_leave_stays(make_router, how):
+def test_request_that_cannot_move_stays(make_router, how):
     router = make_router()
     a = router.endpoint("a")
     streaming(router, can_go_on=how != "cannot go on", pinned="a" if how == "pinned" else None)
@@ -152,7 +152,7 @@ def test_who_cannot_leave_stays(make_router, how):
     assert leases(router) == {"a": 1, "b": 0}
 
 
-def test_one_that_turns_out_to_be_unable_stays_and_gives_its_next_lease_back(make_router):
+def test_stream_that_cannot_leave_releases_its_next_lease(make_router):
     router = make_router(moves_at_once_max=1)
     a = router.endpoint("a")
     first, second = streaming(router), streaming(router)
@@ -164,7 +164,7 @@ def test_one_that_turns_out_to_be_unable_stays_and_gives_its_next_lease_back(mak
     assert leases(router) == {"a": 2, "b": 1}
 
 
-def test_at_the_deadline_what_is_left_leaves_without_a_lease(make_router):
+def test_remaining_requests_leave_without_a_lease_at_the_deadline(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=4)
     stream, unbegun, stuck = streaming(router), router.sent(), streaming(router, can_go_on=False)
@@ -179,15 +179,15 @@ def test_at_the_deadline_what_is_left_leaves_without_a_lease(make_router):
     assert router.core.failed(unbegun, Fault.LEAVING, router.now)
     assert stream.state is unbegun.state is TicketState.WAITING
     router.leave(other)
-    assert stream.endpoint == "b", "it has waited longer"
+    assert stream.endpoint == "b", "this stream has waited longer"
     router.leave(stream)
-    assert unbegun.endpoint == "b", "a request without a token goes before newcomers as a stream does"
+    assert unbegun.endpoint == "b", "a request without a token is served before newcomers, like a stream"
     assert stuck.endpoint == "a"
     router.after(3)
-    assert len(router.to_move) == 2, "each is told once"
+    assert len(router.to_move) == 2, "each request is asked to move once"
 
 
-def test_nobody_leaves_at_the_deadline_where_nobody_else_serves(make_router):
+def test_requests_stay_at_the_deadline_if_no_other_endpoint_serves_the_model(make_router):
     router = make_router()
     a = router.endpoint("a")
     streaming(router)
@@ -196,7 +196,7 @@ def test_nobody_leaves_at_the_deadline_where_nobody_else_serves(make_router):
     assert router.to_move == []
 
 
-def test_an_endpoint_that_is_taken_back_keeps_what_it_has(make_router):
+def test_endpoint_added_again_keeps_its_requests(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=2)
     tickets = [streaming(router), streaming(router)]
@@ -210,7 +210,7 @@ def test_an_endpoint_that_is_taken_back_keeps_what_it_has(make_router):
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_streams_that_stand_still_come_before_those_that_run(make_router):
+def test_stopped_streams_are_served_before_running_ones(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=2)
     moving, broken = streaming(router), streaming(router)
@@ -235,7 +235,7 @@ def test_an_endpoint_that_is_drained_already_can_be_emptied(make_router):
     assert router.to_move == [ticket]
 
 
-def test_a_stream_moves_where_the_same_is_computed(make_router):
+def test_stream_moves_to_an_endpoint_with_the_same_fingerprint(make_router):
     router = make_router()
     a = router.endpoint("a")
     router.core.note_fingerprint(a, "x")
@@ -246,7 +246,7 @@ def test_a_stream_moves_where_the_same_is_computed(make_router):
     assert ticket.next_lease.endpoint == "c"
 
 
-def test_an_endpoint_that_will_stop_gets_nothing_and_is_emptied_until_it_is_well_again(make_router):
+def test_leaving_endpoint_is_emptied_until_it_passes_a_check(make_router):
     router = make_router()
     a = router.endpoint("a")
     first, second = streaming(router), streaming(router)
@@ -264,7 +264,7 @@ def test_an_endpoint_that_will_stop_gets_nothing_and_is_emptied_until_it_is_well
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_said_again_that_it_will_stop_puts_the_deadline_off_by_nothing(make_router):
+def test_repeated_leaving_report_does_not_move_the_deadline(make_router):
     router = make_router()
     a = router.endpoint("a")
     unbegun = router.sent()
@@ -276,17 +276,17 @@ def test_said_again_that_it_will_stop_puts_the_deadline_off_by_nothing(make_rout
     assert router.to_move == [unbegun]
 
 
-def test_an_endpoint_that_hangs_is_left_at_once_and_back_with_a_good_check(make_router):
+def test_hung_endpoint_is_ejected_at_once_until_it_passes_a_check(make_router):
     router = make_router(failures_max=3)
     a = router.endpoint("a")
     router.core.note_health(a, False, router.now, is_hung=True)
     state = router.core.endpoints[a]
-    assert not state.is_given
+    assert not state.accepts_requests
     assert state.hangs_total == 1
     router.core.note_health(a, False, router.now, is_hung=True)
     assert state.hangs_total == 1
     router.core.note_health(a, True, router.now)
-    assert state.is_given
+    assert state.accepts_requests
 
 
 def moved(router, id):
@@ -295,18 +295,18 @@ def moved(router, id):
 
 
 @pytest.mark.parametrize("way", ["moved", "broke_off_on_the_way", "broke_off_and_waited"])
-def test_each_endpoint_counts_the_streams_that_left_it_and_those_that_came(make_router, way):
+def test_each_endpoint_counts_streams_that_left_and_arrived(make_router, way):
     router = make_router()
     a = router.endpoint("a", leases_max=2)
     ticket, other = streaming(router), streaming(router)
     if way == "broke_off_and_waited":
         assert router.core.failed(ticket, Fault.BROKE, router.now, token_count=20)
-        assert moved(router, a) == (0, 0)  # it goes on nowhere yet
+        assert moved(router, a) == (0, 0)  # the stream has not resumed yet
         b = router.endpoint("b", leases_max=1)
     else:
         b = router.endpoint("b", leases_max=1)
         empty(router, a)
-        assert moved(router, b) == (0, 0)  # it has only a lease there
+        assert moved(router, b) == (0, 0)  # the stream only has a lease there
         if way == "moved":
             router.core.moved(ticket, router.now)
         else:

@@ -1,5 +1,6 @@
-"""Requests whose prompt is computed at one endpoint and whose response is made at another: who waits where, and what
-becomes of those that cannot go on so."""
+"""Requests whose prompt and response are computed at different endpoints: their queues, and requests that cannot be
+split.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from trioserve.router.ticket import TicketState
 
 @pytest.fixture
 def pair(make_router):
-    """A router with a prefill endpoint p and a decode endpoint d, of one seat each unless told otherwise."""
+    """Make routers with a prefill endpoint p and a decode endpoint d, by default with one slot each."""
 
     def made(prefill: str = "p", decode: str = "d", leases_max: int = 1, **settings: object):
         router = make_router(**settings)
@@ -39,14 +40,14 @@ def split(router, **fields: object):
 
 
 def computed(router, **fields: object):
-    """One whose prompt is computed."""
+    """Return a ticket whose prompt is computed."""
     ticket = split(router, **fields)
     router.core.sent(ticket)
     router.core.prefilled(ticket, router.now)
     return ticket
 
 
-def test_a_request_has_a_lease_for_its_prompt_and_then_one_for_its_response(pair):
+def test_request_has_one_lease_for_its_prompt_and_then_one_for_its_response(pair):
     router = pair()
     ticket = split(router)
     assert (ticket.stage, ticket.endpoint, leases(router)) == (Stage.PREFILL, "p", {"p": 1, "d": 0})
@@ -61,7 +62,7 @@ def test_a_request_has_a_lease_for_its_prompt_and_then_one_for_its_response(pair
     assert outcomes(router) == {PairOutcome.PAIRED: 1}
 
 
-def test_nobody_who_waits_for_one_kind_of_seat_holds_up_one_who_waits_for_the_other(pair):
+def test_requests_that_wait_for_one_stage_do_not_block_the_other_stage(pair):
     router = pair()
     first, second = computed(router), split(router)
     third, whole = split(router), router.enter(sequences=1)
@@ -73,7 +74,7 @@ def test_nobody_who_waits_for_one_kind_of_seat_holds_up_one_who_waits_for_the_ot
     assert third.endpoint == "p"
 
 
-def test_whoever_has_its_prompt_comes_before_those_in_line(pair):
+def test_request_with_a_computed_prompt_is_served_before_newcomers(pair):
     router = pair()
     holder = router.enter()
     assert holder.endpoint == "d"
@@ -86,12 +87,12 @@ def test_whoever_has_its_prompt_comes_before_those_in_line(pair):
     assert leases(router) == {"p": 0, "d": 0}
 
 
-def test_whole_requests_take_a_prefill_endpoint_when_nothing_else_is_free(pair):
+def test_whole_requests_use_a_prefill_endpoint_if_no_other_is_free(pair):
     router = pair()
     assert [router.enter().endpoint for _ in range(2)] == ["d", "p"]
 
 
-def test_no_further_prompt_is_begun_while_too_many_wait_to_be_answered(pair):
+def test_no_prompt_starts_while_too_many_requests_wait_for_decode(pair):
     router = pair(handover_waiting_max=2)
     holder = router.enter()
     first, second = computed(router), computed(router)
@@ -103,7 +104,7 @@ def test_no_further_prompt_is_begun_while_too_many_wait_to_be_answered(pair):
 
 
 @pytest.mark.parametrize("outcome", [PairOutcome.NOT_HELD, PairOutcome.FINISHED])
-def test_without_blocks_the_rest_is_done_where_the_prompt_was_computed(pair, outcome):
+def test_prefill_endpoint_does_the_rest_if_it_holds_no_blocks(pair, outcome):
     router = pair(prefill="p q")
     ticket = split(router)
     prefilled_by = ticket.endpoint
@@ -113,7 +114,7 @@ def test_without_blocks_the_rest_is_done_where_the_prompt_was_computed(pair, out
     assert outcomes(router) == {outcome: 1}
 
 
-def test_blocks_that_are_lost_in_line_make_a_request_whole(pair):
+def test_request_is_not_split_any_more_if_its_blocks_are_lost_in_the_queue(pair):
     router = pair()
     holder = router.enter()
     ticket = computed(router)
@@ -124,7 +125,7 @@ def test_blocks_that_are_lost_in_line_make_a_request_whole(pair):
     router.leave(holder)
 
 
-def test_blocks_that_are_lost_before_it_is_sent_give_the_lease_back(pair):
+def test_lease_is_released_if_the_blocks_are_lost_before_sending(pair):
     router = pair()
     ticket = computed(router)
     assert ticket.endpoint == "d"
@@ -132,7 +133,7 @@ def test_blocks_that_are_lost_before_it_is_sent_give_the_lease_back(pair):
     assert (ticket.stage, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 0})
 
 
-def test_blocks_that_are_lost_after_it_was_sent_have_been_read(pair):
+def test_lost_blocks_are_ignored_after_sending(pair):
     router = pair()
     ticket = computed(router)
     router.core.sent(ticket)
@@ -142,7 +143,7 @@ def test_blocks_that_are_lost_after_it_was_sent_have_been_read(pair):
     assert outcomes(router) == {PairOutcome.PAIRED: 1}
 
 
-def test_a_decode_endpoint_that_fails_is_replaced_by_another_and_then_by_the_prefill_endpoint(pair):
+def test_failed_decode_endpoint_is_replaced_and_finally_by_the_prefill_endpoint(pair):
     router = pair(decode="d e", attempts_max=4, retries_per_second_min=10.0)
     ticket = computed(router)
     first = ticket.endpoint
@@ -156,7 +157,7 @@ def test_a_decode_endpoint_that_fails_is_replaced_by_another_and_then_by_the_pre
     assert leases(router) == {"p": 1, "d": 0, "e": 0}
 
 
-def test_a_transfer_that_fails_is_nobodys_fault(pair):
+def test_failed_transfer_counts_against_no_endpoint(pair):
     router = pair(failures_max=1)
     ticket = computed(router)
     router.core.sent(ticket)
@@ -165,7 +166,7 @@ def test_a_transfer_that_fails_is_nobodys_fault(pair):
 
 
 @pytest.mark.parametrize(("lost", "outcome"), [("p", PairOutcome.NO_ENDPOINT), ("d", PairOutcome.NO_ENDPOINT)])
-def test_those_in_line_for_a_prompt_go_whole_when_there_is_no_pair_any_more(pair, lost, outcome):
+def test_waiting_requests_are_not_split_if_no_pair_is_left(pair, lost, outcome):
     router = pair()
     holders = [split(router), router.enter()]
     waiting = [split(router), split(router)]
@@ -176,7 +177,7 @@ def test_those_in_line_for_a_prompt_go_whole_when_there_is_no_pair_any_more(pair
     assert outcomes(router)[outcome] == 2
 
 
-def test_whose_prompt_is_computed_and_for_whom_nobody_is_left_is_told_so(pair):
+def test_request_with_a_computed_prompt_is_refused_if_no_endpoint_is_left(pair):
     router = pair()
     ticket = split(router)
     router.core.sent(ticket)
@@ -187,7 +188,7 @@ def test_whose_prompt_is_computed_and_for_whom_nobody_is_left_is_told_so(pair):
     assert router.changed == [ticket]
 
 
-def test_the_time_of_a_prompt_is_no_time_in_line(pair):
+def test_prefill_time_does_not_count_as_waiting(pair):
     router = pair()
     holder = router.enter()
     ticket = split(router, queue_deadline=router.now + 2)
@@ -202,29 +203,29 @@ def test_the_time_of_a_prompt_is_no_time_in_line(pair):
     assert leases(router) == {"p": 0, "d": 0}
 
 
-def test_a_router_that_leaves_lets_those_go_on_whose_prompt_is_computed(pair):
+def test_draining_router_serves_requests_with_a_computed_prompt(pair):
     router = pair()
     holder = router.enter()
     handed, unsent = computed(router), split(router)
     router.core.drain(router.now)
     assert isinstance(unsent.refusal, Draining)
-    assert isinstance(holder.refusal, Draining), "it had a lease, and was not sent"
+    assert isinstance(holder.refusal, Draining), "it has a lease, but was not sent"
     assert handed.endpoint == "d"
 
 
 @pytest.mark.parametrize("fields", [{"pinned": "d"}, {"can_be_disaggregated": False}])
-def test_what_must_not_be_split_is_not(pair, fields):
+def test_requests_that_must_not_be_split_are_not(pair, fields):
     router = pair()
     assert router.enter(**{"can_be_disaggregated": True, **fields}).stage is None
 
 
-def test_roles_that_endpoints_tell_count_from_then_on(make_router):
+def test_reported_roles_count_for_later_requests(make_router):
     router = make_router()
     for id in "ab":
         router.endpoint(id, leases_max=4)
     assert split(router).stage is None
     router.core.set_role(EndpointId("a"), "both", router.now)
-    assert split(router).stage is None, "one endpoint is no pair"
+    assert split(router).stage is None, "one endpoint is not a pair"
     router.core.set_role(EndpointId("b"), "decode", router.now)
     ticket = computed(router)
     assert (ticket.stage, ticket.prefilled_by, ticket.endpoint) == (Stage.DECODE, "a", "b")
@@ -234,8 +235,8 @@ def test_roles_that_endpoints_tell_count_from_then_on(make_router):
 
 
 @pytest.mark.parametrize("moment", ["leased", "sent", "waiting", "leased again", "sent again", "answering"])
-def test_whoever_leaves_gives_everything_back_once(pair, moment):
-    """S10: at every moment there is at most one lease, and none afterwards."""
+def test_leaving_releases_everything_once(pair, moment):
+    """S10: at every moment there is at most one lease, and none after leaving."""
     router = pair()
     holder = router.enter() if moment == "waiting" else None
     ticket = split(router)
@@ -259,7 +260,7 @@ def test_whoever_leaves_gives_everything_back_once(pair, moment):
     assert leases(router) == {"p": 0, "d": 0}
 
 
-def test_one_that_is_refused_since_no_endpoint_is_left_has_not_gone_whole(pair):
+def test_request_refused_without_an_endpoint_counts_as_left(pair):
     router = pair()
     ticket = split(router)
     router.core.sent(ticket)

@@ -1,4 +1,4 @@
-"""Which endpoint a request goes to, and what each policy keeps in mind."""
+"""The endpoint that each policy chooses, and the state that it keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.router.retry_budget import RetryBudget
 
 
 def candidates(**loads: float | None) -> list[Candidate]:
-    """None: it has no room."""
+    """Return candidates with these loads. None: the candidate has no room."""
     return [
         Candidate(id=EndpointId(id), load=1.0 if load is None else load, has_room=load is not None)
         for id, load in loads.items()
@@ -30,7 +30,7 @@ def make(name: str, seed: int = 0):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_takes_only_who_has_room(name):
+def test_policy_chooses_only_endpoints_with_room(name):
     policy = make(name)
     rng = random.Random(1)
     for _ in range(300):
@@ -45,17 +45,17 @@ def test_a_policy_takes_only_who_has_room(name):
         policy.note_stored(chosen, [b"q"])
 
 
-def test_round_robin_gives_each_its_turn_and_leaves_out_the_full():
+def test_round_robin_takes_turns_and_skips_full_endpoints():
     policy = make("round_robin")
     assert [policy.choose(request(), candidates(a=0, b=0, c=0)) for _ in range(4)] == ["a", "b", "c", "a"]
     assert policy.choose(request(), candidates(a=0, b=None, c=0)) == "c"
 
 
-def test_least_loaded_takes_the_least_loaded():
+def test_least_loaded_chooses_the_least_loaded():
     assert make("least_loaded").choose(request(), candidates(a=0.5, b=0.2, c=None)) == "b"
 
 
-def test_power_of_two_never_takes_the_busiest_and_spreads_the_rest():
+def test_power_of_two_never_chooses_the_busiest_and_spreads_the_rest():
     policy = make("power_of_two")
     counts = Counter(policy.choose(request(), candidates(a=0.9, b=0.5, c=0.1)) for _ in range(600))
     assert counts["a"] == 0
@@ -71,7 +71,7 @@ def test_power_of_two_repeats_itself_from_a_seed():
     assert run() == run()
 
 
-def test_a_session_stays_where_it_was_when_endpoints_come_and_go():
+def test_session_stays_at_its_endpoint_when_others_come_and_go():
     policy = make("session")
     everyone = candidates(a=0, b=0, c=0, d=0)
     homes = {f"s{index}": policy.choose(request(session=f"s{index}"), everyone) for index in range(400)}
@@ -82,7 +82,7 @@ def test_a_session_stays_where_it_was_when_endpoints_come_and_go():
             assert policy.choose(request(session=session), fewer) == home
 
 
-def test_a_session_moves_when_its_endpoint_is_far_busier_than_the_average():
+def test_session_moves_if_its_endpoint_is_far_above_the_average_load():
     policy = make("session")
     home = policy.choose(request(session="s"), candidates(a=0, b=0))
     other = "b" if home == "a" else "a"
@@ -94,7 +94,7 @@ def test_requests_without_a_session_go_to_the_least_loaded():
     assert make("session").choose(request(), candidates(a=0.5, b=0.1)) == "b"
 
 
-def test_a_prefix_goes_where_it_was_sent_before_the_longest_first():
+def test_prefix_goes_to_the_endpoint_with_the_longest_match():
     policy = make("prefix_aware")
     policy.note_sent(request(prefix=(b"1", b"2")), EndpointId("a"))
     policy.note_sent(request(prefix=(b"1",)), EndpointId("b"))
@@ -102,13 +102,13 @@ def test_a_prefix_goes_where_it_was_sent_before_the_longest_first():
     assert policy.choose(request(prefix=(b"9",)), candidates(a=0.2, b=0.0)) == "b"
 
 
-def test_a_prefix_is_not_worth_any_load():
+def test_prefix_match_does_not_outweigh_high_load():
     policy = make("prefix_aware")
     policy.note_sent(request(prefix=(b"1",)), EndpointId("a"))
     assert policy.choose(request(prefix=(b"1",)), candidates(a=0.5, b=0.0)) == "b"
 
 
-def test_a_policy_forgets_an_endpoint_that_lost_what_it_had():
+def test_policy_forgets_an_endpoint_that_lost_its_blocks():
     policy = make("prefix_aware")
     policy.note_sent(request(prefix=(b"1",)), EndpointId("a"))
     policy.forget(EndpointId("a"))
@@ -118,7 +118,7 @@ def test_a_policy_forgets_an_endpoint_that_lost_what_it_had():
 A, B = EndpointId("a"), EndpointId("b")
 
 
-def test_kv_aware_believes_what_endpoints_tell_and_not_what_was_sent():
+def test_kv_aware_prefers_reported_blocks_to_sent_prefixes():
     policy = make("kv_aware")
     asked = request(prefix=(b"p",), blocks={16: (b"1", b"2")})
     for endpoint in (A, B):
@@ -131,7 +131,7 @@ def test_kv_aware_believes_what_endpoints_tell_and_not_what_was_sent():
     assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
 
 
-def test_kv_aware_takes_the_longest_that_is_resident_and_not_what_lies_behind_a_gap():
+def test_kv_aware_ignores_resident_blocks_behind_a_gap():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1", b"3", b"4", b"5"])
     policy.note_resident(B, 16, [b"1", b"2"])
@@ -139,7 +139,7 @@ def test_kv_aware_takes_the_longest_that_is_resident_and_not_what_lies_behind_a_
     assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
 
 
-def test_kv_aware_counts_in_tokens_where_block_sizes_differ():
+def test_kv_aware_compares_tokens_if_block_sizes_differ():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1", b"2", b"3"])
     policy.note_resident(B, 64, [b"x"])
@@ -148,7 +148,7 @@ def test_kv_aware_counts_in_tokens_where_block_sizes_differ():
     assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
 
 
-def test_kv_aware_does_not_give_everything_for_a_hit():
+def test_kv_aware_match_does_not_outweigh_high_load():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1"])
     policy.note_resident(B, 16, [])
@@ -157,7 +157,7 @@ def test_kv_aware_does_not_give_everything_for_a_hit():
     assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=None, b=0.9)) == "b"
 
 
-def test_kv_aware_guesses_as_prefix_aware_where_nobody_tells():
+def test_kv_aware_guesses_like_prefix_aware_without_reports():
     policy = make("kv_aware")
     asked = request(prefix=(b"p",), blocks={16: (b"1",)})
     policy.note_sent(asked, A)
@@ -165,17 +165,17 @@ def test_kv_aware_guesses_as_prefix_aware_where_nobody_tells():
     assert policy.choose(request(), candidates(a=0.2, b=0.0)) == "b"
 
 
-def test_kv_aware_weighs_a_guess_with_what_another_tells():
+def test_kv_aware_compares_a_guess_with_a_report():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1", b"2", b"3"])
     asked = request(prefix=(b"p",), blocks={16: (b"1", b"2", b"3")})
-    policy.note_sent(asked, B)  # about 32 tokens, as far as one can guess
+    policy.note_sent(asked, B)  # estimated as 32 tokens
     assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
     policy.note_removed(A, [b"2"])
     assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
 
 
-def test_kv_aware_sends_the_same_beginning_after_one_that_is_still_computed():
+def test_kv_aware_follows_an_equal_prefix_that_is_still_computed():
     policy = make("kv_aware")
     asked = request(prefix=(b"p",), blocks={16: (b"1",)})
     for endpoint in (A, B):
@@ -184,16 +184,16 @@ def test_kv_aware_sends_the_same_beginning_after_one_that_is_still_computed():
     assert policy.choose(asked, candidates(a=0.1, b=0.0)) == "a"
 
 
-def test_kv_aware_forgets_what_is_unknown():
+def test_kv_aware_forgets_unknown_residency():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1"])
     policy.note_unknown(A)
     assert policy.block_sizes() == frozenset()
-    policy.note_stored(A, [b"1"])  # a change of what nobody knows says nothing
+    policy.note_stored(A, [b"1"])  # a change without a known list is ignored
     assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=0.2, b=0.0)) == "b"
 
 
-def test_a_match_is_a_leading_run():
+def test_match_is_a_leading_run():
     index = PrefixIndex()
     index.add(EndpointId("a"), [b"1", b"2", b"3"])
     index.add(EndpointId("b"), [b"2", b"3"])
@@ -202,7 +202,7 @@ def test_a_match_is_a_leading_run():
     assert index.match([b"9", b"1"]) == {}
 
 
-def test_the_index_is_bounded_and_keeps_the_beginning_of_a_prefix_longest():
+def test_index_is_bounded_and_keeps_the_first_blocks_longest():
     index = PrefixIndex(blocks_max=4)
     index.add(EndpointId("a"), [b"1", b"2", b"3"])
     index.add(EndpointId("a"), [b"8", b"9"])
@@ -210,10 +210,10 @@ def test_the_index_is_bounded_and_keeps_the_beginning_of_a_prefix_longest():
     assert index.match([b"1", b"2", b"3"]) == {"a": 2}
 
 
-def test_retries_are_a_share_of_the_requests_and_a_few_in_any_case():
+def test_retries_are_a_share_of_the_requests_plus_a_minimum_rate():
     budget = RetryBudget(0.1, 1.0)
     taken = sum(budget.take(0.0) for _ in range(100))
-    assert taken == 10  # what was saved up
+    assert taken == 10  # the saved tries
     for _ in range(20):
         budget.note_request()
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
@@ -221,7 +221,7 @@ def test_retries_are_a_share_of_the_requests_and_a_few_in_any_case():
     assert not budget.take(1.0)
 
 
-def test_a_budget_of_nothing_allows_nothing():
+def test_zero_budget_allows_no_retry():
     budget = RetryBudget(0.0, 0.0)
     assert not budget.take(0.0)
     assert not budget.take(1000.0)

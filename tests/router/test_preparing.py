@@ -1,4 +1,4 @@
-"""A request that is read before it can enter is counted meanwhile, and given up without a trace."""
+"""A request that is read before it enters is counted meanwhile, and leaves no trace if it is given up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def prepare(router, count: int = 1) -> None:
         router.core.prepare(REQUEST, router.now)
 
 
-def test_as_many_are_read_as_there_is_room_for_in_the_line_and_at_the_endpoints(make_router):
+def test_requests_being_read_are_limited_by_queue_and_free_slots(make_router):
     router = make_router(queue_requests_max=2)
     router.endpoint("a", leases_max=3)
     router.endpoint("b", leases_max=1)
@@ -31,7 +31,7 @@ def test_as_many_are_read_as_there_is_room_for_in_the_line_and_at_the_endpoints(
     prepare(router)
 
 
-def test_those_in_line_are_counted_with_those_that_are_read(make_router):
+def test_waiting_requests_count_with_those_being_read(make_router):
     router = make_router(queue_requests_max=2)
     router.endpoint("a", leases_max=1)
     _holder, _waiter = router.enter(), router.enter()
@@ -41,7 +41,7 @@ def test_those_in_line_are_counted_with_those_that_are_read(make_router):
     assert router.core.stats().waiting == 2
 
 
-def test_without_a_line_a_free_seat_is_still_worth_reading_for(make_router):
+def test_requests_are_read_for_free_slots_if_the_queue_limit_is_zero(make_router):
     router = make_router(queue_requests_max=0)
     router.endpoint("a", leases_max=1)
     prepare(router)
@@ -53,7 +53,7 @@ def test_without_a_line_a_free_seat_is_still_worth_reading_for(make_router):
         prepare(router)
 
 
-def test_nothing_is_read_that_nobody_would_take(make_router):
+def test_request_that_no_endpoint_would_accept_is_not_read(make_router):
     router = make_router()
     with pytest.raises(NoEndpoint):
         prepare(router)

@@ -1,4 +1,4 @@
-"""Which endpoint holds which blocks, as far as it has told."""
+"""The index of blocks that endpoints report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def names(text: str) -> list[bytes]:
 
 
 def matched(index: ResidencyIndex, endpoint: EndpointId, text: str) -> int | None:
-    """In blocks of 1 token."""
+    """Return the number of matched blocks of 1 token."""
     return index.matched_tokens(endpoint, {1: names(text)})
 
 
-def test_a_match_is_a_leading_run_of_what_the_endpoint_has_itself():
+def test_match_is_a_leading_run_of_the_endpoints_own_blocks():
     index = ResidencyIndex()
     index.replace(A, 1, names("abc"))
     index.replace(B, 1, names("bc"))
@@ -26,19 +26,19 @@ def test_a_match_is_a_leading_run_of_what_the_endpoint_has_itself():
     assert matched(index, A, "") == 0
 
 
-def test_nothing_and_unknown_are_different():
+def test_empty_and_unknown_residency_are_different():
     index = ResidencyIndex()
     assert matched(index, A, "a") is None
     index.add(A, names("a"))
     assert matched(index, A, "a") is None
     index.replace(A, 1, [])
     assert matched(index, A, "a") == 0
-    assert index.matched_tokens(A, {2: names("a")}) is None, "its blocks of this prompt have no names here"
+    assert index.matched_tokens(A, {2: names("a")}) is None, "there are no hashes for its block size"
     index.forget(A)
     assert matched(index, A, "a") is None
 
 
-def test_changes_come_on_top_of_a_snapshot_and_a_snapshot_replaces_them():
+def test_changes_update_a_snapshot_and_a_new_snapshot_replaces_them():
     index = ResidencyIndex()
     index.replace(A, 1, names("ab"))
     index.add(A, names("c"))
@@ -49,30 +49,30 @@ def test_changes_come_on_top_of_a_snapshot_and_a_snapshot_replaces_them():
     assert index.block_count(A) == 1
 
 
-def test_an_endpoint_is_known_by_at_most_so_many_blocks_and_never_by_wrong_ones():
+def test_blocks_of_an_endpoint_are_limited_and_never_invented():
     index = ResidencyIndex(blocks_max=3)
     index.replace(A, 1, names("abcd"))
     index.replace(B, 1, names("xy"))
     assert index.block_count(A) == 3
     index.add(A, names("e"))
     assert matched(index, A, "e") == 0
-    index.remove(A, names("ad"))  # of the second nothing is known
+    index.remove(A, names("ad"))  # the second block is not in the index
     index.add(A, names("fg"))
     assert index.block_count(A) == 3
     assert [matched(index, A, letter) for letter in "abcdefg"] == [0, 1, 1, 0, 0, 1, 0]
     assert matched(index, B, "xy") == 2
 
 
-def test_behind_a_window_a_match_needs_the_blocks_alone_that_are_seen_from_its_end():
+def test_match_with_a_window_needs_only_the_blocks_within_it():
     index = ResidencyIndex()
-    index.replace(A, 1, names("defg"), 4)  # a token sees itself and three more
+    index.replace(A, 1, names("defg"), 4)  # a token attends to itself and three earlier tokens
     index.replace(B, 1, names("defg"))
     assert matched(index, A, "abcdefgx") == 7
     assert matched(index, A, "abcdefx") == 6
-    assert matched(index, A, "abcdex") == 0, "c is missing, which x sees"
+    assert matched(index, A, "abcdex") == 0, "x attends to c, which is missing"
     assert matched(index, B, "abcdefgx") == 0
     assert index.likely_holders({1: names("abcdefgx")}, 2) == [A, B]
     index.remove(A, names("e"))
     assert matched(index, A, "abcdefgx") == 0
     index.forget(A)
-    assert index.likely_holders({1: names("abcdefgx")}, 2) == [], "what has no window is known by its beginning"
+    assert index.likely_holders({1: names("abcdefgx")}, 2) == [], "without a window, the first block must match"

@@ -1,4 +1,7 @@
-"""Requests of several sequences: they hold nobody up for seats that they do not use, and nobody overtakes them."""
+"""Requests of several sequences.
+
+They block no other request for slots that they do not use, and no request overtakes them.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ def leases(router):
     return dict(router.core.stats().leases)
 
 
-def test_it_goes_where_one_of_its_sequences_finds_a_seat(make_router):
+def test_large_request_goes_to_an_endpoint_with_one_free_slot(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=4)
     holders = [router.enter() for _ in range(3)]
     large = router.enter(sequences=4)
     assert large.state is LEASED
-    assert leases(router) == {"a": 4}  # three of its sequences wait for their seats there
+    assert leases(router) == {"a": 4}  # three of its sequences wait for slots there
     assert router.core.endpoints[a].in_flight == 7
     router.leave(large, *holders)
     assert leases(router) == {"a": 0}
 
 
-def test_seats_that_come_free_are_its_own_before_anybody_elses(make_router):
+def test_free_slots_go_first_to_the_waiting_sequences_of_a_large_request(make_router):
     router = make_router()
     router.endpoint("a", leases_max=4)
     holders = [router.enter() for _ in range(3)]
@@ -40,7 +43,7 @@ def test_seats_that_come_free_are_its_own_before_anybody_elses(make_router):
     assert later.state is LEASED
 
 
-def test_it_goes_where_all_find_a_seat_if_there_is_such_an_endpoint(make_router):
+def test_large_request_prefers_an_endpoint_with_slots_for_all_sequences(make_router):
     router = make_router()
     router.endpoint("a", leases_max=8)
     router.endpoint("b", leases_max=4)
@@ -51,7 +54,7 @@ def test_it_goes_where_all_find_a_seat_if_there_is_such_an_endpoint(make_router)
     assert large.endpoint == "b"
 
 
-def test_nobody_behind_it_waits_for_more_seats_than_it_uses(make_router):
+def test_later_requests_wait_only_for_slots_that_a_large_request_uses(make_router):
     router = make_router()
     router.endpoint("a", leases_max=4)
     long_one = router.enter()
@@ -64,7 +67,7 @@ def test_nobody_behind_it_waits_for_more_seats_than_it_uses(make_router):
     assert long_one.state is LEASED
 
 
-def test_nobody_overtakes_it(make_router):
+def test_no_request_overtakes_a_large_request(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     holders = [router.enter(), router.enter()]
@@ -73,7 +76,7 @@ def test_nobody_overtakes_it(make_router):
     assert (large.state, small.state) == (LEASED, WAITING)
 
 
-def test_one_larger_than_the_limit_goes_beside_others(make_router):
+def test_request_larger_than_the_limit_shares_an_endpoint(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     other = router.enter()
@@ -83,7 +86,7 @@ def test_one_larger_than_the_limit_goes_beside_others(make_router):
     assert router.enter().state is WAITING
 
 
-def test_a_pinned_one_needs_a_single_seat_too(make_router):
+def test_large_pinned_request_needs_one_free_slot(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     router.enter()
@@ -92,7 +95,7 @@ def test_a_pinned_one_needs_a_single_seat_too(make_router):
         router.enter(sequences=2, pinned="a")
 
 
-def test_one_that_failed_elsewhere_needs_a_single_seat_too(make_router):
+def test_large_request_that_failed_elsewhere_needs_one_free_slot(make_router):
     router = make_router()
     router.endpoint("a", leases_max=4)
     router.endpoint("b", leases_max=4)
@@ -104,7 +107,7 @@ def test_one_that_failed_elsewhere_needs_a_single_seat_too(make_router):
     assert (large.state, large.endpoint, small.endpoint) == (LEASED, "b", "a")
 
 
-def test_it_goes_where_one_more_may_wait_inside(make_router):
+def test_large_request_goes_where_one_more_sequence_may_wait_inside(make_router):
     router = make_router(waiting_depth_max=1)
     a = router.endpoint("a", leases_max=20)
     router.core.note_load(a, EndpointLoad(running=2, waiting=0, max_num_seqs=2), router.now, sent_when_asked=0)
@@ -123,8 +126,10 @@ def test_more_sequences_than_a_request_may_have_are_refused_with_what_is_allowed
     assert router.enter(sequences=8).state is LEASED
 
 
-def test_those_who_wait_again_go_in_the_order_in_which_they_began_whatever_is_next_of_them(make_router):
-    """Those whose prompt is computed come without end: one that may go to a single endpoint must not wait for all."""
+def test_requests_that_wait_again_are_served_in_order_in_every_stage(make_router):
+    """Requests with computed prompts keep arriving. A request that can use a single endpoint must not wait for all of
+    them.
+    """
     router = make_router()
     router.endpoint("p", role="prefill", leases_max=4)
     router.endpoint("d", role="both", leases_max=1)

@@ -1,4 +1,4 @@
-"""How several routers divide an endpoint's leases without talking to each other."""
+"""How several routers divide an endpoint's leases without communicating."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_no_share_becomes_smaller_when_a_router_goes(routers, leases_max):
         assert all(lease_share(own, left, E, leases_max) >= before[own] for own in left)
 
 
-def test_it_does_not_matter_whether_a_router_counts_itself_among_its_peers():
+def test_share_is_the_same_if_the_router_is_among_its_peers():
     assert lease_share("a", ["b", "c"], E, 7) == lease_share("a", ["c", "b", "a"], E, 7)
 
 
-def test_what_is_left_over_goes_to_another_router_at_another_endpoint():
+def test_remainder_goes_to_different_routers_at_different_endpoints():
     routers = [f"r{index}" for index in range(4)]
     extra = Counter(
         router

@@ -1,4 +1,4 @@
-"""When a response is taken from its endpoint though its connection is open, and when it is left alone."""
+"""When the router gives up a response whose connection is open, and when it does not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Endpoint:
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_without_a_beat_a_response_is_lost_and_others_are_not(is_begun):
+def test_response_without_heartbeats_is_lost_and_others_are_not(is_begun):
     endpoint = Endpoint()
     endpoint.watch.sends_beats = not is_begun
     silent = endpoint.read(beats=is_begun, has_body=is_begun)
@@ -62,14 +62,14 @@ def test_without_a_beat_a_response_is_lost_and_others_are_not(is_begun):
     assert endpoint.lost == [(silent, "silent")]
 
 
-def test_a_slow_prompt_is_not_lost_where_no_beats_are_promised():
+def test_slow_prompt_is_not_lost_without_promised_heartbeats():
     endpoint = Endpoint()
     endpoint.read()
     endpoint.wait(3600, running=1)
     assert endpoint.lost == []
 
 
-def test_a_reader_that_does_not_wait_is_not_silent():
+def test_silence_does_not_count_while_no_reader_waits():
     endpoint = Endpoint()
     slow = endpoint.read(beats=True, has_body=True)
     slow.is_waiting = False
@@ -79,7 +79,7 @@ def test_a_reader_that_does_not_wait_is_not_silent():
     assert endpoint.lost == []
 
 
-def test_a_router_that_was_suspended_itself_gives_up_nothing():
+def test_suspended_router_gives_up_no_response():
     endpoint = Endpoint()
     endpoint.read(beats=True, has_body=True)
     endpoint.look()
@@ -89,7 +89,7 @@ def test_a_router_that_was_suspended_itself_gives_up_nothing():
     assert endpoint.lost == []
 
 
-def test_while_an_endpoint_says_that_its_step_hangs_silence_says_nothing():
+def test_silence_is_ignored_while_the_endpoint_reports_a_hung_step():
     endpoint = Endpoint()
     endpoint.watch.is_hung = True
     endpoint.read(beats=True, has_body=True)
@@ -100,7 +100,7 @@ def test_while_an_endpoint_says_that_its_step_hangs_silence_says_nothing():
     assert endpoint.reasons == ["silent"]
 
 
-def test_a_request_that_is_not_taken_is_lost_whatever_the_endpoint_promises():
+def test_request_that_is_not_read_is_lost_with_or_without_heartbeats():
     endpoint = Endpoint()
     endpoint.read().is_sending = True
     endpoint.wait(21)
@@ -113,7 +113,7 @@ def test_all_responses_of_a_process_are_lost_when_another_one_answers():
     old = [endpoint.read(beats=True, has_body=True, instance="a") for _ in range(20)]
     unknown = endpoint.read()
     endpoint.now += 1
-    endpoint.report(instance="a")  # who was sent before this one is at that process
+    endpoint.report(instance="a")  # requests sent before this report are at that process
     endpoint.now += 1
     endpoint.report(instance="b")
     new = endpoint.read(beats=True, instance="b")
@@ -132,7 +132,7 @@ def test_a_request_that_may_be_at_the_new_process_is_not_lost():
     assert endpoint.lost == []
 
 
-def test_the_head_of_a_response_tells_of_another_process_too():
+def test_head_of_a_response_reports_another_process():
     endpoint = Endpoint()
     endpoint.report(instance="a")
     old = endpoint.read(beats=True, instance="a")
@@ -143,7 +143,7 @@ def test_the_head_of_a_response_tells_of_another_process_too():
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_processes_that_share_an_address_replace_none(comes_back):
+def test_processes_that_share_an_address_do_not_replace_each_other(comes_back):
     endpoint = Endpoint()
     endpoint.report(instance="a")
     quiet = endpoint.read(beats=True, has_body=True, instance="a")
@@ -162,7 +162,7 @@ def test_processes_that_share_an_address_replace_none(comes_back):
     assert quiet in endpoint.responses
 
 
-def test_a_late_answer_of_the_former_process_changes_nothing():
+def test_late_answer_of_the_previous_process_is_ignored():
     endpoint = Endpoint()
     endpoint.report(instance="a")
     sent_at = endpoint.now
@@ -175,7 +175,7 @@ def test_a_late_answer_of_the_former_process_changes_nothing():
     assert endpoint.responses == [new]
 
 
-def test_an_endpoint_that_reports_no_requests_has_lost_those_that_wait():
+def test_awaited_response_is_lost_if_the_endpoint_reports_no_requests():
     endpoint = Endpoint()
     endpoint.read()
     endpoint.wait(59, running=0)
@@ -184,7 +184,7 @@ def test_an_endpoint_that_reports_no_requests_has_lost_those_that_wait():
     assert endpoint.reasons == ["not_running"]
 
 
-def test_a_stream_that_thousands_of_tokens_overtake_is_lost():
+def test_stream_without_tokens_is_lost_if_others_get_thousands():
     endpoint = Endpoint()
     slow, other = endpoint.read(has_body=True), endpoint.read(has_body=True)
     tokens = 0
@@ -194,7 +194,7 @@ def test_a_stream_that_thousands_of_tokens_overtake_is_lost():
     assert endpoint.lost == [(slow, "overtaken")]
 
 
-def test_a_prompt_that_others_overtake_is_not_lost():
+def test_prompt_is_not_lost_if_others_get_thousands_of_tokens():
     endpoint = Endpoint()
     endpoint.read()
     for second in range(300):
@@ -203,7 +203,7 @@ def test_a_prompt_that_others_overtake_is_not_lost():
 
 
 @pytest.mark.parametrize(("seconds_max", "reasons"), [(50, ["stalled"]), (0, [])])
-def test_a_stream_without_beats_has_a_bound_of_its_own(seconds_max, reasons):
+def test_stream_without_heartbeats_is_lost_after_stalled_seconds_max(seconds_max, reasons):
     endpoint = Endpoint(stalled_seconds_max=seconds_max)
     endpoint.read(has_body=True)
     endpoint.wait(49, running=1)
@@ -212,17 +212,17 @@ def test_a_stream_without_beats_has_a_bound_of_its_own(seconds_max, reasons):
     assert endpoint.reasons == reasons
 
 
-def test_a_suspended_router_gives_up_nothing_with_the_smallest_bound():
+def test_suspended_router_gives_up_no_response_at_the_smallest_limit():
     endpoint = Endpoint(beat_seconds=0.25, silent_seconds_max=1.5)
     endpoint.read(beats=True, has_body=True)
-    endpoint.look()  # a byte has come just before
+    endpoint.look()  # a byte arrived just before
     endpoint.now += 10_000
     endpoint.look()
     assert endpoint.lost == []
 
 
 @pytest.mark.parametrize(("beat_seconds", "least"), [(10, 30), (0.25, 1.5), (0, 1)])
-def test_a_bound_that_an_honest_pause_may_reach_is_refused(beat_seconds, least):
+def test_silence_limit_below_a_normal_pause_is_refused(beat_seconds, least):
     SilenceSettings(beat_seconds=beat_seconds, silent_seconds_max=least)
-    with pytest.raises(StartupError, match=f"here {least} to 86400 s"):
+    with pytest.raises(StartupError, match=f"allowed are {least} to 86400 s"):
         SilenceSettings(beat_seconds=beat_seconds, silent_seconds_max=least - 0.01)

@@ -446,12 +446,12 @@ class Dispatch:
         """Return True if another endpoint accepts requests of one of this endpoint's models."""
         there = self.core.endpoints.get(id)
         return there is not None and any(
-            state.is_given and state.models & there.models for state in self.core.endpoints.values()
+            state.accepts_requests and state.models & there.models for state in self.core.endpoints.values()
         )
 
     def _is_given(self, id: EndpointId) -> bool:
         state = self.core.endpoints.get(id)
-        return state is not None and state.is_given
+        return state is not None and state.accepts_requests
 
     def _note_gone(self, id: EndpointId) -> None:
         self.on_gone(id)

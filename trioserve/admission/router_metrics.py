@@ -51,7 +51,7 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)
-            metrics.endpoint_healthy.labels(state.id).set(state.is_given)
+            metrics.endpoint_healthy.labels(state.id).set(state.accepts_requests)
             resident = dispatch.policy.resident_count(state.id)
             if resident is not None:
                 metrics.endpoint_resident_blocks.labels(state.id).set(resident)

@@ -200,7 +200,7 @@ class Fleet:
         """Why no request is taken now, in a word; None if requests are."""
         if self.dispatch.is_draining:
             return "draining"
-        return None if any(state.is_given for state in self.dispatch.endpoints) else "no_endpoint"
+        return None if any(state.accepts_requests for state in self.dispatch.endpoints) else "no_endpoint"
 
     def described(self) -> list[dict[str, object]]:
         """Every endpoint, for operators."""

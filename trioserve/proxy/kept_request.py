@@ -126,7 +126,7 @@ async def forward_anywhere(context: RouterContext) -> None:
     """To any endpoint that serves the model, which stands in the query, if it is not the only one."""
     model = context.fleet.real_model(context.query("model"))
     for state in context.fleet.dispatch.endpoints:
-        if model in state.models and state.is_given:
+        if model in state.models and state.accepts_requests:
             await _relay(context, state.id, b"")
             return
     raise NoEndpoint(
@@ -215,7 +215,7 @@ def _candidates(context: RouterContext) -> list[EndpointId]:
 
 def _home(context: RouterContext) -> EndpointId:
     """By rendezvous hashing: an endpoint that comes or goes moves only those that are, or were, at home there."""
-    usable = [state.id for state in context.fleet.dispatch.endpoints if state.is_given]
+    usable = [state.id for state in context.fleet.dispatch.endpoints if state.accepts_requests]
     if not usable:
         raise NoEndpoint("no endpoint can be asked now: try again in 1 s", reason="no_endpoint", retry_after_seconds=1)
     name = (owner_of(context) or "").encode("utf-8", "surrogatepass")

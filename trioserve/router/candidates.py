@@ -1,4 +1,4 @@
-"""What a policy chooses from: all endpoints that may be there for a request, without a look at each of them."""
+"""The endpoints that a policy chooses from, found without a look at every endpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,26 @@ __all__ = ["Candidate", "Candidates", "ListedCandidates", "Rng", "looked_at"]
 
 
 class Rng(Protocol):
-    """Where a policy takes chance from, and the only place: a run can be repeated from its seed. See random.Random."""
+    """The only source of randomness of a policy, so that a seed repeats a run. `random.Random` fits."""
 
     def randrange(self, stop: int, /) -> int:
-        """0 <= number < stop."""
+        """Return a random integer from 0 to `stop` - 1.
+
+        Args:
+            stop: upper bound, not included.
+        """
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint as a policy sees it. load: what it has, relative to its limit: 0 idle, 1 at the limit. It counts what
-    others have there, too, as far as the endpoint tells; others: that part of it."""
+    """An endpoint as a policy sees it.
+
+    Attributes:
+        id: name of the endpoint.
+        load: work at the endpoint, relative to its limit: 0 is idle, 1 is at the limit. Includes the work of other
+            routers if the endpoint reports it.
+        has_room: True if the request finds a slot at the endpoint.
+        others: the part of `load` that belongs to other routers.
+    """
 
     id: EndpointId
     load: float
@@ -32,38 +43,74 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidates(Sequence[Candidate]):
-    """A sequence of all endpoints that serve the request's model and are healthy, in the order in which they were
-    added. Who goes through it looks at each of them. These need not, and all but the sequence leave out whoever has no
-    room:"""
+    """All healthy endpoints that serve the request's model, in the order in which they were added.
+
+    Iterating over the sequence looks at every endpoint. The other methods look at a few endpoints, and return only
+    endpoints that have room.
+    """
 
     average_load: float
-    """Of all of them, those without room counted."""
+    """Average load of all candidates, including those without room."""
 
     others_share: float
-    """How much of the work at all of them is not this router's, as far as endpoints tell: 0 alone, 3/4 as one of four
-    routers."""
+    """Share of the work at all candidates that belongs to other routers, as the endpoints report it.
+
+    0 for a single router, 3/4 for one of four equal routers.
+    """
 
     @abc.abstractmethod
     def sample(self, count: int) -> list[Candidate]:
-        """So many, drawn at random; all, if there are no more. Asked again for fewer, the first of these; for more,
-        these and others."""
+        """Draw candidates at random.
+
+        Args:
+            count: number of candidates. All are returned if there are no more.
+
+        Returns:
+            The drawn candidates. A second call with a smaller `count` returns the first of them. A larger `count`
+            returns them and further ones.
+        """
 
     @abc.abstractmethod
     def named(self, ids: Iterable[EndpointId]) -> list[Candidate]:
-        """Those of them."""
+        """Return the candidates with these ids that have room.
+
+        Args:
+            ids: endpoint ids. Unknown ids are ignored.
+        """
 
     @abc.abstractmethod
     def around(self, key: str) -> Iterator[Candidate]:
-        """All, in an order that follows from the key and their names: the same here, there and tomorrow, and whoever
-        comes or goes does not change the order of the others. Each costs O(log endpoints)."""
+        """Yield all candidates that have room, in an order that depends only on the key and the endpoint ids.
+
+        The order is the same on every router and after a restart. Adding or removing an endpoint keeps the order of the
+        others.
+
+        Args:
+            key: text to place on the hash ring, for example a session.
+
+        Cost:
+            O(log endpoints) for each candidate.
+        """
 
     @abc.abstractmethod
     def next_after(self, id: EndpointId | None) -> Candidate:
-        """The next in the order in which they were added, the first after the last. Raises LookupError for nobody."""
+        """Return the next candidate that has room, in the order of addition. The first follows the last.
+
+        Args:
+            id: the endpoint that was chosen before. None: start with the first.
+
+        Raises:
+            LookupError: no candidate has room.
+        """
 
 
 class ListedCandidates(Candidates):
-    """The same of a list of them; for policies that are asked by another one, or by a test."""
+    """Candidates from a plain list, for tests and for policies that another policy calls.
+
+    Args:
+        listed: the candidates, in the order of addition.
+        rng: source of randomness.
+    """
 
     def __init__(self, listed: Sequence[Candidate], rng: Rng) -> None:
         self._listed = listed
@@ -113,5 +160,10 @@ class ListedCandidates(Candidates):
 
 
 def looked_at(candidates: Sequence[Candidate], rng: Rng) -> Candidates:
-    """Candidates as the router gives them, or a plain list of them."""
+    """Return the candidates as `Candidates`.
+
+    Args:
+        candidates: the router's `Candidates`, returned unchanged, or a plain sequence.
+        rng: source of randomness for a plain sequence.
+    """
     return candidates if isinstance(candidates, Candidates) else ListedCandidates(candidates, rng)

@@ -1,16 +1,16 @@
-"""Which requests may go on at another endpoint when theirs broke off, how often and how fast.
+"""Decides which requests may resume at another endpoint after theirs failed, how often and how fast.
 
-A stream that is the cause of its endpoint's end would end the next one as well. It is told by not getting on: its
-client got next to nothing between two endpoints that broke. Who got on in between was a bystander, at least once. Where
-several were at both endpoints, one of them is the cause, and they have one try more.
+A request that crashes its endpoint would crash the next endpoint as well. Such a request is recognised by its lack of
+progress: its client got almost no tokens between two endpoint failures. A request that made progress in between was at
+least once a bystander. If several requests were at both endpoints, one of them is the cause, so each gets one more try.
 
-A connection may also break, or nothing come over it, while the endpoint goes on. So before a stream is taken for the
-cause it is on trial: it waits until each of its endpoints is found well and tells its clock after that. The clock of
-before clears the stream, as what served it has not ended; another one confirms that it has. Of an endpoint that has
-said itself that it broke, or that tells no clock, or that leaves, nothing can be learnt, and there is no trial.
+A connection can also break, or go silent, while the endpoint keeps running. So a suspected request is first put on
+trial: the request waits until each of its endpoints passes a health check and reports its clock. The old clock clears
+the request, because the process that served it still runs. Another clock confirms that the process ended. There is no
+trial for an endpoint that reported the failure itself, that reports no clock, or that is draining.
 
-A request without a token that lost its endpoints is judged in the same way, with larger bounds: nobody can see whether
-it got on, and endpoints may die in a row for reasons of their own.
+A request that lost its endpoints before its first token is judged in the same way, with higher limits: progress cannot
+be seen, and endpoints may fail in a row for other reasons.
 """
 
 from __future__ import annotations
@@ -27,12 +27,20 @@ from trioserve.router.ticket import Break, Ticket
 __all__ = ["Continuations"]
 
 ENDPOINTS_OWN = DEATHS | {Fault.FAILED}
-"""Faults that a request with a token may be the cause of."""
+"""Faults that a request may cause after its first token."""
 
 
 class Continuations:
-    """total: streams that got a lease to go on with. refused_total: that may not, by the reason. endpoints: those that
-    there are, to be looked at."""
+    """Decides whether requests may resume, and counts them.
+
+    Args:
+        settings: limits.
+        endpoints: all endpoints by id. Only read.
+
+    Attributes:
+        total: streams that got a lease to resume with.
+        refused_total: streams that must not resume, by reason.
+    """
 
     def __init__(self, settings: RouterSettings, endpoints: Mapping[EndpointId, EndpointState]) -> None:
         self.total = 0
@@ -41,25 +49,32 @@ class Continuations:
         self._endpoints = endpoints
         self._pace = RetryBudget(0.0, settings.continuations_per_second_max, burst_seconds=1.0)
 
-    def broke_off(
+    def note_break(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, token_count: int, *, is_certain: bool
     ) -> None:
-        """Note that an endpoint has failed a request.
+        """Record that an endpoint failed a request.
 
         Args:
-            token_count: tokens that its client has by now.
-            is_certain: the endpoint has said itself that it broke.
+            ticket: the request.
+            fault: how the endpoint failed.
+            endpoint: the endpoint.
+            token_count: tokens that the client has received so far.
+            is_certain: the endpoint reported the failure itself.
         """
         if fault in ENDPOINTS_OWN:
-            has_got_on = token_count - ticket.token_count >= self._settings.progress_tokens_min
+            has_progress = token_count - ticket.token_count >= self._settings.progress_tokens_min
             clock = None if is_certain else endpoint.clock
             broken = Break(endpoint.id, clock, endpoint.checks_total, endpoint.suspects_seen <= 1)
-            ticket.broken = (broken,) if has_got_on else (*ticket.broken, broken)
+            ticket.broken = (broken,) if has_progress else (*ticket.broken, broken)
         ticket.token_count = token_count
 
     def refusal(self, ticket: Ticket, *, is_served: bool) -> TrioserveError | None:
-        """Why it may not go on, if so; otherwise it may, or is on trial. is_served: there are endpoints for its
-        model."""
+        """Return the error that ends the request, or None if the request may resume or is on trial.
+
+        Args:
+            ticket: the request whose endpoint failed.
+            is_served: True if an endpoint serves its model.
+        """
         settings = self._settings
         poisoned = self.judge(ticket)
         if poisoned is not None:
@@ -68,23 +83,29 @@ class Continuations:
             return self._refused(
                 "too_many",
                 EndpointLost(
-                    f"the endpoint failed, and this request has gone on elsewhere {ticket.continuations} times"
+                    f"the endpoint failed, and this request was already resumed elsewhere {ticket.continuations} times"
                 ),
             )
         if ticket.request.pinned is not None or not is_served:
             return self._refused(
-                "no_endpoint", EndpointLost("the endpoint failed, and no other takes requests for its model")
+                "no_endpoint", EndpointLost("the endpoint failed, and no other endpoint serves its model")
             )
         return None
 
     def judge(self, ticket: Ticket) -> TrioserveError | None:
-        """Look at what is known by now of the endpoints that broke with it, and settle whether it is on trial. Returns
-        why it ends, if it is taken for the cause."""
-        goes_on = {broken: self._goes_on(broken) for broken in ticket.broken}
-        ticket.broken = tuple(broken for broken in ticket.broken if not goes_on[broken])
-        # Nobody knows yet who of several it is that were at both.
+        """Decide from what is known of the failed endpoints whether the request is on trial.
+
+        Args:
+            ticket: the request. `ticket.broken` and `ticket.is_on_trial` are updated.
+
+        Returns:
+            The error that ends the request, if the request is held to be the cause.
+        """
+        still_running = {broken: self._is_still_running(broken) for broken in ticket.broken}
+        ticket.broken = tuple(broken for broken in ticket.broken if not still_running[broken])
+        # If several requests were at both endpoints, it is unknown which of them is the cause.
         is_suspected = bool(ticket.broken) and len(ticket.broken) >= self._breaks_max(ticket)
-        ticket.is_on_trial = is_suspected and None in goes_on.values()
+        ticket.is_on_trial = is_suspected and None in still_running.values()
         return self.poisoned(ticket) if is_suspected and not ticket.is_on_trial else None
 
     def _breaks_max(self, ticket: Ticket) -> int:
@@ -93,8 +114,8 @@ class Continuations:
             return self._settings.breaks_max + (not is_alone)
         return self._settings.attempts_max * (1 if is_alone else 2)
 
-    def _goes_on(self, broken: Break) -> bool | None:
-        """Whether what served the stream has not ended; None: nobody knows yet."""
+    def _is_still_running(self, broken: Break) -> bool | None:
+        """Return whether the process that served the stream still runs. None: not known yet."""
         state = self._endpoints.get(broken.endpoint)
         if broken.clock is None or state is None:
             return False
@@ -103,26 +124,43 @@ class Continuations:
         return False if state.health is EndpointHealth.DRAINING else None
 
     def poisoned(self, ticket: Ticket) -> TrioserveError:
-        """Why one ends that is taken for the cause."""
+        """Return the error for a request that is held to be the cause of the failures.
+
+        Args:
+            ticket: the request, with the endpoints that failed.
+        """
         names = ", ".join(f'"{broken.endpoint}"' for broken in ticket.broken)
         return self._refused(
             "poisoned",
             RequestPoisoned(
-                f"{len(ticket.broken)} endpoints in a row broke while they served this request ({names} failed it): it "
-                f"is not sent to another one"
+                f"{len(ticket.broken)} endpoints in a row broke while they served this request ({names}): it is not "
+                f"sent to another endpoint"
             ),
         )
 
     def has_turn(self, now: float) -> bool:
-        """Whether one more may go on at this moment."""
+        """Return whether the rate limit allows one more request to resume.
+
+        Args:
+            now: time in seconds.
+        """
         return self._pace.has_one(now)
 
     def next_turn(self, now: float) -> float:
-        """When one more may that may not now; math.inf if one may now."""
+        """Return when the rate limit allows the next request to resume, or math.inf if it allows one now.
+
+        Args:
+            now: time in seconds.
+        """
         return self._pace.next_at(now)
 
     def note(self, ticket: Ticket, now: float) -> None:
-        """It has got a lease to go on with."""
+        """Count a stream that got a lease to resume with.
+
+        Args:
+            ticket: the stream's request.
+            now: time in seconds.
+        """
         ticket.continuations += 1
         self.total += 1
         self._pace.spend(now)

@@ -1,8 +1,8 @@
-"""Requests that had an endpoint and wait for another one: which of them is next. Room at endpoints is not asked here.
+"""Orders the requests that had an endpoint and wait for another one. Does not know which endpoints have room.
 
-Requests that failed at the same endpoints may all go to the same others. So they share a line, and only the first of a
-line is tried: when an endpoint dies under hundreds of requests, one look tells that none of them has room. Requests on
-trial have lines of their own, and are not tried.
+Requests that failed at the same endpoints can go to the same other endpoints. So they share a line, and only the first
+of each line is tried. When an endpoint dies under hundreds of requests, one look shows that no other endpoint has room.
+Requests on trial have lines of their own and are not tried.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ Line = tuple[bool, int, EndpointId | None, frozenset[EndpointId], tuple[tuple[En
 
 
 class ContinuedQueue:
-    """One model's. Joining and leaving cost the same however many there are."""
+    """The requests of one model that wait for another endpoint.
+
+    Cost:
+        `add` and `remove` are O(1), except for a request that waited in another queue before.
+    """
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -33,7 +37,7 @@ class ContinuedQueue:
         return ticket.index in self._line_of
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Everybody, in no order."""
+        """Yield all requests, in no order."""
         for tickets in self._lines.values():
             yield from tickets.values()
 
@@ -49,7 +53,7 @@ class ContinuedQueue:
         tickets = self._lines.setdefault(line, OrderedDict())
         is_early = bool(tickets) and next(reversed(tickets.values())).again_index > ticket.again_index
         tickets[ticket.index] = ticket
-        if is_early:  # it has waited in another queue until now
+        if is_early:  # the ticket waited in another queue before
             ordered = sorted(tickets.values(), key=lambda ticket: ticket.again_index)
             self._lines[line] = OrderedDict((ticket.index, ticket) for ticket in ordered)
         self.prompt_tokens += ticket.request.prompt_tokens
@@ -63,14 +67,14 @@ class ContinuedQueue:
         self.prompt_tokens -= ticket.request.prompt_tokens
 
     def heads(self) -> list[Ticket]:
-        """The first of each line, in no order. Nobody who is on trial."""
+        """Return the first request of each line, in no order, without requests on trial."""
         return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
 
     def lines(self) -> list[list[Ticket]]:
-        """The requests of each line, in their order."""
+        """Return the requests of each line, in their order."""
         return [list(tickets.values()) for tickets in self._lines.values()]
 
     def on_trial(self) -> list[Ticket]:
-        """Who is on trial, in the order in which that began."""
+        """Return the requests on trial, in the order in which their trials began."""
         found = [ticket for line, tickets in self._lines.items() if line[0] for ticket in tickets.values()]
         return sorted(found, key=lambda ticket: ticket.again_index)

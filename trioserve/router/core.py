@@ -1,29 +1,29 @@
-"""The router's door: who waits, who holds a lease where, and who is refused. Knows neither sockets nor clocks.
+"""Entry point of the router: requests enter, wait, get leases and leave. Uses no sockets and no clocks.
 
-    router.prepare(request, now)        count a request that has to be read before its endpoint can be chosen
-    router.prepared(request)            it was read, or is given up
-    router.enter(request, now)          -> Ticket: in the queue, or with a lease already; raises what refuses it
-    router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
-    router.sent(ticket)                 the request goes to its endpoint
-    router.first_token(ticket, now)     the endpoint answers, or goes on with a stream that another one began
-    router.failed(ticket, fault, now)   -> whether the ticket is in the queue again, for another endpoint
-    router.moved(ticket, now)           it has left an endpoint that is emptied, for the one where its next lease is
-    router.stays(ticket, now)           or does not leave it
-    router.prefilled(ticket, now)       one endpoint has computed the prompt of a disaggregated request
-    router.hold_lost(ticket, now)       and keeps its blocks no longer
-    router.note_load, note_health, ...  what endpoints tell
-    router.tick(now)                    what only time brings; next_tick() says when
+    router.prepare(request, now)        count a request that is read before its endpoint can be chosen
+    router.prepared(request)            the request was read, or given up
+    router.enter(request, now)          -> Ticket, waiting or with a lease; raises if the request is refused
+    router.leave(ticket, now)           the only exit: releases the place or the lease; legal at any time, repeatedly
+    router.sent(ticket)                 the request is sent to its endpoint
+    router.first_token(ticket, now)     the endpoint answers, or resumes a stream of another endpoint
+    router.failed(ticket, fault, now)   -> whether the ticket waits for another endpoint
+    router.moved(ticket, now)           a stream left an emptied endpoint for that of its next lease
+    router.stays(ticket, now)           a stream cannot leave an emptied endpoint
+    router.prefilled(ticket, now)       an endpoint has computed the prompt of a disaggregated request
+    router.hold_lost(ticket, now)       that endpoint no longer holds the blocks
+    router.note_load, note_health, ...  reports of endpoints
+    router.tick(now)                    events that only time brings; next_tick() returns when
 
-Whoever waits is told by `on_change(ticket)`, called once for each grant and each refusal, inside the call that caused
-it. A lease is handed over in the very call that gives it back: nothing polls, and nobody is woken who gets nothing.
-`on_gone(endpoint)` is called when a drained endpoint has nothing any more. `on_move(ticket)` is called when a ticket is
-to leave an endpoint that is emptied: with a next lease, to which it goes by `moved`; or without one, at the deadline,
-by `failed`.
+`on_change(ticket)` reports each grant and each refusal of a waiting ticket, once, inside the call that caused it. A
+released lease is granted again in the same call. So nothing polls, and no task is woken for nothing.
+`on_gone(endpoint)` is called when the last request of a drained endpoint has ended. `on_move(ticket)` asks a stream to
+leave an endpoint that is being emptied. If the ticket has a next lease, the caller answers with `moved`. At the
+deadline there is none, and the caller answers with `failed`.
 
-A request that can be disaggregated is, if there are two endpoints for it when it enters: its stage is PREFILL, and then
-DECODE. Each stage has a queue of its own. Roles are hints, so whatever does not come to pass that way, one endpoint
-does whole: the stage becomes None, in the queue or at a failure, and whoever holds the ticket looks at it when it has a
-lease.
+A request that can be disaggregated is split if there are two endpoints for it when it enters: its stage is PREFILL, and
+then DECODE. Each stage has a queue of its own. Roles are hints. If a split cannot be completed, one endpoint does the
+whole request: the stage becomes None, in the queue or at a failure. The holder of a ticket reads the stage when the
+ticket gets a lease.
 """
 
 from __future__ import annotations
@@ -53,7 +53,16 @@ __all__ = ["Fault", "RouterCore", "RouterStats"]
 
 
 class RouterCore:
-    """All state of the router. Times are seconds of one monotonic clock, and never go back."""
+    """All state of the router. Times are seconds of one monotonic clock and never decrease.
+
+    Args:
+        settings: limits.
+        policy: creates the policy that chooses between endpoints.
+        on_change: called when a waiting ticket gets a lease or is refused.
+        rng: source of randomness.
+        on_gone: called with the id of a drained endpoint when its last request has ended.
+        on_move: called when a stream has to leave an endpoint that is being emptied.
+    """
 
     def __init__(
         self,
@@ -91,8 +100,18 @@ class RouterCore:
     # --- requests ---
 
     def prepare(self, request: RoutedRequest, now: float) -> None:
-        """Count a request that is read before it can enter, which costs something: so many may be as there is room for,
-        in the queue and at the endpoints. The caller owes `prepared`. Raises as enter does, and then holds nothing."""
+        """Count a request that is read before it enters, because reading costs memory and time.
+
+        The number of such requests is limited by the room in the queue and the free slots. The caller must call
+        `prepared`.
+
+        Args:
+            request: the request.
+            now: time in seconds.
+
+        Raises:
+            Overloaded, Draining, NoEndpoint, InvalidRequest: the request is refused, and is not counted.
+        """
         self._check_open(request, now)
         model = self._queues.of_model(request.model)
         slots = self._fleet.of_model(request.model).free_count
@@ -104,19 +123,32 @@ class RouterCore:
         model.preparing += 1
 
     def prepared(self, request: RoutedRequest) -> None:
-        """The end of what `prepare` began."""
+        """End what `prepare` began.
+
+        Args:
+            request: the request.
+        """
         model = self._queues.of_model(request.model)
         assert model.preparing > 0
         model.preparing -= 1
         self._forget_unserved(request.model)
 
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
-        """Take a place in the queue, and a lease at once if there is one. The caller owes `leave`.
+        """Put a request into the queue, and grant a lease at once if there is room. The caller must call `leave`.
 
-        In a full queue, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned
-        request never waits. While every endpoint of a model is ejected nobody joins its queues; those who are in one
-        keep their place, since an ejection is short. Raises Overloaded, Draining or NoEndpoint, or InvalidRequest for
-        too many sequences, and then holds nothing.
+        In a full queue, a tenant with fewer waiting requests takes the place of the newest request of the tenant with
+        most. A pinned request never waits. While every endpoint of a model is ejected, no request joins its queues.
+        Requests that wait already keep their place, because an ejection is short.
+
+        Args:
+            request: the request.
+            now: time in seconds.
+
+        Raises:
+            Overloaded: the queue is full, or the pinned endpoint has no room.
+            Draining: the router accepts no new requests.
+            NoEndpoint: no endpoint accepts requests for the model now.
+            InvalidRequest: the request has too many sequences.
         """
         self._check_open(request, now)
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
@@ -126,16 +158,16 @@ class RouterCore:
         ticket.stage = Stage.PREFILL if ticket.is_disaggregated else None
         queue = self._queues.of(ticket)
         must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
-        if request.pinned is None and not must_wait and self._queues.of_model(request.model).is_anybody_waiting:
-            self._hand_over(now)  # what it may get, those in other queues may have waited for
+        if request.pinned is None and not must_wait and self._queues.of_model(request.model).has_waiting:
+            self._hand_over(now)  # requests in other queues may have waited longer for the free room
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 pinned = self.endpoints[request.pinned]
                 is_full = refusals.pinned_is_full(request, queue, now)
-                raise self._refusals.counted(is_full if pinned.is_given else self._no_endpoint(request, now))
+                raise self._refusals.counted(is_full if pinned.accepts_requests else self._no_endpoint(request, now))
             queue.newcomers.add(ticket)
             if must_wait:
-                self._hand_over(now)  # those before it may wait for what it does not need
+                self._hand_over(now)  # requests before it may wait for an endpoint that it does not need
             if ticket.state is TicketState.WAITING:
                 refusal = refusals.queue_was_full(self.settings, queue, request, now)
                 if refusal is not None:
@@ -151,15 +183,24 @@ class RouterCore:
         return ticket
 
     def leave(self, ticket: Ticket, now: float) -> None:
-        """The one way out of a request's scope. Whatever it holds is back; nothing to do when it has ended."""
+        """Release everything that a request holds. Nothing happens if it has ended.
+
+        Args:
+            ticket: the request.
+            now: time in seconds.
+        """
         if ticket.state is TicketState.ENDED:
             return
-        self._let_go(ticket, now)
+        self._release(ticket, now)
         self._end(ticket)
         self._hand_over(now)
 
     def sent(self, ticket: Ticket) -> None:
-        """The request goes to its endpoint now; until then a drain may still refuse it."""
+        """Record that the request is sent to its endpoint. Until then a drain may refuse it.
+
+        Args:
+            ticket: the request, with a lease.
+        """
         assert ticket.state is TicketState.LEASED
         assert ticket.sent_index is None
         self.sent_total += 1
@@ -167,15 +208,22 @@ class RouterCore:
         self._fleet.of(ticket).sent[ticket.sent_index] = ticket.request.sequences
 
     def first_token(self, ticket: Ticket, now: float, *, can_go_on: bool = False) -> None:
-        """The endpoint of its lease has begun to answer, or to go on. What fails after this is the client's to see, if
-        it is not a stream that can go on elsewhere. can_go_on: that it can, so that it may be moved on purpose."""
+        """Record that the endpoint has begun to answer, or to resume a stream.
+
+        After this, a failure is visible to the client unless the stream can resume elsewhere.
+
+        Args:
+            ticket: the request.
+            now: time in seconds.
+            can_go_on: True if the stream can resume elsewhere, so that it may be moved on purpose.
+        """
         if ticket.state is not TicketState.LEASED or ticket.is_answered:
             return
-        assert ticket.stage is not Stage.PREFILL, "the token of a prefill is nobody's"
+        assert ticket.stage is not Stage.PREFILL, "a prefill stage has no token for the client"
         endpoint = self._fleet.of(ticket)
         if not ticket.has_token:
             ticket.has_token = True
-            for id in sorted(ticket.refused_by):  # wrongly: another one serves it
+            for id in sorted(ticket.refused_by):  # these refusals were wrong, since another endpoint serves it
                 if (refusing := self.endpoints.get(id)) is not None:
                     refusing.failures_total["refused_wrongly"] += 1
                     refusing.note_failure(now)
@@ -192,17 +240,27 @@ class RouterCore:
         self._hand_over(now)
 
     def moved(self, ticket: Ticket, now: float) -> None:
-        """It has left its endpoint, and its next lease is the one in hand. Nothing to do when it has none any more."""
+        """Record that a stream left its endpoint for that of its next lease. Nothing happens if it has no next lease.
+
+        Args:
+            ticket: the stream's request.
+            now: time in seconds.
+        """
         next_lease = ticket.next_lease
         if next_lease is None:
             return
         ticket.next_lease = None
-        self._let_go(ticket, now)
-        self._take_up(ticket, next_lease)
+        self._release(ticket, now)
+        self._use_next_lease(ticket, next_lease)
         self._hand_over(now)
 
     def stays(self, ticket: Ticket, now: float) -> None:
-        """It cannot leave its endpoint. Its next lease is back. Nothing to do when it has none any more."""
+        """Record that a stream cannot leave its endpoint, and release its next lease if it has one.
+
+        Args:
+            ticket: the stream's request.
+            now: time in seconds.
+        """
         ticket.can_go_on = False
         self._moving.leave(ticket)
         if ticket.next_lease is not None:
@@ -211,9 +269,17 @@ class RouterCore:
             self._hand_over(now)
 
     def prefilled(self, ticket: Ticket, now: float, *, outcome: PairOutcome | None = None) -> None:
-        """The endpoint has computed the prompt: its slot there is free, and the ticket waits for a decode endpoint, or
-        has a lease there already. outcome: why one endpoint has to do the rest, if so; best the one that has the
-        prompt in its prefix cache now."""
+        """Record that the endpoint has computed the prompt. Its slot is free, and the ticket waits for a decode
+        endpoint.
+
+        The ticket may get that lease in this call.
+
+        Args:
+            ticket: the request, in its prefill stage.
+            now: time in seconds.
+            outcome: why one endpoint has to do the rest. The endpoint with the prompt in its prefix cache is preferred.
+                None: a decode endpoint does the rest.
+        """
         if ticket.state is not TicketState.LEASED or ticket.stage is not Stage.PREFILL:
             return
         endpoint = self._fleet.of(ticket)
@@ -222,7 +288,7 @@ class RouterCore:
         served_seconds = now - ticket.leased_at
         ticket.own_deadline += served_seconds
         ticket.queue_deadline += served_seconds
-        self._let_go(ticket, now)
+        self._release(ticket, now)
         ticket.stage, ticket.is_held = Stage.DECODE, outcome is None
         if outcome is not None:
             ticket.stage = None
@@ -232,11 +298,17 @@ class RouterCore:
         self._hand_over(now)
 
     def hold_lost(self, ticket: Ticket, now: float) -> None:
-        """The blocks of its prompt are not kept any more. Nothing to do when it does not wait for them."""
+        """Record that the blocks of the prompt are no longer held. Nothing happens if the request does not wait for
+        them.
+
+        Args:
+            ticket: the request.
+            now: time in seconds.
+        """
         ticket.is_held = False
         if ticket.stage is Stage.DECODE and not ticket.is_sent:
             if ticket.state is TicketState.LEASED:
-                self._let_go(ticket, now)
+                self._release(ticket, now)
                 self._wait_again(ticket)
             self._refuse_if_hopeless(ticket, now)
             self._hand_over(now)
@@ -252,20 +324,29 @@ class RouterCore:
         is_certain: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """The endpoint failed a request that has no token yet, or a stream that can go on elsewhere; with a stream that
-        cannot, the caller leaves. The lease is back before anything else happens. busy_seconds: of a BUSY or LEAVING
-        endpoint, for how long it is left alone. token_count: what the stream's client has by now. is_certain: the
-        endpoint has said itself that it is its fault. reason: for the counts, if it is another word than the fault's.
+        """Record that an endpoint failed a request without a token, or a stream that can resume elsewhere.
 
-        Returns whether the ticket waits again (or has a lease elsewhere already); otherwise it has ended, and the
-        caller tells the client the ticket's refusal, or if there is none what the endpoint said.
+        The caller ends other streams with `leave`. The lease is released before anything else happens.
+
+        Args:
+            ticket: the request.
+            fault: how the endpoint failed.
+            now: time in seconds.
+            busy_seconds: how long a BUSY or LEAVING endpoint gets no requests.
+            token_count: tokens that the stream's client has received.
+            is_certain: the endpoint reported that the failure is its own fault.
+            reason: name for the counters. None: that of the fault.
+
+        Returns:
+            True if the ticket waits again or already has another lease. If False, it has ended, and the caller sends
+            the client `ticket.refusal`, or the endpoint's response if that is None.
         """
         if ticket.state not in (TicketState.LEASED, TicketState.RUNNING_FREE):
             return False
         assert ticket.endpoint is not None
         endpoint = self._fleet.of(ticket)
         next_lease, ticket.next_lease = ticket.next_lease, None
-        self._let_go(ticket, now)
+        self._release(ticket, now)
         endpoint.failures_total[reason or fault.value] += 1
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
@@ -275,9 +356,9 @@ class RouterCore:
             endpoint.note_busy(now, busy_seconds)
         ticket.tried = {**ticket.tried, ticket.endpoint: endpoint.checks_total}
         if ticket.has_token:
-            self._continuations.broke_off(ticket, fault, endpoint, token_count, is_certain=is_certain)
-            return self._goes_on(ticket, next_lease, now)
-        assert next_lease is None, "what has not begun is not moved"
+            self._continuations.note_break(ticket, fault, endpoint, token_count, is_certain=is_certain)
+            return self._resume_or_end(ticket, next_lease, now)
+        assert next_lease is None, "only streams that have begun are moved"
         self._note_failed(ticket, fault, endpoint, now, is_certain=is_certain)
         ticket.stage_fault = stage_fault(ticket.stage, fault)
         ticket.refusal = self._continuations.judge(ticket)
@@ -295,14 +376,14 @@ class RouterCore:
     def _note_failed(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
     ) -> None:
-        """Note what a fault means for a request without a token. The time that it was served was no wait."""
+        """Note what a fault means for a request without a token. The time at the endpoint does not count as waiting."""
         served_seconds = now - ticket.leased_at
         ticket.own_deadline += served_seconds
         ticket.queue_deadline += served_seconds
         if fault in DEATHS:
-            self._continuations.broke_off(ticket, fault, endpoint, 0, is_certain=is_certain)
+            self._continuations.note_break(ticket, fault, endpoint, 0, is_certain=is_certain)
         if fault in LOST:
-            # It waits for an endpoint as long as a stream would, if its client lets it.
+            # It waits for an endpoint as long as a stream would, unless its own deadline is earlier.
             ticket.is_lost = True
             patience = now + self.settings.continuation_seconds_max
             ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
@@ -311,12 +392,12 @@ class RouterCore:
             if fault is Fault.REFUSED:
                 ticket.refused_by |= {endpoint.id}
 
-    def _goes_on(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
-        """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
+    def _resume_or_end(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
+        """Let a stream resume with its next lease, or wait again, or end. Return False if it ended."""
         is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
         ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
         if next_lease is not None and ticket.refusal is None and not ticket.is_on_trial:
-            self._take_up(ticket, next_lease)
+            self._use_next_lease(ticket, next_lease)
             self._continuations.note(ticket, now)
             self._hand_over(now)
             return True
@@ -325,28 +406,28 @@ class RouterCore:
         if ticket.refusal is not None:
             self._end(ticket)
         else:
-            ticket.stage = None  # whoever goes on does all of the rest
-            # Its time in the queue was that before its first token.
+            ticket.stage = None  # the next endpoint does all the remaining work
+            # Its queue deadline was for the wait before its first token.
             ticket.own_deadline, ticket.queue_deadline = math.inf, now + self.settings.continuation_seconds_max
             self._wait_again(ticket)
         self._hand_over(now)
         return ticket.refusal is None
 
     def _may_try_again(self, ticket: Ticket, fault: Fault, now: float) -> bool:
-        """Whether a request without a token waits again.
+        """Return whether a request without a token waits again.
 
-        A request that lost its endpoint always does, also where all endpoints are ejected: one may come back in time.
-        The retry budget bounds how often endpoints are asked again that answered with an error or were full. What all
-        that are well refuse for want of room is told at once.
+        A request that lost its endpoint always does, even if all endpoints are ejected: one may come back in time. The
+        retry budget limits retries after error responses and full endpoints. If all healthy endpoints are full, the
+        client learns it at once.
         """
         if ticket.request.pinned is not None:
             return False
-        if fault in LOST:  # if the time for which it may wait is over, the queue tells its client so, and when to retry
+        if fault in LOST:  # if its deadline has passed, the queue refuses it with a Retry-After
             return self._fleet.is_any_left(ticket)
         if now >= ticket.queue_deadline:
             return False
         if fault is Fault.INVALID and not self.is_draining:
-            return self._fleet.is_any_left(ticket)  # nothing of this was the request's fault
+            return self._fleet.is_any_left(ticket)  # never the request's fault
         if fault is Fault.REFUSED and not self.is_draining:
             return self._fleet.is_any_left(ticket, unejected=True)
         if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:
@@ -366,12 +447,29 @@ class RouterCore:
         leases_max: int | None = None,
         role: EngineRole | None = None,
     ) -> None:
-        """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
+        """Add an endpoint, or restart one that is draining.
+
+        Args:
+            id: name of the endpoint.
+            models: model names that it serves.
+            now: time in seconds.
+            leases_max: sequences that it accepts. None: the limit of the settings.
+            role: stages of disaggregated requests that it is meant for. None: no stage.
+
+        Raises:
+            StartupError: the id is in use, or `leases_max` is below 1.
+        """
         self._fleet.add(id, models, leases_max=leases_max, role=role)
         self._moving.end(id)
 
     def set_models(self, id: EndpointId, models: Iterable[str], now: float) -> None:
-        """The endpoint says what it serves; one that is gone by now is ignored."""
+        """Set the models that an endpoint serves. Ignored if the endpoint is removed.
+
+        Args:
+            id: name of the endpoint.
+            models: model names.
+            now: time in seconds.
+        """
         state = self.endpoints.get(id)
         if state is None:
             return
@@ -380,16 +478,29 @@ class RouterCore:
         self._hand_over(now)
 
     def set_role(self, id: EndpointId, role: EngineRole | None, now: float) -> None:
-        """The endpoint says what it is meant for; one that is gone by now is ignored."""
+        """Set the stages that an endpoint is meant for. Ignored if the endpoint is removed.
+
+        Args:
+            id: name of the endpoint.
+            role: the role. None: no stage of disaggregated requests.
+            now: time in seconds.
+        """
         state = self.endpoints.get(id)
         if state is not None and state.role != role:
             state.set_role(role)
             self._hand_over(now)
 
     def drain_endpoint(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
-        """Give it nothing more. It is gone when its last request has ended; those that wait go to others. move_seconds:
-        empty it: what can go on elsewhere is moved there as there is room, and after so long all that is left leaves.
-        Legal for one that is being drained already."""
+        """Send no more requests to an endpoint, and remove it when its last request has ended.
+
+        May be called again while the endpoint drains.
+
+        Args:
+            id: name of the endpoint.
+            now: time in seconds.
+            move_seconds: also empty the endpoint: streams that can resume elsewhere are moved as there is room, and
+                after this time all remaining requests are asked to leave. None: requests stay until they end.
+        """
         state = self.endpoints[id]
         state.drain()
         self._fleet.note_drained(state)
@@ -410,15 +521,27 @@ class RouterCore:
         return state is not None and state.health is EndpointHealth.DRAINING
 
     def note_fingerprint(self, id: EndpointId, fingerprint: str | None) -> None:
-        """What computes there, by a name that is equal where the same tokens come of the same request. A stream that
-        broke off goes on where that is the same as where it began, if there is room. One that is gone is ignored."""
+        """Set the fingerprint of an endpoint. Ignored if the endpoint is removed.
+
+        A stream that breaks off resumes at an endpoint with an equal fingerprint if one has room.
+
+        Args:
+            id: name of the endpoint.
+            fingerprint: endpoints with equal fingerprints compute equal tokens for a request. None: unknown.
+        """
         state = self.endpoints.get(id)
         if state is not None:
             state.fingerprint = fingerprint
 
     def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
-        """What the endpoint says of itself; one that is unknown by now is ignored.
-        sent_when_asked: `sent_total` when it was asked."""
+        """Accept a load report. Ignored if the endpoint is removed.
+
+        Args:
+            id: name of the endpoint.
+            load: the report.
+            now: time in seconds.
+            sent_when_asked: `sent_total` when the endpoint was asked.
+        """
         state = self.endpoints.get(id)
         if state is not None:
             self._fleet.note_load(state, load, now, sent_when_asked=sent_when_asked)
@@ -426,10 +549,14 @@ class RouterCore:
             self._hand_over(now)
 
     def note_client_fault(self, ticket: Ticket) -> bool:
-        """Note that an endpoint refused a request as its client's fault.
+        """Record that an endpoint refused a request as its client's fault.
+
+        Args:
+            ticket: the request.
 
         Returns:
-            Whether another endpoint has to confirm it: this one has refused several in a row, and served none.
+            True if another endpoint has to confirm it, because this one refused several requests in a row and served
+            none.
         """
         if ticket.state is not TicketState.LEASED:
             return False
@@ -438,22 +565,43 @@ class RouterCore:
         return endpoint.refusals_in_a_row > self.settings.failures_max
 
     def note_probe(self, id: EndpointId, is_well: bool, now: float) -> None:
-        """A request of the router's own has shown whether an ejected endpoint serves requests again."""
+        """Record the result of a probe request. Ignored if the endpoint is removed.
+
+        Args:
+            id: name of the ejected endpoint.
+            is_well: True if it served the probe.
+            now: time in seconds.
+        """
         state = self.endpoints.get(id)
         if state is not None:
             state.note_probe(is_well, now)
             self._hand_over(now)
 
     def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:
-        """What of the endpoint's limit is for this router to give; one that is gone by now is ignored. More than that
-        ends by itself."""
+        """Set the leases that this router may give at an endpoint. Ignored if the endpoint is removed.
+
+        Leases beyond the share stay until they end.
+
+        Args:
+            id: name of the endpoint.
+            share: number of leases.
+            now: time in seconds.
+        """
         state = self.endpoints.get(id)
         if state is not None and state.lease_share != share:
             state.set_lease_share(share)
             self._hand_over(now)
 
     def note_health(self, id: EndpointId, is_well: bool, now: float, *, is_hung: bool = False) -> None:
-        """A health check ended. is_hung: it has not answered for so long, or says itself, that it is left at once."""
+        """Record the result of a health check.
+
+        Args:
+            id: name of the endpoint.
+            is_well: True if it passed.
+            now: time in seconds.
+            is_hung: True if it has not answered for so long that it gets no more requests at once, or reports a hung
+                step.
+        """
         state = self.endpoints.get(id)
         if state is None or state.health is EndpointHealth.DRAINING:
             return
@@ -466,13 +614,18 @@ class RouterCore:
         self._hand_over(now)
 
     def note_leaving(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
-        """It says that it will stop, or takes no connections any more: it gets nothing until a check finds it well.
-        move_seconds: and is emptied, as by drain_endpoint; said again, that changes nothing."""
+        """Record that an endpoint shuts down or refuses connections. It gets no requests until it passes a check.
+
+        Args:
+            id: name of the endpoint.
+            now: time in seconds.
+            move_seconds: also empty the endpoint, see `drain_endpoint`. Ignored if it is being emptied already.
+        """
         state = self.endpoints.get(id)
         if state is None or state.health is EndpointHealth.DRAINING:
             return
         if state.health is EndpointHealth.STARTING:
-            self.note_health(id, False, now)  # it may be about to begin as well
+            self.note_health(id, False, now)  # the endpoint may still be starting
             return
         state.note_leaving(now)
         if move_seconds is not None and state.in_flight and not self._moving.is_emptied(id):
@@ -482,7 +635,11 @@ class RouterCore:
     # --- time ---
 
     def next_tick(self, now: float) -> float:
-        """When `tick` has something to do, if nothing else happens before; math.inf for never."""
+        """Return when `tick` has to be called if nothing else happens before. math.inf for never.
+
+        Args:
+            now: time in seconds.
+        """
         over_at = self._deadlines.first()
         moments = [self._fleet.next_moment(), self._moving.next_deadline()]
         if over_at is not None:
@@ -492,20 +649,30 @@ class RouterCore:
         return min(moments)
 
     def tick(self, now: float) -> None:
-        """Refuse those whose wait is over, and let endpoints be probed whose ejection is."""
-        while (ticket := self._deadlines.take_over(now)) is not None:
+        """Refuse requests whose queue deadline has passed, and let endpoints be probed whose ejection has ended.
+
+        Args:
+            now: time in seconds.
+        """
+        while (ticket := self._deadlines.pop_passed(now)) is not None:
             if ticket.is_on_trial:
                 self._end_wait(ticket, self._continuations.poisoned(ticket), now)
             else:
                 self._refuse(ticket, refusals.wait_over(ticket, self._queues.of(ticket), now), now)
         self._fleet.tick(now)
         self._hand_over(now)
-        for id in self._moving.take_over(now):
-            self._tell_to_leave(id)
+        for id in self._moving.pop_passed(now):
+            self._ask_to_leave(id)
 
     def drain(self, now: float) -> None:
-        """Take nothing new and refuse all that were not sent anywhere; the others go on, also those whose prompt is
-        computed, whose endpoint was lost or whose stream broke off, and that wait for the rest."""
+        """Accept no new requests, and refuse all that were not sent to any endpoint.
+
+        Other requests continue, including those that wait again: for a decode endpoint, or because their endpoint
+        failed.
+
+        Args:
+            now: time in seconds.
+        """
         self.is_draining = True
         for ticket in list(self._live.values()):
             is_begun = ticket.is_sent or ticket.is_lost or ticket.has_token or ticket.prefilled_by is not None
@@ -530,10 +697,10 @@ class RouterCore:
             pairs_total=dict(self._disaggregation.outcomes_total),
         )
 
-    # --- giving and taking leases ---
+    # --- leases ---
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
-        """Give it a lease if an endpoint has room for it. It must not stand in any queue."""
+        """Give a ticket a lease if an endpoint has room. The ticket must not be in any queue."""
         before = ticket.endpoint
         if not self._give(ticket, now):
             return False
@@ -547,24 +714,24 @@ class RouterCore:
         return True
 
     def _grant_next(self, ticket: Ticket, now: float) -> bool:
-        """Give one that is to leave its endpoint a second lease, if another one has room."""
+        """Give a stream that has to leave its endpoint a second lease, if another endpoint has room."""
         in_hand = ticket.exchange(Lease(at=now))
-        is_given = self._give(ticket, now)
+        accepts_requests = self._give(ticket, now)
         lease = ticket.exchange(in_hand)
-        if is_given:
+        if accepts_requests:
             ticket.next_lease = lease
             self._moving.note_leased(ticket)
             self._admissions_total += 1
-        return is_given
+        return accepts_requests
 
     def _give(self, ticket: Ticket, now: float) -> bool:
-        """Give it an endpoint that has room for it. Its state is the caller's to move."""
+        """Choose an endpoint that has room. The caller changes the ticket's state."""
         if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
             return False
         return self._fleet.give(ticket, now)
 
-    def _take_up(self, ticket: Ticket, lease: Lease) -> None:
-        """Go on with a lease that it has beside what it has given back."""
+    def _use_next_lease(self, ticket: Ticket, lease: Lease) -> None:
+        """Resume with the next lease, after the current one was released."""
         before = ticket.exchange(lease).endpoint
         self._fleet.note_moved(before, ticket)
         ticket.is_answered, ticket.stage = False, None
@@ -572,7 +739,7 @@ class RouterCore:
             ticket.move(TicketState.LEASED)
 
     def _drop_next_lease(self, ticket: Ticket) -> None:
-        """Give that one back, if it has one."""
+        """Release the next lease, if there is one."""
         if ticket.next_lease is None:
             return
         in_hand = ticket.exchange(ticket.next_lease)
@@ -583,16 +750,19 @@ class RouterCore:
         ticket.exchange(in_hand)
 
     def _hand_over(self, now: float) -> None:
-        """Give what is free to those who have waited longest, in the order of their queues."""
+        """Grant free slots to waiting requests, in the order of their queues."""
         for name, model in self._queues.models.items():
-            if model.is_anybody_waiting:
-                self._disaggregation.make_whole_what_cannot_be_split(name, model)
+            if model.has_waiting:
+                self._disaggregation.undo_impossible_splits(name, model)
                 while self._serve_one(model, now):
                     pass
 
     def _serve_one(self, model: ModelQueues, now: float) -> bool:
-        """Give a lease to the first who can have one. Asked again after each, from the first on: where a prompt is
-        handed over, another one may begin."""
+        """Grant a lease to the first request that can get one.
+
+        Called again from the start after each grant: if a request moves from prefill to decode, another prompt may
+        start.
+        """
         newcomers = model.heads()
         for ticket, queue in self._in_turn(model, newcomers, now):
             if ticket.is_moving:
@@ -618,11 +788,11 @@ class RouterCore:
     def _in_turn(
         self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
     ) -> list[tuple[Ticket, Queue | None]]:
-        """List the requests that are next, first the one that goes first. Those with no queue are streams.
+        """List the requests that are next, the first one first. Streams have None instead of a queue.
 
-        Within a priority, requests and streams that wait again come first, in the order in which they began to: they
-        lost their endpoints, or their prompts were computed for another one. Then come streams that are to be moved,
-        then newcomers. After several of the former in a row it is a newcomer's turn.
+        Within a priority, requests and streams that wait again come first, in the order in which they began to wait:
+        they lost their endpoints, or their prompts were computed for another endpoint. Then come streams that have to
+        move, and then newcomers. After several of the former in a row, a newcomer is first.
         """
         again = model.waiting_again()
         continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []
@@ -639,8 +809,8 @@ class RouterCore:
         ]
         return [(ticket, queue) for _, ticket, queue in sorted(turns, key=lambda turn: turn[0])]
 
-    def _tell_to_leave(self, id: EndpointId) -> None:
-        """The time has come in which the endpoint was to be emptied."""
+    def _ask_to_leave(self, id: EndpointId) -> None:
+        """Ask all requests to leave an endpoint whose deadline for being emptied has passed."""
         for ticket in list(self._live.values()):
             is_there = ticket.endpoint == id and ticket.is_sent and ticket.next_lease is None
             is_free = (ticket.can_go_on or not ticket.has_token) and ticket.request.pinned is None
@@ -651,8 +821,8 @@ class RouterCore:
         self._moving.end(id)
         self._on_gone(id)
 
-    def _let_go(self, ticket: Ticket, now: float) -> None:
-        """Give back its place or its lease, whichever it has."""
+    def _release(self, ticket: Ticket, now: float) -> None:
+        """Release the ticket's place or lease."""
         if ticket.state is TicketState.WAITING:
             self._queues.leave(ticket)
             return
@@ -668,7 +838,7 @@ class RouterCore:
             drain_rate.note_idle(now)
 
     def _wait_again(self, ticket: Ticket) -> None:
-        """It was elsewhere, and has given everything back."""
+        """Queue a ticket again that has left an endpoint and released everything."""
         ticket.move(TicketState.WAITING)
         self._moving.note_arrived(ticket)
         ticket.sent_index = None
@@ -688,37 +858,48 @@ class RouterCore:
         if model not in self._fleet.model_names():
             self._queues.forget_unused(model)
 
-    # --- requests whose prompt is computed apart from their response ---
+    # --- disaggregated requests ---
 
     def will_be_disaggregated(self, request: RoutedRequest) -> bool:
-        """Whether it would be, if it entered now."""
+        """Return whether the request would be disaggregated if it entered now.
+
+        Args:
+            request: a request that has not entered.
+        """
         return self._disaggregation.will_be_disaggregated(request)
 
     def is_pair_there(self, model: str) -> bool:
-        """Whether one endpoint may compute a prompt and another one make the response."""
+        """Return whether one endpoint may compute a prompt and a different endpoint the response.
+
+        Args:
+            model: model name.
+        """
         return self._fleet.is_pair_there(model)
 
-    # --- which endpoints there are ---
+    # --- the set of endpoints ---
 
     def model_names(self) -> KeysView[str]:
-        """What the endpoints serve, those that leave counted."""
+        """Return the model names of all endpoints, including draining ones."""
         return self._fleet.model_names()
 
     @property
     def is_any_nameless(self) -> bool:
-        """Whether an endpoint has not told yet what it serves."""
+        """True if an endpoint has not reported its models yet."""
         return self._fleet.is_any_nameless
 
     def has_choice(self, request: RoutedRequest) -> bool:
-        """Whether there is more than one endpoint for it, or for one of its stages."""
+        """Return whether there is more than one endpoint for the request, or for one of its stages.
+
+        Args:
+            request: a request that has not entered.
+        """
         stages: tuple[Stage | None, ...] = tuple(Stage) if self.will_be_disaggregated(request) else (None,)
         return any(self._fleet.has_choice(request.model, stage) for stage in stages)
 
     # --- refusing ---
 
     def _check_open(self, request: RoutedRequest, now: float) -> None:
-        """There is an endpoint that it may go to and that is not ejected. Raises Draining, NoEndpoint or
-        InvalidRequest."""
+        """Raise Draining, NoEndpoint or InvalidRequest unless an endpoint that is not ejected may serve the request."""
         if self.is_draining:
             raise self._refusals.counted(refusals.draining())
         if not 1 <= request.sequences <= self.settings.sequences_max:
@@ -732,8 +913,11 @@ class RouterCore:
             raise self._refusals.counted(self._no_endpoint(request, now))
 
     def _pushed_out(self, queue: Queue, ticket: Ticket) -> Ticket | None:
-        """Whose place the one that has just joined a full queue gets, so that one tenant's burst does not keep others
-        from the queue. At most one, and only if that makes room enough."""
+        """Return the ticket that loses its place in a full queue to `ticket`, or None.
+
+        So the burst of one tenant does not keep others out of the queue. At most one ticket loses its place, and only
+        if that makes enough room.
+        """
         found = queue.newcomers.newest_of_most(ticket)
         if found is None or queue.count - 1 > self.settings.queue_requests_max:
             return None
@@ -741,18 +925,18 @@ class RouterCore:
         return found if prompt_tokens <= self.settings.queue_prompt_tokens_max else None
 
     def _refuse(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
-        """End one that was not sent anywhere, and tell it."""
+        """End a request that was not sent to any endpoint, and report its refusal."""
         self._end_wait(ticket, self._refusals.counted(refusal), now)
 
     def _end_wait(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
-        self._let_go(ticket, now)
+        self._release(ticket, now)
         ticket.refusal = refusal
         self._end(ticket)
         self._on_change(ticket)
 
     def _judge(self, now: float) -> None:
-        """End trials as far as what endpoints have told is enough for that."""
-        for model in list(self._queues.models.values()):  # one that ends may have been the last of its model
+        """End trials for which the endpoints have reported enough."""
+        for model in list(self._queues.models.values()):  # ending a ticket may delete its model's queues
             for ticket in model.on_trial():
                 refusal = self._continuations.judge(ticket)
                 if refusal is not None:
@@ -761,12 +945,12 @@ class RouterCore:
                     self._queues.end_trial(ticket)
 
     def _refuse_hopeless(self, now: float) -> None:
-        """Those who wait for a model that nobody else serves any more are told so at once."""
-        for ticket in self._queues.everybody():
+        """Refuse waiting requests whose model no endpoint serves any more."""
+        for ticket in self._queues.all_waiting():
             self._refuse_if_hopeless(ticket, now)
 
     def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
-        # A stream that is read already waits for endpoints to come back, for a time.
+        # A stream whose client has tokens waits for endpoints to come back, for a limited time.
         if ticket.state is TicketState.WAITING and not self._fleet.is_any_left(ticket):
             self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 

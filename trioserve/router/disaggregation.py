@@ -1,8 +1,7 @@
-"""Which requests have their prompt computed at one endpoint and their response made at another, and what becomes of
-those that cannot go on so.
+"""Decides which requests compute their prompt at one endpoint and their response at another.
 
-Such a request has a prefill stage and then a decode stage (its stage), each with a queue of its own. Roles are hints,
-so whatever does not come to pass that way, one endpoint does whole: the stage becomes None, for good.
+Such a request has a prefill stage and then a decode stage (`Ticket.stage`), each with a queue of its own. Roles are
+hints. If a split cannot be completed, one endpoint does the whole request: the stage becomes None and stays None.
 """
 
 from __future__ import annotations
@@ -18,7 +17,16 @@ __all__ = ["Disaggregation", "stage_fault"]
 
 
 class Disaggregation:
-    """outcomes_total: requests that were to be disaggregated, by what became of that."""
+    """Decides about splitting requests, and counts the outcomes.
+
+    Args:
+        settings: limits.
+        endpoints: all endpoints.
+        queues: the queues of all models.
+
+    Attributes:
+        outcomes_total: requests that should have been disaggregated, by outcome.
+    """
 
     def __init__(self, settings: RouterSettings, endpoints: Endpoints, queues: Queues) -> None:
         self.outcomes_total = dict.fromkeys(PairOutcome, 0)
@@ -27,28 +35,47 @@ class Disaggregation:
         self._queues = queues
 
     def will_be_disaggregated(self, request: RoutedRequest) -> bool:
-        """Whether it would be, if it entered now."""
+        """Return whether the request would be disaggregated if it entered now.
+
+        Args:
+            request: a request that has not entered.
+        """
         return request.can_be_disaggregated and request.pinned is None and self._endpoints.is_pair_there(request.model)
 
     def is_handover_full(self, model: str) -> bool:
-        """Whether so many wait to be answered that no further prompt is begun."""
+        """Return whether so many requests wait for a decode endpoint that no further prompt may start.
+
+        Args:
+            model: model name.
+        """
         return self._queues.of_model(model).queues[Stage.DECODE].count >= self._settings.handover_waiting_max
 
-    def make_whole_what_cannot_be_split(self, name: str, model: ModelQueues) -> None:
-        """Nobody waits for a part that no endpoint may do now: those one endpoint does whole."""
+    def undo_impossible_splits(self, name: str, model: ModelQueues) -> None:
+        """Undo the split of waiting requests whose next stage no endpoint can do now.
+
+        Args:
+            name: model name.
+            model: the queues of that model.
+        """
         for stage in Stage:
             queue = model.queues[stage]
             for line in queue.again.lines() if queue.again else ():
-                is_there = self._is_next_stage_there(line[0])  # the same for all of them: they failed at the same
+                is_there = self._is_next_stage_there(line[0])  # holds for the line: same failed endpoints
                 for ticket in line:
                     if not is_there or (stage is Stage.DECODE and not ticket.is_held):
-                        self._make_whole(ticket)
+                        self._undo_split(ticket)
             if queue.newcomers.count and not self._endpoints.is_pair_there(name):
                 for ticket in sorted(queue.newcomers, key=lambda ticket: ticket.index):
-                    self._make_whole(ticket)
+                    self._undo_split(ticket)
 
     def note_outcome(self, ticket: Ticket, outcome: PairOutcome) -> None:
-        """Once for each request that was to be disaggregated."""
+        """Count the outcome of a request that should have been disaggregated. Later outcomes of the request are
+        ignored.
+
+        Args:
+            ticket: the request. Ignored if it was never disaggregated.
+            outcome: the outcome.
+        """
         if ticket.is_disaggregated and ticket.pair_outcome is None:
             ticket.pair_outcome = outcome
             self.outcomes_total[outcome] += 1
@@ -58,8 +85,8 @@ class Disaggregation:
             return self._endpoints.is_pair_there(ticket.request.model, ticket.tried)
         return self._endpoints.is_stage_there(ticket)
 
-    def _make_whole(self, ticket: Ticket) -> None:
-        was_elsewhere = ticket in self._queues.of(ticket).again
+    def _undo_split(self, ticket: Ticket) -> None:
+        waits_again = ticket in self._queues.of(ticket).again
         self._queues.of(ticket).leave(ticket)
         fallback = ticket.stage_fault
         if fallback is None:
@@ -67,14 +94,19 @@ class Disaggregation:
             fallback = PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT
         self.note_outcome(ticket, fallback)
         ticket.stage = None
-        if was_elsewhere:
+        if waits_again:
             self._queues.of(ticket).again.add(ticket)
         else:
             self._queues.of(ticket).newcomers.add(ticket)
 
 
 def stage_fault(stage: Stage | None, fault: Fault) -> PairOutcome | None:
-    """What becomes of a disaggregated request if nobody else takes the stage over that an endpoint has failed."""
+    """Return the outcome of a disaggregated request if no other endpoint takes over the failed stage.
+
+    Args:
+        stage: the stage that failed. None: the request was not split.
+        fault: how the endpoint failed.
+    """
     if stage is Stage.DECODE:
         return PairOutcome.TRANSFER_FAILED if fault is Fault.TRANSFER else PairOutcome.DECODE_FAILED
     return PairOutcome.PREFILL_FAILED if stage is Stage.PREFILL else None

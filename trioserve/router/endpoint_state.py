@@ -1,4 +1,4 @@
-"""The health of an endpoint as a table of states, and what it may be given.
+"""The health of an endpoint as a table of states, and the room that it has for requests.
 
     STARTING ───► HEALTHY ◄──── PROBING
         │          │  ▲           ▲  │
@@ -6,14 +6,16 @@
         └──────►  EJECTED ────────┘ (one probe: a request, or a health check)
                      ▲               │
                      └───────────────┘
-    DRAINING: from every state; it goes when its last request does, or is STARTING again when it is added before that.
+    DRAINING: from every state. The endpoint is removed when its last request ends. If it is added again before that, it
+    is STARTING.
 
-An endpoint gets requests while it is HEALTHY, as much as its slow start allows, and one at a time while it is PROBING;
-the limits of leases and of its load hold for both.
+A HEALTHY endpoint gets as many requests as its slow start allows. A PROBING endpoint gets one request at a time. The
+limits of leases and of load hold for both.
 
-A request of several sequences goes where all of them find a slot, if there is such an endpoint, and otherwise where one
-of them does: the others wait there, and the slots that come free are theirs before anybody else's. So a large request
-costs the slots that it uses, and no others: nothing is emptied for it, and nobody has to be let past it.
+A request of several sequences goes to an endpoint that has a slot for each of them. If there is none, the request goes
+to an endpoint with one free slot. Its other sequences wait inside that endpoint, and get the next free slots before
+later requests. So a large request takes only the slots that it uses: no endpoint is emptied for it, and no request has
+to overtake it.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from trioserve.router.settings import RouterSettings
 
 __all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
 
-FAILED_LOADS_MAX = 256  # of failed requests that are counted as load; more change nothing
-DIVIDED_SECONDS_MIN = 0.3  # in which an endpoint tells what has changed since its last report, asked or by itself
+FAILED_LOADS_MAX = 256  # failed requests counted as load: more of them would not change the choice
+DIVIDED_SECONDS_MIN = 0.3  # within this time an endpoint reports what changed since its last report
 DIVIDED_SECONDS_MAX = 0.6
 
 
 class EndpointHealth(enum.Enum):
-    STARTING = "starting"  # nobody has asked it yet
+    STARTING = "starting"  # no health check has ended yet
     HEALTHY = "healthy"
     EJECTED = "ejected"
     PROBING = "probing"
@@ -49,28 +51,34 @@ class Fault(enum.Enum):
     """How an endpoint failed a request, before its first token or in the middle of its stream."""
 
     UNREACHABLE = "unreachable"  # no connection: the request never got there
-    BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
+    BUSY = "busy"  # it answered 429 or 503: its load is higher than we assumed, and the endpoint is healthy
     BROKE = "broke"  # its connection ended before the response did: the endpoint may have died
     FAILED = "failed"  # it answered 500, 502 or 504, or ended the stream with an error of its own
-    INVALID = "invalid"  # it sent what no inference server sends: something else is at its address
+    INVALID = "invalid"  # its response is not one of an inference server: another program is at its address
     REFUSED = "refused"  # it refused the request in a way that another endpoint has to confirm
-    TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
-    HUNG = "hung"  # nothing comes from it any more: over this connection, or it answers no checks either
-    LEAVING = "leaving"  # it ended the stream because it stops, and said so
+    TRANSFER = "transfer"  # it could not fetch the blocks of a prompt: either endpoint may be at fault
+    HUNG = "hung"  # it sends nothing any more: on this connection, or it answers no health checks either
+    LEAVING = "leaving"  # it ended the stream and reported that it shuts down
 
 
 LOST = frozenset({Fault.UNREACHABLE, Fault.BROKE, Fault.HUNG, Fault.LEAVING})
-"""Faults that lose what an endpoint had begun, whichever request it was. Such a request waits for another endpoint, or
-for the same one to come back."""
+"""Faults that lose the work of an endpoint and are not specific to one request.
+
+Such a request waits for another endpoint, or until the same endpoint is back.
+"""
 
 DEATHS = frozenset({Fault.BROKE, Fault.HUNG})
-"""Of those, the faults that the request itself may have caused."""
+"""Faults of LOST that the request itself may have caused."""
 
 
 class OwnPart(NamedTuple):
-    """Of the room that a report shows, which all routers see at the same time. share: what is this one's to give.
-    draw: at random, from 0 to less than 1; who gets what is left over by the division, and who may take it first if
-    nobody does."""
+    """The part of an endpoint's reported free room that this router may use. All routers see the same report.
+
+    Attributes:
+        share: fraction of the room that this router may use.
+        draw: random number from 0 to less than 1. Decides which router gets the remainder of the division, and which
+            router may use unused room first.
+    """
 
     share: float
     draw: float
@@ -93,23 +101,39 @@ _LEGAL_MOVES: frozenset[tuple[EndpointHealth, EndpointHealth]] = frozenset(
 
 
 class EndpointState:
-    """What the router knows of one endpoint. Times are seconds of the router's clock.
+    """State of one endpoint at the router. Times are seconds of the router's clock.
 
-    number: in the order of addition. on_change: told after each change of what others may count. models: the names
-    under which it may be asked. leases_max: sequences that it takes. lease_share: what of that this router may give,
-    where others give the rest; None: all. claims: sequences of the requests that have a lease here; all but the
-    leases_max first of them wait for their slot.
-    in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
-    token. sent: those of them that are on their way or there, by the index of their request's sending.
-    others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get
-    its share little by little. checks_total: health checks that found it well; counted on from others that are gone, so
-    that one which comes back under its id has no fewer than before. hangs_total: how often it was left out since it did
-    not answer. clock: what names its process in its last report; None: nothing does. clock_checks: checks_total at that
-    time. suspects: requests here with which another endpoint broke; suspects_seen: the most since a check found it
-    well. fingerprint: of what computes there; None: it does not tell. moved_from_total, moved_to_total: streams that
-    left it, on purpose or since it broke off, and went on elsewhere; that others have left and that went on here.
-    role: which stages it is meant for; None: of disaggregated requests none. failures_total: of requests, by the
-    reason. refusals_in_a_row: of requests that it refused as their clients' fault, since it served one.
+    Args:
+        id: name of the endpoint.
+        models: model names that the endpoint serves.
+        settings: limits.
+        leases_max: sequences that the endpoint accepts from all routers together.
+        slow_start: True if other endpoints run already, so that the load of this endpoint grows slowly.
+        role: stages of disaggregated requests that the endpoint is meant for. None: no stage.
+        number: position in the order of addition.
+        checks_total: passed health checks to count on from. Starts at the highest count of removed endpoints, so that
+            an endpoint that returns under its id has no fewer than before.
+        on_change: called with this object after each change that others may have counted.
+
+    Attributes:
+        lease_share: leases that this router may give, if other routers give the rest of `leases_max`. None: all.
+        claims: sequences of the requests that have a lease here. All but the first `leases_max` wait for their slot.
+        in_flight: sequences that were given to the endpoint and have not ended. Exceeds `claims` if leases end at the
+            first token.
+        sent: the sequences of `in_flight` whose requests were sent, by the index of sending.
+        others: sequences of other routers in the last report.
+        checks_total: health checks that the endpoint passed.
+        hangs_total: how often the endpoint stopped getting requests because it did not answer.
+        clock: clock name in the last report, which identifies the endpoint's process. None: not reported.
+        clock_checks: `checks_total` at the time of that report.
+        suspects: requests here that were at another endpoint when that endpoint broke.
+        suspects_seen: highest number of suspects since the last passed check.
+        fingerprint: identifies the computation. Endpoints with equal fingerprints compute equal tokens. None: not
+            reported.
+        moved_from_total: streams that left this endpoint, by a move or a failure, and resumed elsewhere.
+        moved_to_total: streams that left another endpoint and resumed here.
+        failures_total: failed requests, by reason.
+        refusals_in_a_row: requests refused as the client's fault since the endpoint last served a request.
     """
 
     def __init__(
@@ -155,80 +179,98 @@ class EndpointState:
         self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
-        self._own_room: int | None = None  # of what it showed, for more than is known to be in it; None: all
+        self._own_room: int | None = None  # part of the reported room for requests that the report may miss; None: all
         self._divided_until = 0.0
-        self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
+        self._known_at_load = 0  # sequences in flight that the last report includes
         self._slots_seen = 0
         self._failures_in_a_row = 0
         self._failed_checks_in_a_row = 0
         self._failed_at: deque[float] = deque(maxlen=FAILED_LOADS_MAX)
-        self._has_failed_requests = False  # and was ejected for that, so that no check brings it back
+        self._has_failed_requests = False  # ejected for failed requests: a passed check is not enough
         self._ejections_in_a_row = 0
         self._is_ejected_by_check = False
         self._owes_slow_start = slow_start
         self._share_since: float | None = None  # None: the whole share at once
 
-    # --- what it may be given ---
+    # --- room ---
 
     @property
-    def is_given(self) -> bool:
-        """Whether it gets requests at all."""
+    def accepts_requests(self) -> bool:
+        """True if the endpoint gets requests at all."""
         return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
 
     @property
     def leases_own_max(self) -> int:
-        """Of its limit, what is this router's."""
+        """The part of the endpoint's limit that this router may use."""
         return self.leases_max if self.lease_share is None else self.lease_share
 
     @property
     def leases(self) -> int:
-        """Sequences that have a slot."""
+        """Number of sequences that have a slot."""
         return min(self.claims, self.leases_max)
 
     @property
     def is_settled(self) -> bool:
-        """Whether anybody has asked it yet how it is."""
+        """True once a first health check has ended."""
         return self.health is not EndpointHealth.STARTING
 
     def share(self, now: float) -> float:
-        """How much of its limit it gets by now: grows from little to 1 in the slow start."""
+        """Return the fraction of its limit that the endpoint gets now. Grows from 0 to 1 during the slow start.
+
+        Args:
+            now: time in seconds.
+        """
         seconds = self._settings.slow_start_seconds
         if self._share_since is None or now >= self._share_since + seconds:
             return 1.0
         return (now - self._share_since) / seconds
 
     def waiting_depth(self, now: float, *, more: int = 0) -> int | None:
-        """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was given to it and
-        has ended since. None: not known, since the last report is too old."""
-        load, there = self.load, self._there(now)
+        """Return the number of sequences that wait inside the endpoint, as reported and corrected by later changes.
+
+        Args:
+            now: time in seconds.
+            more: sequences that are assumed to be added.
+
+        Returns:
+            The number of sequences, or None if the last report is too old.
+        """
+        load, there = self.load, self._sequences_inside(now)
         if load is None or there is None:
             return None
         slots = load.max_num_seqs
         if slots is None:
-            # If somebody waits, all slots are taken; if nobody does, there are at least as many as were ever taken.
+            # If sequences wait, all slots are taken. Otherwise there are at least as many slots as were ever in use.
             slots = load.running if load.waiting else max(load.running, self._slots_seen)
         if there == 0:
-            return 0  # whoever comes to an idle endpoint does not wait for others, however large it is
+            return 0  # at an idle endpoint even a large request waits for no other request
         return max(0, there + more - slots)
 
-    def _there(self, now: float) -> int | None:
-        """Sequences that run or wait inside it, whoever has sent them. None: not known."""
+    def _sequences_inside(self, now: float) -> int | None:
+        """Return the sequences that run or wait inside the endpoint, from all routers. None: not known."""
         load = self.load
         if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None
         return max(0, load.running + load.waiting + self.in_flight - self._known_at_load)
 
     def has_room(self, sequences: int, now: float) -> bool:
-        """Whether so many more sequences find a slot there at once."""
-        if not self.is_given or now < self.busy_until or (self.health is EndpointHealth.PROBING and self.probe_out):
+        """Return whether the endpoint has a free slot for each of the sequences.
+
+        Args:
+            sequences: number of sequences.
+            now: time in seconds.
+        """
+        if not self.accepts_requests or now < self.busy_until:
+            return False
+        if self.health is EndpointHealth.PROBING and self.probe_out:
             return False
         leases_max = max(1, int(self.leases_own_max * self.share(now)))
         if self.claims + sequences > leases_max:
             return False
         if self.lease_share is not None:
-            there = self._there(now)
+            there = self._sequences_inside(now)
             if there is not None and there + sequences > self.leases_max:
-                return False  # what other routers have there is in the way, also beyond their shares
+                return False  # sequences of other routers count, also those beyond their shares
             is_divided = self._own_room is not None and now < self._divided_until
             if is_divided and self.in_flight - self._known_at_load + sequences > (self._own_room or 0):
                 return False
@@ -236,7 +278,15 @@ class EndpointState:
         return depth is None or depth <= self._settings.waiting_depth_max
 
     def load_at(self, now: float) -> tuple[float, float]:
-        """What it has, of this router and of all, relative to its limit, whichever is more; and the others' part."""
+        """Return the load relative to the limit, and the other routers' part of it.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The larger of two loads: of this router relative to its share, and of all routers relative to the whole
+                limit. Then the part of other routers, 0 if the first load is larger.
+        """
         in_flight = self.in_flight + self._failed_lately(now)
         own = in_flight / self.leases_own_max
         if not self.others or now >= self._load_at + self._settings.load_seconds_max:
@@ -246,18 +296,24 @@ class EndpointState:
         return (together, others) if together > own else (own, others)
 
     def _failed_lately(self, now: float) -> int:
-        """Count the requests that failed here of late. Each is load still: or who fails fast would look idle."""
+        """Count the recently failed requests. They count as load: otherwise an endpoint that fails fast would look
+        idle.
+        """
         while self._failed_at and self._failed_at[0] + self._settings.failed_load_seconds <= now:
             self._failed_at.popleft()
         return len(self._failed_at)
 
     @property
-    def is_back_by_itself(self) -> bool:
-        """Whether it is ejected until a moment that is known."""
+    def has_ejection_end(self) -> bool:
+        """True if the endpoint is ejected until a known time."""
         return self.health is EndpointHealth.EJECTED and not self._waits_for_probe
 
     def wants_probe(self, now: float) -> bool:
-        """Whether a request of the router's own has to show that it serves requests again."""
+        """Return whether the router should send a probe request to the ejected endpoint.
+
+        Args:
+            now: time in seconds.
+        """
         is_ejected = self.health is EndpointHealth.EJECTED and self._waits_for_probe
         return is_ejected and now >= self.ejected_until
 
@@ -265,10 +321,17 @@ class EndpointState:
     def _waits_for_probe(self) -> bool:
         return self._has_failed_requests and self._settings.sends_probes
 
-    # --- what it is given ---
+    # --- leases ---
 
     def take(self, sequences: int) -> bool:
-        """A request of so many gets a lease here. Returns whether it is a probe."""
+        """Give a lease to a request.
+
+        Args:
+            sequences: sequences of the request.
+
+        Returns:
+            True if the request is a probe.
+        """
         is_probe = self.health is EndpointHealth.PROBING
         self.probe_out |= is_probe
         self.claims += sequences
@@ -277,24 +340,33 @@ class EndpointState:
         return is_probe
 
     def end_lease(self, sequences: int) -> None:
-        """Its slots are another's, and it may still run."""
+        """Free the slots of a request, which may still run.
+
+        Args:
+            sequences: sequences of the request.
+        """
         self.claims -= sequences
         self._on_change(self)
 
     def end_probe(self) -> None:
-        """Another may probe."""
+        """Allow another probe."""
         self.probe_out = False
         self._on_change(self)
 
     def end_flight(self, sequences: int, sent_index: int | None) -> None:
-        """Nothing of the request is here any more."""
+        """Forget a request that has ended or left.
+
+        Args:
+            sequences: sequences of the request.
+            sent_index: its index of sending. None: never sent.
+        """
         if sent_index is not None:
             del self.sent[sent_index]
         self.in_flight -= sequences
         assert 0 <= self.claims <= self.in_flight
         self._on_change(self)
 
-    # --- what it tells ---
+    # --- reports ---
 
     def set_models(self, models: frozenset[str]) -> None:
         self.models = models
@@ -305,13 +377,23 @@ class EndpointState:
         self._on_change(self)
 
     def set_lease_share(self, share: int | None) -> None:
-        """Who has a lease beyond it keeps it."""
+        """Set the leases that this router may give. Leases beyond the share stay until they end.
+
+        Args:
+            share: number of leases. None: the whole limit.
+        """
         self.lease_share = share
         self._on_change(self)
 
     def note_load(self, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
-        """sent_when_asked: the index of the last request that was sent anywhere when the endpoint was asked. Those sent
-        later may be in the report or not, and are taken for ones that are not."""
+        """Accept a load report.
+
+        Args:
+            load: the report.
+            now: time in seconds.
+            sent_when_asked: index of the last request that was sent to any endpoint before the endpoint was asked.
+                Later requests may be missing in the report, so they are added to it.
+        """
         self.load = load
         self._load_at = now
         self.clock = None if load.clock is UNSET else load.clock
@@ -323,11 +405,15 @@ class EndpointState:
         self._on_change(self)
 
     def divide_room(self, part: OwnPart, now: float) -> None:
-        """Of the room that the report of this moment shows, others give the rest.
+        """Limit this router to its part of the free room in the current report.
 
-        All routers see it at once, and what each gave of it would be given by each. So for a moment every one gives its
-        part, and what ends of its own. If nobody takes the rest, there is no report of that; then it is whoever's comes
-        first, and the moment is another one for each. Of an endpoint that does not tell its slots nothing is divided.
+        All routers see the same free room at once, so each of them would fill it. For a short time each router uses
+        only its part, and what its own requests free. Room that no router uses appears in no new report. After a random
+        time any router may use that room. Nothing is divided if the endpoint does not report its slots.
+
+        Args:
+            part: this router's part.
+            now: time in seconds.
         """
         load = self.load
         if load is not None and load.max_num_seqs is not None:
@@ -337,8 +423,15 @@ class EndpointState:
             self._divided_until = now + DIVIDED_SECONDS_MIN + spread * part.draw
 
     def note_check(self, is_well: bool, now: float) -> None:
-        """A health check ended. Who was ejected by checks is back with the first good one; who failed requests while it
-        answered its checks has to wait until it may be probed."""
+        """Record the result of a health check.
+
+        A passed check brings back an endpoint that checks ejected. An endpoint that was ejected for failed requests
+        waits until it may be probed.
+
+        Args:
+            is_well: True if the endpoint passed.
+            now: time in seconds.
+        """
         if not is_well:
             self._failed_checks_in_a_row += 1
             self._eject_if(self._failed_checks_in_a_row >= self._settings.failures_max, now)
@@ -353,14 +446,23 @@ class EndpointState:
             self._begin(now)
 
     def note_success(self, now: float) -> None:
-        """Note that a request got its first token here."""
+        """Record that a request got its first token here.
+
+        Args:
+            now: time in seconds.
+        """
         self._failures_in_a_row = self._failed_checks_in_a_row = self.refusals_in_a_row = 0
-        if self.health is not EndpointHealth.EJECTED:  # or it was sent before the others failed
+        if self.health is not EndpointHealth.EJECTED:  # if ejected, the request was sent before the failures
             self._has_failed_requests = False
         self._begin(now)
 
     def note_probe(self, is_well: bool, now: float) -> None:
-        """Note the answer to a request of the router's own; see wants_probe."""
+        """Record the result of a probe request. Ignored if no probe is wanted any more.
+
+        Args:
+            is_well: True if the endpoint served the probe.
+            now: time in seconds.
+        """
         if not self.wants_probe(now):
             return
         if is_well:
@@ -369,7 +471,7 @@ class EndpointState:
             self._eject(now, is_again=True)
 
     def _begin(self, now: float) -> None:
-        """It is found well, and gets requests, if it did not."""
+        """Make a starting or probed endpoint healthy, so that it gets requests."""
         if self.health is EndpointHealth.STARTING or self.health is EndpointHealth.PROBING:
             if self._owes_slow_start:
                 self._share_since = now
@@ -377,42 +479,62 @@ class EndpointState:
             self._move(EndpointHealth.HEALTHY)
 
     def note_failure(self, now: float) -> None:
-        """Note that a request failed here in a way that is the endpoint's own fault."""
+        """Record that a request failed here by the endpoint's own fault.
+
+        Args:
+            now: time in seconds.
+        """
         self._failures_in_a_row += 1
         self._failed_at.append(now)
         has_failed_enough = self._failures_in_a_row >= self._settings.failures_max
-        self._has_failed_requests |= self._is_to_be_ejected(has_failed_enough)
+        self._has_failed_requests |= self._should_eject(has_failed_enough)
         self._eject_if(has_failed_enough, now)
 
-    def _is_to_be_ejected(self, has_failed_enough: bool) -> bool:
+    def _should_eject(self, has_failed_enough: bool) -> bool:
         is_begun = self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY)
         return self.health is EndpointHealth.PROBING or (is_begun and has_failed_enough)
 
     def _eject_if(self, has_failed_enough: bool, now: float) -> None:
-        if self._is_to_be_ejected(has_failed_enough):
+        if self._should_eject(has_failed_enough):
             self._eject(now)
 
     def note_lost(self, now: float) -> None:
-        """It cannot even be reached: one such failure is enough. What serves there next has failed nothing yet."""
+        """Eject the endpoint at once because it is unreachable. Its earlier failures do not count for its next process.
+
+        Args:
+            now: time in seconds.
+        """
         if self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY, EndpointHealth.PROBING):
             self._failures_in_a_row = 0
             self._has_failed_requests = False
             self._eject(now)
 
     def note_suspect(self, count: int) -> None:
-        """A request with which another endpoint broke comes (1) or has gone (-1)."""
+        """Count a request here that was at another endpoint when that endpoint broke.
+
+        Args:
+            count: 1 if the request comes, -1 if it leaves, 0 if the request is not suspected.
+        """
         self.suspects += count
         self.suspects_seen = max(self.suspects_seen, self.suspects)
 
     def note_hung(self, now: float) -> None:
-        """It does not answer any more, or says that it computes nothing: one such check is enough. It is back with the
-        first good one, and not before."""
-        if self.is_given:
+        """Eject the endpoint because it does not answer, or reports that its step hangs. The next passed check ends
+        this.
+
+        Args:
+            now: time in seconds.
+        """
+        if self.accepts_requests:
             self.hangs_total += 1
         self.note_leaving(now)
 
     def note_leaving(self, now: float) -> None:
-        """It takes nothing new, and will stop. It is back with the first good check, and not before."""
+        """Eject the endpoint because it shuts down. The next passed check ends this.
+
+        Args:
+            now: time in seconds.
+        """
         self.note_lost(now)
         self._failures_in_a_row = 0
         self._has_failed_requests = False
@@ -421,24 +543,40 @@ class EndpointState:
         self._on_change(self)
 
     def note_busy(self, now: float, seconds: float) -> None:
-        """It refused a request for want of room: it gets nothing for so long."""
+        """Send no requests for some time, because the endpoint refused a request for lack of room.
+
+        Args:
+            now: time in seconds.
+            seconds: how long.
+        """
         self.busy_until = max(self.busy_until, now + seconds)
         self._on_change(self)
 
     def tick(self, now: float) -> None:
-        """An ejection that is over by now ends; it may be probed."""
+        """Start probing if the ejection time has passed.
+
+        Args:
+            now: time in seconds.
+        """
         if self.health is EndpointHealth.EJECTED and now >= self.ejected_until and not self._waits_for_probe:
             self._move(EndpointHealth.PROBING)
 
     def opens_at(self, now: float) -> float:
-        """When there may be room here without anything else happening; math.inf if only time does not bring it."""
+        """Return when there may be room here just because time passes.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The time in seconds. math.inf if time alone brings no room.
+        """
         moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
         if self._own_room is not None:
             moments.append(self._divided_until)
         if self._share_since is not None and self.share(now) < 1:
             next_limit = int(self.leases_own_max * self.share(now)) + 1
             moment = self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_own_max
-            # Rounding may leave the share a trace below the next limit when the moment has come.
+            # Rounding may leave the share slightly below the next limit at that time.
             moments.append(max(moment, math.nextafter(now, math.inf)))
         return min((moment for moment in moments if moment > now), default=math.inf)
 
@@ -447,7 +585,13 @@ class EndpointState:
             self._move(EndpointHealth.DRAINING)
 
     def come_back(self, models: frozenset[str], *, leases_max: int, role: EngineRole | None = None) -> None:
-        """It was added again while it was drained."""
+        """Restart an endpoint that is added again while it drains.
+
+        Args:
+            models: model names that the endpoint serves.
+            leases_max: sequences that the endpoint accepts.
+            role: stages that the endpoint is meant for.
+        """
         self.models = models
         self.leases_max = leases_max
         self.role = role

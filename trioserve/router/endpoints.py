@@ -1,7 +1,7 @@
-"""Which endpoints there are, what each has been given, and which is chosen of those that have room.
+"""All endpoints of a router, their leases, and the choice of an endpoint that has room.
 
-Whatever the path of one request asks for here is counted or filed (see model_endpoints), so that it costs the same for
-ten endpoints and for ten thousand.
+All facts that a request's path needs are counted or indexed (see model_endpoints). So the cost per request is the same
+for ten endpoints and for ten thousand.
 """
 
 from __future__ import annotations
@@ -29,8 +29,18 @@ DRAWS = 1 << 16
 
 
 class Endpoints:
-    """by_id: all that are not gone. on_gone: called when a drained one has nothing any more. on_unserved: called with a
-    model's name that none serves any more, those that leave counted."""
+    """All endpoints of a router.
+
+    Args:
+        settings: limits.
+        policy: chooses between endpoints that have room.
+        rng: source of randomness.
+        on_gone: called with the id of a drained endpoint when its last request has ended.
+        on_unserved: called with a model name that no endpoint serves any more, draining endpoints included.
+
+    Attributes:
+        by_id: all endpoints that are not removed.
+    """
 
     def __init__(
         self,
@@ -49,21 +59,31 @@ class Endpoints:
         self._on_unserved = on_unserved
         self._models: dict[str, ModelEndpoints] = {}
         self._filings: dict[EndpointId, Filing] = {}
-        self._names: Counter[str] = Counter()  # of models, those that leave counted
+        self._names: Counter[str] = Counter()  # of models, including those of draining endpoints
         self._nameless_count = 0
         self._openings = Moments()
         self._ejections = Moments()
         self._added_count = 0
-        self._checks_of_gone = 0  # the most that one had
+        self._checks_of_gone = 0  # highest `checks_total` of removed endpoints
         self._healthy_ids: set[EndpointId] = set()
 
-    # --- who there is ---
+    # --- the set of endpoints ---
 
     def add(self, id: EndpointId, models: Iterable[str], *, leases_max: int | None, role: EngineRole | None) -> None:
-        """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
+        """Add an endpoint, or restart one that is draining.
+
+        Args:
+            id: name of the endpoint.
+            models: model names that the endpoint serves.
+            leases_max: sequences that the endpoint accepts. None: the limit of the settings.
+            role: stages that the endpoint is meant for.
+
+        Raises:
+            StartupError: the id is in use, or `leases_max` is below 1.
+        """
         known = self.by_id.get(id)
         if known is not None and known.health is not EndpointHealth.DRAINING:
-            raise StartupError(f'there are two endpoints with the id "{id}": give each its own')
+            raise StartupError(f'there are two endpoints with the id "{id}": give each endpoint its own id')
         if leases_max is not None and leases_max < 1:
             raise StartupError(f'the endpoint "{id}" may take {leases_max} requests, it must be at least 1')
         leases_max = leases_max or self._settings.leases_max
@@ -92,31 +112,52 @@ class Endpoints:
         state.set_models(models)
 
     def model_names(self) -> KeysView[str]:
-        """Of all endpoints that are not gone."""
+        """Return the model names of all endpoints, including draining ones."""
         return self._names.keys()
 
     @property
     def is_any_nameless(self) -> bool:
-        """Whether one has not told yet what it serves."""
+        """True if an endpoint has not reported its models yet."""
         return self._nameless_count > 0
 
     def of_model(self, model: str) -> ModelEndpoints:
-        """Those that serve the model and do not leave. To be looked at."""
+        """Return the endpoints that serve a model and are not draining. Only for reading.
+
+        Args:
+            model: model name.
+        """
         return self._models.get(model, NO_ENDPOINTS)
 
     def serving(self, model: str) -> list[EndpointState]:
-        """Those that serve the model and do not leave. O(endpoints): not for what happens to every request."""
+        """List the endpoints that serve a model and are not draining.
+
+        Args:
+            model: model name.
+
+        Cost:
+            O(endpoints). Do not call it for every request.
+        """
         return list(self.of_model(model).by_number.values())
 
     def serves(self, id: EndpointId | None, model: str) -> EndpointState | None:
-        """The endpoint, if it serves the model and does not leave."""
+        """Return the endpoint if it serves the model and is not draining, otherwise None.
+
+        Args:
+            id: name of the endpoint. None gives None.
+            model: model name.
+        """
         state = None if id is None else self.by_id.get(id)
         return state if state is not None and state.number in self.of_model(model).by_number else None
 
     def is_any_left(self, ticket: Ticket, *, unejected: bool = False, has_not_refused: bool = False) -> bool:
-        """Whether an endpoint serves its model that it may go to, now or later, so far as its own failures tell.
-        unejected: and that may be given requests soon. has_not_refused: and that is ill, or has not failed it since it
-        was found well."""
+        """Return whether an endpoint remains that the request may go to, now or later.
+
+        Args:
+            ticket: the request, with the endpoints that failed it.
+            unejected: count only endpoints that are not ejected.
+            has_not_refused: count only endpoints that are ejected, or that passed a check since they failed the
+                request.
+        """
         model = self.of_model(ticket.request.model)
         count = model.unejected_count if unejected else model.serving_count
         for id in ticket.tried:
@@ -130,7 +171,12 @@ class Endpoints:
         return count > 0
 
     def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
-        """Whether one endpoint may compute a prompt and another one make the response."""
+        """Return whether one endpoint may compute a prompt and a different endpoint the response.
+
+        Args:
+            model: model name.
+            tried: endpoints to leave out.
+        """
         filed = self.of_model(model)
         first, second = filed.count_of(Kind.PREFILL), filed.count_of(Kind.DECODE)
         both = filed.both_count
@@ -143,7 +189,11 @@ class Endpoints:
         return first > 0 and second > 0 and first + second - both > 1
 
     def is_stage_there(self, ticket: Ticket) -> bool:
-        """Whether an endpoint that has not failed it may do what is next of it."""
+        """Return whether an endpoint that has not failed the request may do its next stage.
+
+        Args:
+            ticket: the request.
+        """
         model = ticket.request.model
         count = self.of_model(model).count_of(kinds_for(ticket.stage)[0])
         beside = {*ticket.tried, ticket.prefilled_by} if ticket.stage is Stage.DECODE else set(ticket.tried)
@@ -153,22 +203,37 @@ class Endpoints:
         return count > 0
 
     def has_choice(self, model: str, stage: Stage | None) -> bool:
-        """Whether more than one is given requests for that."""
+        """Return whether more than one endpoint gets requests of this kind.
+
+        Args:
+            model: model name.
+            stage: stage of the request. None: the whole request.
+        """
         filed = self.of_model(model)
         return (filed.given_count if stage is None else filed.count_of(kinds_for(stage)[0])) > 1
 
-    # --- what they tell ---
+    # --- reports ---
 
     def note_load(self, state: EndpointState, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
-        """The endpoint has told its load."""
+        """Accept a load report of an endpoint, and divide its free room between the routers.
+
+        Args:
+            state: the endpoint.
+            load: the report.
+            now: time in seconds.
+            sent_when_asked: see EndpointState.note_load.
+        """
         state.note_load(load, now, sent_when_asked=sent_when_asked)
         part = self._own_part(state)
         if part is not None:
             state.divide_room(part, now)
 
     def _own_part(self, state: EndpointState) -> OwnPart | None:
-        """Beside other routers: its share, or what it has of all work if that is more, as where its clients are more
-        than theirs."""
+        """Return this router's part of the endpoint's free room, or None if all of it.
+
+        The part is the router's lease share. It is more if the router has more of the model's current work than its
+        lease share.
+        """
         if state.lease_share is None or state.lease_share >= state.leases_max:
             return None
         shares = (self._models[name].own_share for name in self._filings[state.id].models)
@@ -178,38 +243,51 @@ class Endpoints:
     # --- time ---
 
     def next_moment(self) -> float:
-        """When one may have room, or may be probed, without anything else happening; math.inf for never."""
+        """Return when an endpoint may have room, or may be probed, just because time passes. math.inf for never."""
         return min(self._openings.first(), self._ejections.first())
 
     def open_passed(self, now: float) -> None:
-        """Those that may have room again by now are looked at again."""
+        """Consider endpoints again that may have room by now.
+
+        Args:
+            now: time in seconds.
+        """
         if self._openings.first() <= now:
-            for id in self._openings.take_passed(now):
+            for id in self._openings.pop_passed(now):
                 self._changed(self.by_id[id])
 
     def tick(self, now: float) -> None:
         self.open_passed(now)
-        for id in self._ejections.take_passed(now):
+        for id in self._ejections.pop_passed(now):
             self.by_id[id].tick(now)
 
-    # --- giving and taking back ---
+    # --- leases ---
 
     def of(self, ticket: Ticket) -> EndpointState:
         assert ticket.endpoint is not None
         return self.by_id[ticket.endpoint]
 
     def give(self, ticket: Ticket, now: float) -> bool:
-        """Give it the endpoint that the policy chooses of those that are there for what is next of it. Returns whether
-        one has room: for all of its sequences, or where none has, for one of them. These need not start together: the
-        others wait there for their slots. A stream goes on best where the same is computed as where it began. Its state
-        is the caller's to move."""
+        """Give the request a lease at the endpoint that the policy chooses.
+
+        The endpoint has a slot for each of the request's sequences. If no endpoint has that many, one free slot is
+        enough, and the other sequences wait inside the endpoint. A stream that resumes goes to an endpoint with an
+        equal fingerprint if one has room. The caller updates `ticket.state`.
+
+        Args:
+            ticket: the request. Its endpoint and lease fields are updated.
+            now: time in seconds.
+
+        Returns:
+            False if no endpoint has room.
+        """
         self.open_passed(now)
         request = ticket.request
-        state = self._running(ticket)
+        state = self._running_at(ticket)
         for sequences in (request.sequences, 1) if request.sequences > 1 else (1,):
             if state is None and ticket.has_token and ticket.fingerprint is not None:
-                state = self._found(ticket, sequences, now, fingerprint=ticket.fingerprint)
-            state = state or self._found(ticket, sequences, now)
+                state = self._choose(ticket, sequences, now, fingerprint=ticket.fingerprint)
+            state = state or self._choose(ticket, sequences, now)
             if state is not None:
                 ticket.is_probe = state.take(request.sequences)
                 ticket.endpoint = state.id
@@ -219,26 +297,28 @@ class Endpoints:
                 return True
         return False
 
-    def _running(self, ticket: Ticket) -> EndpointState | None:
-        """Where it runs already, as long as that has not failed it, too. It needs no room there."""
+    def _running_at(self, ticket: Ticket) -> EndpointState | None:
+        """Return the endpoint where the request runs already, unless it failed the request. It needs no free slot
+        there.
+        """
         id = ticket.request.running_at
         state = None if id is None or id in ticket.tried else self.by_id.get(id)
-        return state if state is not None and state.is_given else None
+        return state if state is not None and state.accepts_requests else None
 
-    def _found(
+    def _choose(
         self, ticket: Ticket, sequences: int, now: float, *, fingerprint: str | None = None
     ) -> EndpointState | None:
         request = ticket.request
         stage = ticket.stage
 
-        def is_for_it(state: EndpointState) -> bool:
+        def fits(state: EndpointState) -> bool:
             if fingerprint is not None and state.fingerprint != fingerprint:
                 return False
             return may_try(state, ticket) and (stage is not Stage.DECODE or state.id != ticket.prefilled_by)
 
         for id in (request.pinned,) if request.pinned is not None else (ticket.prefilled_by,) if stage is None else ():
             state = self.serves(id, request.model)
-            if state is not None and is_for_it(state) and state.has_room(sequences, now):
+            if state is not None and fits(state) and state.has_room(sequences, now):
                 return state
         if request.pinned is not None:
             return None
@@ -251,7 +331,7 @@ class Endpoints:
                 self.by_id,
                 kind,
                 sequences=sequences,
-                is_for_it=is_for_it,
+                fits=fits,
                 now=now,
                 rng=self._rng,
                 close=self._close,
@@ -263,17 +343,32 @@ class Endpoints:
         return None
 
     def end_lease(self, ticket: Ticket) -> None:
-        """Its slots are another's, and it may still run."""
+        """Free the slots of a request, which may still run.
+
+        Args:
+            ticket: the request.
+        """
         self.of(ticket).end_lease(ticket.request.sequences)
 
     def end_probe(self, ticket: Ticket) -> None:
-        """If it was one, another may probe."""
+        """Allow another probe if this request was one.
+
+        Args:
+            ticket: the request.
+        """
         if ticket.is_probe:
             ticket.is_probe = False
             self.of(ticket).end_probe()
 
     def end_flight(self, ticket: Ticket) -> bool:
-        """Nothing of it is there any more. Returns whether its model's endpoints have nothing at all to do now."""
+        """Forget a request at its endpoint.
+
+        Args:
+            ticket: the request.
+
+        Returns:
+            True if all endpoints of its model are idle now.
+        """
         endpoint = self.of(ticket)
         endpoint.end_flight(ticket.request.sequences, ticket.sent_index)
         endpoint.note_suspect(-ticket.is_suspect)
@@ -283,7 +378,12 @@ class Endpoints:
         return is_idle
 
     def note_moved(self, before: EndpointId | None, ticket: Ticket) -> None:
-        """A stream has left an endpoint, which may be gone by now, and goes on where its lease is."""
+        """Count a stream that left an endpoint and resumes at the endpoint of its lease.
+
+        Args:
+            before: the endpoint that the stream left. It may be removed by now.
+            ticket: the stream's request.
+        """
         left = None if before is None else self.by_id.get(before)
         if left is not None:
             left.moved_from_total += 1
@@ -298,13 +398,13 @@ class Endpoints:
             self._policy.forget(state.id)
             self._on_gone(state.id)
 
-    # --- filing ---
+    # --- the index by model ---
 
     def _changed(self, state: EndpointState) -> None:
-        """Anything about it is other than before; it is open until somebody finds that it has no room."""
+        """Update the index after a change of an endpoint, and mark the endpoint as open."""
         filing = self._filings.get(state.id)
         if filing is None or self.by_id[state.id] is not state:
-            return  # it is gone, and what it had last is being told of it
+            return  # the endpoint is removed, and its last requests still end
         if state.health is not filing.health:
             self._note_health(state, filing)
         kinds = kinds_of(state)
@@ -322,7 +422,7 @@ class Endpoints:
 
     def _note_health(self, state: EndpointState, filing: Filing) -> None:
         filing.health = state.health
-        self._ejections.set(state.id, state.ejected_until if state.is_back_by_itself else math.inf)
+        self._ejections.set(state.id, state.ejected_until if state.has_ejection_end else math.inf)
         if state.health is EndpointHealth.HEALTHY:
             self._healthy_ids.add(state.id)
         else:
@@ -355,7 +455,7 @@ class Endpoints:
         filing.models, filing.kinds = models, kinds
 
     def _close(self, state: EndpointState, now: float) -> None:
-        """It has no room for anybody."""
+        """Mark an endpoint as closed: it has no room for any request."""
         filing = self._filings[state.id]
         for name in filing.models:
             self._models[name].set_closed(state.number, filing.kinds)
@@ -363,7 +463,7 @@ class Endpoints:
         self._openings.set(state.id, state.opens_at(now))
 
     def _rename(self, before: frozenset[str], after: frozenset[str]) -> None:
-        self._count_names(after, 1)  # first: what it goes on serving is served throughout
+        self._count_names(after, 1)  # first, so that no name that stays drops to 0
         self._count_names(before, -1)
 
     def _count_names(self, models: frozenset[str], by: int) -> None:
@@ -376,10 +476,14 @@ class Endpoints:
 
 
 def may_try(state: EndpointState, ticket: Ticket) -> bool:
-    """Whether the request may go to this endpoint, judged by its own failures.
+    """Return whether the request may go to this endpoint, judged by its earlier failures there.
 
-    An endpoint that lost the request gets it again once a check has found the endpoint well. An endpoint that answered
-    it with an error does not get it again before its client has a token.
+    An endpoint that lost the request may get it again after passing a health check. An endpoint that answered the
+    request with an error gets it again only after the client has a token.
+
+    Args:
+        state: the endpoint.
+        ticket: the request.
     """
     checks = ticket.tried.get(state.id)
     if checks is None:

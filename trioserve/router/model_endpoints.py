@@ -1,8 +1,8 @@
-"""The endpoints of one model, filed so that a request finds a few with room without a look at all of them.
+"""The endpoints of one model, indexed so that a request finds some with room without looking at all of them.
 
-An endpoint is open until somebody finds that it has no room for a single sequence. From then on it is left out, until
-anything about it changes or the moment comes from which it may have room by itself. So finding costs a bounded number
-of looks for each request, and one more for each change.
+An endpoint is open until a search finds that it has no room for a single sequence. Then searches skip it until a fact
+about it changes, or until the time comes from which it may have room. So a search looks at a bounded number of
+endpoints for each request, and at one more for each change.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trioserve.router.ring import Ring
 
 __all__ = ["Filing", "Kind", "ModelEndpoints", "kinds_for"]
 
-LOAD_UNIT = 1 << 20  # loads are added up as whole numbers, which come out even when they are taken away again
+LOAD_UNIT = 1 << 20  # loads are summed as integers, so that subtracting them leaves no rounding error
 
 
 class Kind(enum.Enum):
-    """What an endpoint that is given requests may do."""
+    """A kind of work that an endpoint does."""
 
     PREFILL = "prefill"
     DECODE = "decode"
-    BESIDE = "beside"  # whole requests, and it is not kept for prompts
-    PROMPTS = "prompts"  # whole requests, if nobody else has room
+    BESIDE = "beside"  # whole requests, at an endpoint that is not reserved for prompts
+    PROMPTS = "prompts"  # whole requests at a prefill endpoint, if no other endpoint has room
 
 
 _KINDS: dict[str | None, tuple[Kind, ...]] = {
@@ -38,15 +38,26 @@ _KINDS: dict[str | None, tuple[Kind, ...]] = {
 
 
 def kinds_for(stage: Stage | None) -> tuple[Kind, ...]:
-    """Who may do it, in the order in which they are asked."""
+    """Return the kinds of endpoints for a stage, in the order in which they are tried.
+
+    Args:
+        stage: stage of a request. None: the whole request.
+    """
     if stage is None:
         return (Kind.BESIDE, Kind.PROMPTS)
     return (Kind.PREFILL,) if stage is Stage.PREFILL else (Kind.DECODE,)
 
 
 class Filing:
-    """How one endpoint is filed at present. models: where; none while it leaves. kinds: none while it is given nothing.
-    counts: what it adds to the totals of each model. is_open: see above. health: None before it is filed."""
+    """The index entry of one endpoint.
+
+    Attributes:
+        health: health at the last update. None: not indexed yet.
+        models: models under which the endpoint is indexed. Empty while it drains.
+        kinds: kinds of work. Empty while the endpoint gets no requests.
+        counts: its contribution to the totals of each model.
+        is_open: see the module.
+    """
 
     __slots__ = ("counts", "health", "is_open", "kinds", "models")
 
@@ -59,7 +70,7 @@ class Filing:
 
 
 NOTHING = (0,) * 8
-# Where each count is in the tuple.
+# Positions in the tuple of counts.
 SERVING, UNEJECTED, GIVEN, BOTH, IN_FLIGHT, FREE, LOAD, OTHERS = range(8)
 
 
@@ -74,12 +85,17 @@ def counts_of(state: EndpointState, kinds: tuple[Kind, ...]) -> tuple[int, ...]:
 
 
 def kinds_of(state: EndpointState) -> tuple[Kind, ...]:
-    return _KINDS[state.role] if state.is_given else ()
+    return _KINDS[state.role] if state.accepts_requests else ()
 
 
 class ModelEndpoints:
-    """by_number: those that serve it and do not leave, by the order of addition. open: numbers of those that may have
-    room, sorted, by kind."""
+    """The endpoints of one model.
+
+    Attributes:
+        by_number: endpoints that serve the model and are not draining, by order of addition.
+        ring: their ids on a hash ring.
+        open: sorted numbers of the endpoints that may have room, for each kind.
+    """
 
     def __init__(self) -> None:
         self.by_number: dict[int, EndpointState] = {}
@@ -89,7 +105,7 @@ class ModelEndpoints:
         self._totals = list(NOTHING)
         self._back_at: float | None = None  # None: not known; see first_back_at
 
-    # --- what there is ---
+    # --- totals ---
 
     @property
     def serving_count(self) -> int:
@@ -109,7 +125,7 @@ class ModelEndpoints:
 
     @property
     def free_count(self) -> int:
-        """Slots at those that are given requests."""
+        """Number of free slots at endpoints that get requests."""
         return self._totals[FREE]
 
     @property
@@ -118,36 +134,52 @@ class ModelEndpoints:
 
     @property
     def others_share(self) -> float:
-        """Of the work there that is known of, what is others'."""
+        """Share of the known work at these endpoints that belongs to other routers."""
         others = self._totals[OTHERS]
         return others / (others + self._totals[IN_FLIGHT]) if others else 0.0
 
     @property
     def own_share(self) -> float:
-        """Of the work there that is known of and the next request, what is this router's."""
+        """Share of the known work and the next request that belongs to this router."""
         own = self._totals[IN_FLIGHT] + 1
         return own / (own + self._totals[OTHERS])
 
     def count_of(self, kind: Kind) -> int:
-        """Those that are given requests of this kind."""
+        """Return the number of endpoints that get work of a kind.
+
+        Args:
+            kind: the kind.
+        """
         return self._kind_counts[kind]
 
     @property
     def both_count(self) -> int:
-        """Those that are given prompts and responses."""
+        """Number of endpoints that do prefill and decode."""
         return self._totals[BOTH]
 
     def first_back_at(self, now: float) -> float | None:
-        """When the first ejection ends, of those that have not; looked up again only after one has begun or ended."""
+        """Return when the first current ejection ends. Cached until an ejection begins or ends.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The time in seconds, or None if no endpoint is ejected.
+        """
         if self._back_at is None or self._back_at <= now:
             ends = (state.ejected_until for state in self.by_number.values())
             self._back_at = min((end for end in ends if end > now), default=None)
         return self._back_at
 
-    # --- filing ---
+    # --- the index ---
 
     def move(self, before: Sequence[int], after: Sequence[int]) -> None:
-        """What it adds to the totals is something else now."""
+        """Update the totals after the counts of one endpoint changed.
+
+        Args:
+            before: its old counts.
+            after: its new counts.
+        """
         totals = self._totals
         if before[UNEJECTED] != after[UNEJECTED]:
             self._back_at = None

@@ -1,4 +1,6 @@
-"""When something comes to pass at which endpoint. Asking for the first costs the same for any number of them."""
+"""The time of the next event at each endpoint. The cost of finding the first does not depend on the number of
+endpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ __all__ = ["Moments"]
 
 
 class Moments:
-    """One moment for each endpoint, at most. Times are seconds of the router's clock."""
+    """At most one event time for each endpoint. Times are seconds of the router's clock."""
 
     def __init__(self) -> None:
         self._at: dict[EndpointId, float] = {}
-        self._entries: list[tuple[float, EndpointId]] = []  # those that are out of date are skipped
+        self._entries: list[tuple[float, EndpointId]] = []  # outdated entries are skipped
 
     def set(self, id: EndpointId, at: float) -> None:
-        """In the place of its moment before, if there was one. math.inf is never."""
+        """Set the event time of an endpoint, replacing the previous one.
+
+        Args:
+            id: name of the endpoint.
+            at: time in seconds. math.inf: never.
+        """
         if at == math.inf:
             self.clear(id)
         elif self._at.get(id) != at:
@@ -32,14 +39,18 @@ class Moments:
         self._at.pop(id, None)
 
     def first(self) -> float:
-        """math.inf for never."""
+        """Return the earliest time. math.inf for never."""
         entries = self._entries
         while entries and self._at.get(entries[0][1]) != entries[0][0]:
             heapq.heappop(entries)
         return entries[0][0] if entries else math.inf
 
-    def take_passed(self, now: float) -> list[EndpointId]:
-        """Whose moment has come by now; each is told once."""
+    def pop_passed(self, now: float) -> list[EndpointId]:
+        """Remove and return the endpoints whose time has come.
+
+        Args:
+            now: time in seconds.
+        """
         passed = []
         while self.first() <= now:
             id = heapq.heappop(self._entries)[1]

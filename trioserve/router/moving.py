@@ -1,8 +1,9 @@
-"""Streams that leave an endpoint on purpose, so that it can be stopped: who is to go, and who is on its way.
+"""Moves streams away from an endpoint on purpose, so that it can be stopped.
 
-Such a stream gets a lease elsewhere first, and is told only then: until there is room it runs where it is. Only so many
-are on their way at a time, since each costs the other endpoint its prompt. What is still there at the deadline, and has
-another endpoint for its model, is told to leave without a lease, as if its endpoint had failed it.
+A stream first gets a lease at another endpoint, and only then is asked to move: until then it runs where it is. The
+number of streams that move at a time is limited, since each makes the other endpoint compute its prompt again. At the
+deadline, streams that are still there are asked to leave without a lease if another endpoint serves their model. That
+works as if their endpoint had failed.
 """
 
 from __future__ import annotations
@@ -18,36 +19,57 @@ __all__ = ["Moving"]
 
 
 class Moving:
-    """total: streams that got a lease elsewhere to move to."""
+    """The endpoints that are being emptied, and the streams that move.
+
+    Args:
+        settings: limits.
+        queues: the queues of all models.
+
+    Attributes:
+        total: streams that got a lease to move to.
+    """
 
     def __init__(self, settings: RouterSettings, queues: Queues) -> None:
         self.total = 0
         self._settings = settings
         self._queues = queues
-        self._deadlines: dict[EndpointId, float] = {}  # of endpoints that are emptied; math.inf once it has passed
+        self._deadlines: dict[EndpointId, float] = {}  # of endpoints being emptied; math.inf after it passed
         self._on_the_way: set[int] = set()
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be on its way."""
+        """True if one more stream may move now."""
         return len(self._on_the_way) < self._settings.moves_at_once_max
 
     def begin(self, id: EndpointId, deadline: float) -> None:
-        """The endpoint is emptied. Those that are there are the caller's to `join`."""
+        """Start emptying an endpoint. The caller calls `join` for the requests that are there.
+
+        Args:
+            id: name of the endpoint.
+            deadline: time in seconds after which all requests must leave.
+        """
         self._deadlines[id] = deadline
 
     def is_emptied(self, id: EndpointId) -> bool:
         return id in self._deadlines
 
     def end(self, id: EndpointId) -> None:
-        """It is gone, or back. Who has a lease elsewhere already still goes."""
+        """Stop emptying an endpoint that is removed or back. Streams that already have a lease elsewhere still move.
+
+        Args:
+            id: name of the endpoint.
+        """
         if self._deadlines.pop(id, None) is not None:
             for model in self._queues.models.values():
                 for ticket in [ticket for ticket in model.moving if ticket.endpoint == id]:
                     self.leave(ticket)
 
     def join(self, ticket: Ticket) -> None:
-        """It waits for room elsewhere, if it is to go and can. To be called whenever that may have become so."""
+        """Let a stream wait for room elsewhere if it has to move and can. Call this whenever that may have become true.
+
+        Args:
+            ticket: the request. Nothing happens if it need not or cannot move.
+        """
         if (
             ticket.endpoint in self._deadlines
             and ticket.can_go_on
@@ -58,30 +80,46 @@ class Moving:
             and ticket.request.pinned is None
         ):
             ticket.is_moving = True
-            ticket.stage = None  # whoever goes on does all of the rest
+            ticket.stage = None  # the next endpoint does all the remaining work
             self._queues.wait_to_move(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """It waits for that no longer. Nothing to do when it did not."""
+        """End a stream's wait for room elsewhere. Nothing happens if it does not wait.
+
+        Args:
+            ticket: the stream's request.
+        """
         if ticket.is_moving:
             ticket.is_moving = False
             self._queues.end_wait_to_move(ticket)
 
     def note_leased(self, ticket: Ticket) -> None:
-        """It has a lease elsewhere."""
+        """Record that a stream got a lease elsewhere.
+
+        Args:
+            ticket: the stream's request.
+        """
         self.leave(ticket)
         self._on_the_way.add(ticket.index)
         self.total += 1
 
     def note_arrived(self, ticket: Ticket) -> None:
-        """It goes on there, or not at all any more."""
+        """Record that a stream resumed at its new endpoint, or ended.
+
+        Args:
+            ticket: the stream's request.
+        """
         self._on_the_way.discard(ticket.index)
 
     def next_deadline(self) -> float:
         return min(self._deadlines.values(), default=math.inf)
 
-    def take_over(self, now: float) -> list[EndpointId]:
-        """Endpoints whose deadline has come by now; each is told once."""
+    def pop_passed(self, now: float) -> list[EndpointId]:
+        """Return the endpoints whose deadline has passed. Each is returned once.
+
+        Args:
+            now: time in seconds.
+        """
         over = [id for id, deadline in self._deadlines.items() if deadline <= now]
         for id in over:
             self._deadlines[id] = math.inf

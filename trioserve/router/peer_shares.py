@@ -1,13 +1,13 @@
-"""Which routers take requests to an endpoint, and so how many of its leases this one may give.
+"""Finds the routers that use an endpoint, and from them this router's share of its leases.
 
-A router counts for an endpoint if it is alive as far as this one can see, or if the endpoint has heard from it of late
-and says so. So two routers that cannot see each other still share every endpoint that both of them reach, and one that
-has died leaves its share to the others when the endpoint has not heard from it for HEARD_SECONDS. One that comes (back)
-gives a single lease at first, until the others have had time to hear of it; what they gave beyond their share by then
-ends by itself, and meanwhile the endpoint's own report keeps the sum at its limit (see EndpointState.has_room).
+A router counts for an endpoint if this router sees that it is alive, or if the endpoint reports a recent question of
+it. So two routers that cannot see each other still share every endpoint that both reach. A dead router loses its share
+once the endpoint has not heard from it for HEARD_SECONDS. A router that starts, or returns, gives a single lease at
+first, until the others have had time to notice it. Leases that the others gave beyond their share end by themselves.
+Meanwhile the endpoint's own report keeps the sum at its limit (see EndpointState.has_room).
 
-What is not kept: an endpoint that does not tell whom it has heard, before routers that cannot see each other. There
-each of them takes the whole limit.
+Limit of this method: if an endpoint does not report its routers, routers that cannot see each other each use the whole
+limit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from trioserve.router.shares import lease_share
 
 __all__ = ["HEARD_SECONDS", "SETTLE_SECONDS", "PeerShares"]
 
-HEARD_SECONDS = 5.0  # two questions and a half, see SIGN_OF_LIFE_SECONDS, and longer than most stalls of a router
-SETTLE_SECONDS = 2.0  # of several questions each, so that every router has heard of this one
+HEARD_SECONDS = 5.0  # 2.5 questions (see SIGN_OF_LIFE_SECONDS), and longer than most stalls of a router
+SETTLE_SECONDS = 2.0  # several questions of each router, so that all routers have noticed this one
 
 
 class PeerShares:
-    """own: this router's name; None as long as nobody has told it. Times are seconds of one monotonic clock."""
+    """The other routers, as this router and the endpoints see them. Times are seconds of one monotonic clock.
+
+    Args:
+        own: name of this router. None: not known yet.
+    """
 
     def __init__(self, own: str | None) -> None:
         self.own = own
@@ -33,11 +37,15 @@ class PeerShares:
         self._heard: dict[EndpointId, dict[str, float]] = {}
         self._reported_at: dict[EndpointId, float] = {}
         self._settled_at: dict[EndpointId, float] = {}
-        # Asked for with each report, and the same until a router comes or goes.
-        self._worked_out: dict[EndpointId, tuple[tuple[str | None, int, list[str]], int]] = {}
+        # Needed for each report, and constant until a router comes or goes.
+        self._computed: dict[EndpointId, tuple[tuple[str | None, int, list[str]], int]] = {}
 
     def set_peers(self, names: Iterable[str]) -> None:
-        """These are all routers but this one. One that is new counts as alive until it is found not to be."""
+        """Set the names of all other routers. A new router counts as alive until it is found dead.
+
+        Args:
+            names: router names. The own name is ignored.
+        """
         self._alive = {name: self._alive.get(name, True) for name in names if name != self.own}
 
     def note_alive(self, name: str, is_alive: bool) -> None:
@@ -45,9 +53,15 @@ class PeerShares:
             self._alive[name] = is_alive
 
     def note_report(self, endpoint: EndpointId, heard: Mapping[str, float], now: float) -> None:
-        """The endpoint has answered. heard: how many seconds ago each router last asked it."""
+        """Accept a report of an endpoint.
+
+        Args:
+            endpoint: name of the endpoint.
+            heard: for each router, how many seconds ago it last asked the endpoint.
+            now: time in seconds.
+        """
         if now >= self._reported_at.get(endpoint, now) + HEARD_SECONDS:
-            self._settled_at[endpoint] = now + SETTLE_SECONDS  # the others may have taken this router for gone
+            self._settled_at[endpoint] = now + SETTLE_SECONDS  # the others may have counted this router as gone
         self._reported_at[endpoint] = now
         moments = self._heard.setdefault(endpoint, {})
         for name in self._alive:
@@ -55,14 +69,23 @@ class PeerShares:
                 moments[name] = max(moments.get(name, -math.inf), now - heard[name])
 
     def forget(self, endpoints: Iterable[EndpointId]) -> None:
-        """All but these are gone."""
+        """Forget all endpoints except these.
+
+        Args:
+            endpoints: names of the endpoints to keep.
+        """
         kept = set(endpoints)
-        for table in (self._heard, self._reported_at, self._settled_at, self._worked_out):
+        for table in (self._heard, self._reported_at, self._settled_at, self._computed):
             for id in [id for id in table if id not in kept]:
                 del table[id]
 
     def routers_at(self, endpoint: EndpointId, now: float) -> list[str]:
-        """The others that take requests there."""
+        """Return the names of the other routers that send requests to an endpoint.
+
+        Args:
+            endpoint: name of the endpoint.
+            now: time in seconds.
+        """
         moments = self._heard.get(endpoint, {})
         return [
             name
@@ -71,7 +94,13 @@ class PeerShares:
         ]
 
     def share(self, endpoint: EndpointId, leases_max: int, now: float) -> int:
-        """The leases that this router may give there now; at least 1. leases_max: of all routers."""
+        """Return the number of leases that this router may give at an endpoint now. At least 1.
+
+        Args:
+            endpoint: name of the endpoint.
+            leases_max: limit of all routers together.
+            now: time in seconds.
+        """
         settled_at = self._settled_at.setdefault(endpoint, now + SETTLE_SECONDS)
         others = self.routers_at(endpoint, now)
         if not others:
@@ -79,7 +108,7 @@ class PeerShares:
         if self.own is None or now < settled_at:
             return 1
         asked = (self.own, leases_max, others)
-        known = self._worked_out.get(endpoint)
+        known = self._computed.get(endpoint)
         if known is None or known[0] != asked:
-            known = self._worked_out[endpoint] = (asked, lease_share(self.own, others, endpoint, leases_max))
+            known = self._computed[endpoint] = (asked, lease_share(self.own, others, endpoint, leases_max))
         return known[1]

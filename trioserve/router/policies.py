@@ -1,7 +1,7 @@
-"""Which of the endpoints that have room a request goes to. A policy is a class with one method; see Policy.
+"""Policies that choose between the endpoints that have room. A policy is a class with one method, see Policy.
 
-None of those here looks at more than a few endpoints, however many there are: all of LOOKS_MAX, of more LOOKS_OF_MANY
-drawn at random, and those that a session, a prefix or resident blocks point to.
+The policies here look at only a few endpoints for each request. They compare all of up to LOOKS_MAX endpoints, or
+LOOKS_OF_MANY random ones of more, and the endpoints that a session, a prefix or resident blocks point to.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from trioserve.router.residency import ResidencyIndex
 __all__ = ["LOOKS_MAX", "POLICIES", "Candidate", "Candidates", "Policy", "PolicyFactory", "Rng", "looked_at"]
 
 LOOKS_MAX = 12
-LOOKS_OF_MANY = 6  # the least loaded of six drawn at random has hardly more to do than the least loaded of all
-NAMED_MAX = 8  # endpoints that have a beginning of the prompt, those with most of it
+LOOKS_OF_MANY = 6  # the least loaded of six random endpoints is hardly busier than the least loaded of all
+NAMED_MAX = 8  # endpoints with the longest matching prefix that are compared
 
 
 class Policy(abc.ABC):
-    """Chooses where a request goes. Synchronous, and called for every request: it has to be quick.
+    """Chooses the endpoint of a request. Synchronous and called for every request, so it has to be fast.
 
-    To add one, subclass it and name the class as an entry point in the group "trioserve.policies".
+    To add a policy, subclass this class and register it as an entry point in the group "trioserve.policies".
 
-    wants_prefix: it looks at the prefix of requests; naming that costs by the length of the prompt.
-    wants_residency: the endpoints are asked which blocks they have, and each request's blocks are named.
+    Attributes:
+        wants_prefix: True if the policy reads `RoutedRequest.prefix`. Computing it costs time proportional to the
+            prompt.
+        wants_residency: True if the policy reads `RoutedRequest.blocks`. The router then asks the endpoints which
+            blocks they have.
     """
 
     wants_prefix = True
@@ -40,21 +43,38 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        """One of the candidates that have room; at least one has. The candidates are all endpoints that serve the
-        request's model and are healthy, in the order in which they were added.
+        """Choose one of the candidates that have room.
 
-        The router's are Candidates: to go through the sequence looks at each endpoint, which with thousands of them
-        takes milliseconds, and the methods of Candidates find a few of them without that."""
+        The router passes `Candidates`. Iterating over the sequence looks at each endpoint, which takes milliseconds for
+        thousands of them. The methods of `Candidates` find a few endpoints without that.
 
-    def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:  # noqa: B027 - most need not know
-        """The request goes there."""
+        Args:
+            request: the request.
+            candidates: all healthy endpoints that serve its model, in the order in which they were added. At least one
+                has room.
+
+        Returns:
+            The id of a candidate that has room.
+        """
+
+    def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:  # noqa: B027 - optional
+        """Record that a request is sent to an endpoint.
+
+        Args:
+            request: the request.
+            endpoint: its endpoint.
+        """
 
     def block_sizes(self) -> frozenset[int]:
-        """In which sizes of blocks, in tokens, requests are to be named: of those endpoints that say what they have."""
+        """Return the block sizes in tokens for which requests need block hashes."""
         return frozenset()
 
     def resident_count(self, endpoint: EndpointId) -> int | None:
-        """How many blocks the endpoint is known to have; None if that is unknown."""
+        """Return how many blocks the endpoint is known to have. None: unknown.
+
+        Args:
+            endpoint: name of the endpoint.
+        """
         return None
 
     def note_resident(  # noqa: B027
@@ -64,32 +84,56 @@ class Policy(abc.ABC):
         hashes: Sequence[BlockHash],
         window_tokens: int | None = None,
     ) -> None:
-        """The endpoint says that it holds these blocks, of so many tokens each, and no others. window_tokens: none of
-        its model's layers sees any further back (contracts.kv_events)."""
+        """Record the complete list of blocks that an endpoint reports.
+
+        Args:
+            endpoint: name of the endpoint.
+            block_size: tokens of a block.
+            hashes: hashes of its blocks. They replace the list that was known.
+            window_tokens: no layer of the model sees further back, see contracts.kv_events. None: no such limit.
+        """
 
     def note_stored(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
-        """The endpoint says that it holds these blocks now, too."""
+        """Record blocks that an endpoint reports as added.
+
+        Args:
+            endpoint: name of the endpoint.
+            hashes: hashes of the blocks.
+        """
 
     def note_unknown(self, endpoint: EndpointId) -> None:  # noqa: B027
-        """What the endpoint holds is not known any more: it has stopped telling."""
+        """Record that the blocks of an endpoint are no longer known, because it stopped reporting.
+
+        Args:
+            endpoint: name of the endpoint.
+        """
 
     def note_removed(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
-        """The endpoint says that it holds these blocks no longer."""
+        """Record blocks that an endpoint reports as removed.
+
+        Args:
+            endpoint: name of the endpoint.
+            hashes: hashes of the blocks.
+        """
 
     def forget(self, endpoint: EndpointId) -> None:  # noqa: B027
-        """The endpoint is gone, or lost what it had."""
+        """Forget an endpoint that is removed, or that lost its blocks.
+
+        Args:
+            endpoint: name of the endpoint.
+        """
 
 
 PolicyFactory = Callable[[Rng], Policy]
 
 
-class _Calmest:
-    """Whoever has least to do. Several routers that ask themselves that at a time must not all find the same one:
+class _LeastBusy:
+    """Finds the least loaded endpoint, without all routers choosing the same one at the same time:
 
-    - Among equals each has an order of its own, a hash of its salt and the endpoint's name.
-    - What others have at an endpoint is seen only in its next report. The more of the work is theirs, the fewer are
-      compared, down to two drawn at random (Mitzenmacher, "How Useful Is Old Information?", 2000): to go to the least
-      of all by a count that others read, too, is to go where everybody goes.
+    - Each router has its own order of equally loaded endpoints: a hash of its salt and the endpoint's id.
+    - The work of other routers is known only from the endpoint's last report. The larger their share is, the fewer
+      endpoints are compared, down to two random ones (Mitzenmacher, "How Useful Is Old Information?", 2000). Otherwise
+      all routers would send their requests to the endpoint that looked least loaded in the same report.
     """
 
     def __init__(self, rng: Rng) -> None:
@@ -115,12 +159,17 @@ class _Calmest:
 
 
 def choices_for(others_share: float, count: int) -> int:
-    """How many of `count` endpoints are compared by one of several routers."""
+    """Return how many endpoints to compare.
+
+    Args:
+        others_share: share of the work that belongs to other routers, 0 to 1.
+        count: number of endpoints.
+    """
     return max(2, round((count if count <= LOOKS_MAX else LOOKS_OF_MANY) * (1 - min(1.0, others_share))))
 
 
 class RoundRobin(Policy):
-    """Each in its turn, those without room left out."""
+    """Chooses the endpoints in turn, skipping those without room."""
 
     wants_prefix = False
 
@@ -135,99 +184,111 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The one with the least to do, of all or of many; beside other routers, the less loaded of few."""
+    """Chooses the least loaded of all endpoints, or of a random sample.
+
+    The sample is smaller if other routers use the endpoints, too.
+    """
 
     wants_prefix = False
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
-        self._calmest = _Calmest(rng)
+        self._least_busy = _LeastBusy(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        return self._calmest.of(looked_at(candidates, self._rng)).id
+        return self._least_busy.of(looked_at(candidates, self._rng)).id
 
     def forget(self, endpoint: EndpointId) -> None:
-        self._calmest.forget(endpoint)
+        self._least_busy.forget(endpoint)
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing",
-    2001): nearly as even as asking all, and routers that know nothing of each other do not all choose the same."""
+    """Chooses the less loaded of two random endpoints.
+
+    The load is nearly as even as with a look at all endpoints, and independent routers do not all choose the same one.
+    (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
+    """
 
     wants_prefix = False
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
-        self._calmest = _Calmest(rng)
+        self._least_busy = _LeastBusy(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        return self._calmest.among(looked_at(candidates, self._rng).sample(2)).id
+        return self._least_busy.among(looked_at(candidates, self._rng).sample(2)).id
 
     def forget(self, endpoint: EndpointId) -> None:
-        self._calmest.forget(endpoint)
+        self._least_busy.forget(endpoint)
 
 
 class Session(Policy):
-    """A session stays where it was, by consistent hashing (see ring) with bounded load (Mirrokni, Thorup and
-    Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018): who is busier than LOAD_FACTOR times the average is
-    passed over, unless it is hardly busy at all. Requests without a session go to the least loaded, and so does one for
-    which the first LOOKS_MAX that it may go to are all too busy."""
+    """Keeps a session at its endpoint, by consistent hashing (see ring) with bounded load.
+
+    An endpoint with more than LOAD_FACTOR times the average load is skipped, unless its load is below LOAD_FREE. The
+    least loaded endpoint gets a request without a session, and a request whose first LOOKS_MAX endpoints are all too
+    busy. (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018)
+    """
 
     wants_prefix = False
     LOAD_FACTOR = 1.25
-    LOAD_FREE = 0.25  # of its limit: with few requests one more is far beyond the average, and no burden
+    LOAD_FREE = 0.25  # of its limit: with few requests, one more exceeds the average but is no burden
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
-        self._calmest = _Calmest(rng)
+        self._least_busy = _LeastBusy(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         view = looked_at(candidates, self._rng)
         if request.session is None:
-            return self._calmest.of(view).id
+            return self._least_busy.of(view).id
         bound = max(self.LOAD_FREE, self.LOAD_FACTOR * view.average_load)
         nearest: EndpointId | None = None
         for candidate in itertools.islice(view.around(f"session {request.session}"), LOOKS_MAX):
             if candidate.load <= bound:
                 return candidate.id
             nearest = nearest or candidate.id
-        # Where all are too busy, the next best has to do; where the first few are, there may be others.
-        return nearest if nearest is not None and len(view) <= LOOKS_MAX else self._calmest.of(view).id
+        # If all endpoints were tried, use the nearest. If only the first few were, another may be less busy.
+        return nearest if nearest is not None and len(view) <= LOOKS_MAX else self._least_busy.of(view).id
 
     def forget(self, endpoint: EndpointId) -> None:
-        self._calmest.forget(endpoint)
+        self._least_busy.forget(endpoint)
 
 
 class PrefixAware(Policy):
-    """Where the longest beginning of the prompt was sent before, unless that endpoint is far busier than the rest. A
-    beginning that was sent nowhere goes to the calmer of two endpoints that its name points to: on every router, and
-    after a restart, to the same two."""
+    """Chooses the endpoint that was sent the longest matching prefix of the prompt, unless it is much busier than the
+    others.
 
-    LOAD_MARGIN = 0.25  # of its limit: what a prefix hit may cost in evenness
+    An unknown prefix goes to the less loaded of two endpoints that its hash points to. These are the same two on every
+    router and after a restart.
+    """
+
+    LOAD_MARGIN = 0.25  # of its limit: how much more load a prefix hit is worth
 
     def __init__(self, rng: Rng) -> None:
         self._index = PrefixIndex()
         self._rng = rng
-        self._calmest = _Calmest(rng)
+        self._least_busy = _LeastBusy(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         view = looked_at(candidates, self._rng)
         matched = {id: (count,) for id, count in self._index.match(request.prefix).items()}
-        return _longest_match(self._calmest, request, view, matched, self.LOAD_MARGIN)
+        return _longest_match(self._least_busy, request, view, matched, self.LOAD_MARGIN)
 
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:
         self._index.add(endpoint, request.prefix)
 
     def forget(self, endpoint: EndpointId) -> None:
         self._index.forget(endpoint)
-        self._calmest.forget(endpoint)
+        self._least_busy.forget(endpoint)
 
 
 class KvAware(Policy):
-    """Where most of the prompt's leading blocks are, as endpoints tell, unless that one is far busier than the rest.
+    """Chooses the endpoint that reports most of the prompt's leading blocks, unless it is much busier than the others.
 
-    Of an endpoint that does not tell, it is guessed from what was sent there, as prefix_aware does. Among equals, that
-    decides, too: who has just been sent the same beginning will soon have it.
+    For an endpoint that does not report its blocks, the policy guesses from earlier requests, as prefix_aware does. The
+    guess also decides between equal endpoints, because an endpoint that was just sent the same prefix will soon have
+    its blocks.
     """
 
     LOAD_MARGIN = 0.25
@@ -237,7 +298,7 @@ class KvAware(Policy):
         self._sent = PrefixIndex()
         self._resident = ResidencyIndex()
         self._rng = rng
-        self._calmest = _Calmest(rng)
+        self._least_busy = _LeastBusy(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         sent = self._sent.match(request.prefix)
@@ -250,7 +311,7 @@ class KvAware(Policy):
             if tokens or guessed_tokens:
                 matched[id] = (tokens, guessed_tokens)
         view = looked_at(candidates, self._rng)
-        return _longest_match(self._calmest, request, view, matched, self.LOAD_MARGIN)
+        return _longest_match(self._least_busy, request, view, matched, self.LOAD_MARGIN)
 
     def block_sizes(self) -> frozenset[int]:
         return self._resident.block_sizes()
@@ -282,32 +343,40 @@ class KvAware(Policy):
     def forget(self, endpoint: EndpointId) -> None:
         self._sent.forget(endpoint)
         self._resident.forget(endpoint)
-        self._calmest.forget(endpoint)
+        self._least_busy.forget(endpoint)
 
 
 def _most(matched: Mapping[EndpointId, Any]) -> list[EndpointId]:
-    """The NAMED_MAX endpoints with most."""
+    """Return the NAMED_MAX endpoints with the highest values."""
     return heapq.nlargest(NAMED_MAX, matched, key=matched.__getitem__) if len(matched) > NAMED_MAX else list(matched)
 
 
 def _longest_match(
-    calmest: _Calmest,
+    least_busy: _LeastBusy,
     request: RoutedRequest,
     candidates: Candidates,
     matched: Mapping[EndpointId, tuple[int, ...]],
     margin: float,
 ) -> EndpointId:
-    """matched: what counts first, and what decides among equals; who is left out has nothing."""
-    calm = calmest.of(candidates)
-    fitting = [candidate for candidate in candidates.named(_most(matched)) if candidate.load <= calm.load + margin]
+    """Choose the endpoint with the best match whose load is acceptable.
+
+    Args:
+        least_busy: finds the least loaded endpoint.
+        request: the request.
+        candidates: the candidates.
+        matched: matched length of each endpoint, and tie breakers. Endpoints without a match are missing.
+        margin: accepted load above that of the least loaded endpoint.
+    """
+    least = least_busy.of(candidates)
+    fitting = [candidate for candidate in candidates.named(_most(matched)) if candidate.load <= least.load + margin]
     if fitting:
         most = max(matched[candidate.id] for candidate in fitting)
-        return calmest.among(candidate for candidate in fitting if matched[candidate.id] == most).id
+        return least_busy.among(candidate for candidate in fitting if matched[candidate.id] == most).id
     if matched or not request.prefix:
-        return calm.id  # whoever has it is far busier: it may spread
+        return least.id  # the endpoints with a match are too busy, so the prefix spreads to another one
     homes = list(itertools.islice(candidates.around(f"prefix {request.prefix[0].hex()}"), 2))
-    home = calmest.among(homes or [calm])
-    return home.id if home.load <= calm.load + margin else calm.id
+    home = least_busy.among(homes or [least])
+    return home.id if home.load <= least.load + margin else least.id
 
 
 POLICIES: dict[str, PolicyFactory] = {

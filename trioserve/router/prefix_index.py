@@ -1,4 +1,7 @@
-"""Which endpoints know which blocks, by the names of the blocks. Bounded; what was not asked for longest goes first."""
+"""Maps block hashes to the endpoints that were sent these blocks.
+
+Bounded: the least recently used entries are removed first.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ from trioserve.contracts.endpoint import EndpointId
 
 __all__ = ["PrefixIndex"]
 
-HOLDERS_MAX = 16  # of one block: as many as are ever looked at for a request
-BLOCKS_MAX = 500_000  # names, about 150 bytes each; at 16 tokens a block the caches of many machines
+HOLDERS_MAX = 16  # endpoints per block: no request looks at more
+BLOCKS_MAX = 500_000  # hashes, about 150 bytes each; with 16 tokens a block, the caches of many machines
 
 
 class PrefixIndex:
-    """A block's name stands for all before it too (see contracts/block_hash), so a match is a leading run. Of a block
-    that many endpoints know, a common beginning, the last HOLDERS_MAX are remembered."""
+    """An index of blocks by hash. A hash covers all earlier blocks (see contracts/block_hash), so a match is a leading
+    run.
+
+    Args:
+        blocks_max: maximum number of hashes. For each hash the last HOLDERS_MAX endpoints are kept.
+    """
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
@@ -25,9 +32,13 @@ class PrefixIndex:
         return len(self._holders)
 
     def match(self, hashes: Sequence[bytes]) -> dict[EndpointId, int]:
-        """How many of the leading blocks each endpoint knows; those that know none are left out."""
+        """Return the number of leading blocks that each endpoint was sent. Endpoints without a match are missing.
+
+        Args:
+            hashes: hashes of the prompt's blocks, in order.
+        """
         matched: dict[EndpointId, int] = {}
-        still: list[EndpointId] | None = None  # None: more than are remembered
+        still: list[EndpointId] | None = None  # None: more endpoints than are kept
         for depth, name in enumerate(hashes, 1):
             holders = self._holders.get(name)
             if holders is None:
@@ -41,7 +52,7 @@ class PrefixIndex:
         return matched
 
     def add(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:
-        # Backwards, so that the first block of a prefix is the youngest: without it the others are never found.
+        # Backwards, so that the first block of a prefix is removed last: without it the others are never found.
         for name in reversed(hashes):
             holders = self._holders.setdefault(name, {})
             holders.pop(endpoint, None)

@@ -1,7 +1,4 @@
-"""Who waits for which model: a queue for each part of a request that may be next, and the order between those.
-
-Whether anybody may be served is not asked here.
-"""
+"""The queues of each model: one for each next stage of a request. Does not decide whether a request may be served."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ __all__ = ["ModelQueues", "Queue", "Queues"]
 
 
 class Queue:
-    """One model's queue for one stage."""
+    """The queue of one model for one stage."""
 
     def __init__(self) -> None:
         self.newcomers = FairQueue()
-        # Requests that were at an endpoint, which failed them or computed their prompt, and wait again.
+        # Requests that wait again after an endpoint failed them or computed their prompt.
         self.again = ContinuedQueue()
         self.drain_rate = DrainRate()
 
@@ -32,7 +29,11 @@ class Queue:
         return self.newcomers.prompt_tokens + self.again.prompt_tokens
 
     def leave(self, ticket: Ticket) -> None:
-        """It waits no longer, and was not served."""
+        """Remove a ticket that was not served.
+
+        Args:
+            ticket: a ticket of this queue.
+        """
         if ticket in self.again:
             self.again.remove(ticket)
         else:
@@ -40,11 +41,17 @@ class Queue:
 
 
 class ModelQueues:
-    """One model's. live_count: requests that have entered and not ended, wherever they are. preparing: requests that
-    are read before they enter. continued: streams that broke off, and go on elsewhere; they take no places from those
-    who have not begun, as each has had a lease already. moving: streams that run where they are to leave.
-    streams_in_a_row: of both, and of requests that wait again, that got a lease since a newcomer did, while some
-    waited."""
+    """The queues of one model.
+
+    Attributes:
+        queues: the queues, by stage.
+        live_count: requests that have entered and not ended, in any state.
+        preparing: requests that are read before they enter.
+        continued: streams that broke off and resume elsewhere. They had a lease before, so they take no places from
+            newcomers.
+        moving: streams that still run, and wait for a lease at another endpoint.
+        streams_in_a_row: leases in a row that went to streams or to requests that wait again, while newcomers waited.
+    """
 
     def __init__(self) -> None:
         self.queues: dict[Stage | None, Queue] = {stage: Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
@@ -63,8 +70,8 @@ class ModelQueues:
         return self.continued.prompt_tokens + sum(queue.prompt_tokens for queue in self.queues.values())
 
     @property
-    def is_anybody_waiting(self) -> bool:
-        """For a lease. Asked at every event, and mostly not so."""
+    def has_waiting(self) -> bool:
+        """True if a request waits for a lease. Fast, because every event asks this."""
         decode, prefill, whole = self.queues.values()
         return bool(
             whole.newcomers.count
@@ -78,27 +85,35 @@ class ModelQueues:
         )
 
     def note_stream(self, *, are_newcomers_waiting: bool) -> None:
-        """One got a lease to go on with."""
+        """Record that a stream, or a request that waits again, got a lease.
+
+        Args:
+            are_newcomers_waiting: True if newcomers wait for a lease.
+        """
         self.streams_in_a_row = self.streams_in_a_row + 1 if are_newcomers_waiting else 0
 
     def waiting_again(self) -> list[tuple[Queue, Ticket]]:
-        """The first of each line of requests that wait again, without those on trial, in no order."""
+        """Return the first request of each line that waits again, in no order, without requests on trial."""
         return [(queue, ticket) for queue in self.queues.values() if queue.again for ticket in queue.again.heads()]
 
     def on_trial(self) -> list[Ticket]:
-        """Requests on trial, in the order in which their trials began."""
+        """Return requests on trial, in the order in which their trials began."""
         queues = (self.continued, *(queue.again for queue in self.queues.values()))
         found = [ticket for queue in queues if queue for ticket in queue.on_trial()]
         return sorted(found, key=lambda ticket: ticket.again_index)
 
     def heads(self) -> list[tuple[Queue, Ticket]]:
-        """Who is next in each queue. Where queues want the same endpoint, the one who came first goes first."""
+        """Return the next newcomer of each queue, by priority and then in order of arrival."""
         heads = [(queue, head) for queue in self.queues.values() if (head := queue.newcomers.head()) is not None]
         return sorted(heads, key=lambda entry: (entry[1].request.priority, entry[1].index))
 
 
 class Queues:
-    """All of them. models: by name."""
+    """The queues of all models.
+
+    Attributes:
+        models: the queues by model name.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, ModelQueues] = {}
@@ -111,18 +126,32 @@ class Queues:
         return model
 
     def of(self, ticket: Ticket) -> Queue:
-        """The one in which it is, or was before it got its lease."""
+        """Return the queue of a ticket, also while it has a lease.
+
+        Args:
+            ticket: the ticket.
+        """
         return self.of_model(ticket.request.model).queues[ticket.stage]
 
     def forget_unused(self, name: str) -> None:
-        """Let its queues go if no request for it is left. To be called when nobody serves it: names of adapters come
-        and go without end, and each event looks at all queues."""
+        """Delete the queues of a model that has no requests left.
+
+        Call this when no endpoint serves the model. Otherwise the names of loaded and unloaded adapters would add up,
+        and every event looks at all queues.
+
+        Args:
+            name: model name.
+        """
         model = self.models.get(name)
         if model is not None and not model.live_count and not model.preparing:
             del self.models[name]
 
     def wait_again(self, ticket: Ticket) -> None:
-        """It was elsewhere, and comes after those who wait again already."""
+        """Add a ticket that left an endpoint, behind those that wait again already.
+
+        Args:
+            ticket: the ticket.
+        """
         self._note_again(ticket)
         if ticket.has_token:
             self.of_model(ticket.request.model).continued.add(ticket)
@@ -130,7 +159,11 @@ class Queues:
             self.of(ticket).again.add(ticket)
 
     def wait_to_move(self, ticket: Ticket) -> None:
-        """It runs, and waits for room elsewhere after those who do already."""
+        """Add a running stream that has to move, behind those that wait to move already.
+
+        Args:
+            ticket: the stream's ticket.
+        """
         self._note_again(ticket)
         self.of_model(ticket.request.model).moving.add(ticket)
 
@@ -142,19 +175,27 @@ class Queues:
         ticket.again_index = self._again_total
 
     def end_trial(self, ticket: Ticket) -> None:
-        """It is on trial no longer, and takes the last place of its line."""
+        """Move a ticket whose trial ended to the last place of its line.
+
+        Args:
+            ticket: the ticket.
+        """
         self.leave(ticket)
         self.wait_again(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """It waits no longer, and was not served."""
+        """Remove a ticket that was not served.
+
+        Args:
+            ticket: a waiting ticket.
+        """
         if ticket.has_token:
             self.of_model(ticket.request.model).continued.remove(ticket)
         else:
             self.of(ticket).leave(ticket)
 
-    def everybody(self) -> list[Ticket]:
-        """Who waits, in no order."""
+    def all_waiting(self) -> list[Ticket]:
+        """Return all waiting tickets, in no order, without running streams that wait to move."""
         queues = [queue for model in self.models.values() for queue in model.queues.values()]
         continued = [ticket for model in self.models.values() for ticket in model.continued]
         return continued + [ticket for queue in queues for ticket in (*queue.again, *queue.newcomers)]

@@ -1,4 +1,4 @@
-"""Which blocks each endpoint has, as it says itself. Nothing is guessed here: who says nothing is unknown."""
+"""The blocks that each endpoint reports to have. Nothing is guessed: an endpoint without reports is unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.contracts.endpoint import EndpointId
 
 __all__ = ["BLOCKS_MAX", "ResidencyIndex"]
 
-BLOCKS_MAX = 500_000  # of one endpoint, about 200 bytes each; at 16 tokens a block, the cache of a large machine
+BLOCKS_MAX = 500_000  # per endpoint, about 200 bytes each; with 16 tokens a block, the cache of a large machine
 
 
 class _Residency:
@@ -21,28 +21,43 @@ class _Residency:
         self.hashes: set[BlockHash] = set()
 
     def first_needed(self, block_count: int) -> int:
-        """Of a prefix of so many blocks, the first that whoever goes on behind it sees."""
+        """Return the first of `block_count` prefix blocks that a token after them attends to."""
         if self.window_tokens is None:
             return 0
         return max(0, block_count * self.block_size - self.window_tokens + 1) // self.block_size
 
 
 class ResidencyIndex:
-    """Bounded for each endpoint: of one that has more blocks, those that come last are not believed until others go. So
-    it may know of fewer than there are, and never of more."""
+    """An index of reported blocks, bounded for each endpoint.
+
+    If an endpoint has more blocks than the limit, later ones are ignored until others are removed. So the index may
+    miss blocks, but never invents any.
+
+    Args:
+        blocks_max: maximum number of blocks of one endpoint.
+    """
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
         self._by_endpoint: dict[EndpointId, _Residency] = {}
-        # Most blocks are at one endpoint alone: a dictionary for each would cost more than the names.
+        # Most blocks are at a single endpoint. A dictionary for each of them would need more memory than the hashes.
         self._holders: dict[BlockHash, EndpointId | dict[EndpointId, None]] = {}
         self._sizes: Counter[int] = Counter()
         self._windowed_count = 0  # endpoints whose models have a window
 
     def likely_holders(self, blocks: Mapping[int, Sequence[BlockHash]], count: int) -> list[EndpointId]:
-        """So many endpoints, of each size of blocks, that have the longest leading runs of these blocks, or fewer if no
-        more have any. Of equal ones, some. O(blocks), however many endpoints there are. Where the model has a window,
-        those that have the last of these blocks, whatever became of earlier ones."""
+        """Find endpoints with the longest leading runs of the prompt's blocks, for each block size.
+
+        If the model has an attention window, endpoints with the last known blocks are found, even if earlier blocks are
+        missing. Between equal endpoints the choice is arbitrary.
+
+        Args:
+            blocks: hashes of the prompt's blocks, by block size in tokens.
+            count: maximum number of endpoints for each block size.
+
+        Cost:
+            O(blocks), independent of the number of endpoints.
+        """
         found: list[EndpointId] = []
         for names in blocks.values():
             run = [name for name in names if name in self._holders] if self._windowed_count else None
@@ -59,9 +74,18 @@ class ResidencyIndex:
         return found
 
     def matched_tokens(self, endpoint: EndpointId, blocks: Mapping[int, Sequence[BlockHash]]) -> int | None:
-        """Of how many leading tokens the endpoint has the blocks; None if it is unknown what it has, or how its blocks
-        of this prompt are called. blocks: names of the prompt's blocks, by their size. O(blocks that match), or
-        O(blocks) where the model has a window."""
+        """Return how many leading tokens of a prompt the endpoint has in its blocks.
+
+        Args:
+            endpoint: name of the endpoint.
+            blocks: hashes of the prompt's blocks, by block size in tokens.
+
+        Returns:
+            The number of tokens. None if the endpoint's blocks are unknown, or `blocks` lacks its block size.
+
+        Cost:
+            O(matching blocks), or O(blocks) if the model has a window.
+        """
         residency = self._by_endpoint.get(endpoint)
         names = None if residency is None else blocks.get(residency.block_size)
         if residency is None or names is None:
@@ -71,24 +95,35 @@ class ResidencyIndex:
             if name not in residency.hashes:
                 if residency.window_tokens is None:
                     break
-                there_from = index + 1  # what comes behind it may do without it
+                there_from = index + 1  # later tokens may be outside its window
             if there_from <= residency.first_needed(index + 1):
                 count = index + 1
         return count * residency.block_size
 
     def block_count(self, endpoint: EndpointId) -> int | None:
-        """How many blocks are known of it; None if it is unknown what it has."""
+        """Return how many blocks of the endpoint are known. None: unknown.
+
+        Args:
+            endpoint: name of the endpoint.
+        """
         residency = self._by_endpoint.get(endpoint)
         return None if residency is None else len(residency.hashes)
 
     def block_sizes(self) -> frozenset[int]:
-        """Of all endpoints that say what they have."""
+        """Return the block sizes in tokens of all endpoints that report."""
         return frozenset(self._sizes)
 
     def replace(
         self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash], window_tokens: int | None = None
     ) -> None:
-        """These, and no others, are what it has. window_tokens: how far back any layer of its model sees."""
+        """Replace the known blocks of an endpoint.
+
+        Args:
+            endpoint: name of the endpoint.
+            block_size: tokens of a block.
+            hashes: hashes of all its blocks.
+            window_tokens: no layer of its model sees further back. None: no such limit.
+        """
         self.forget(endpoint)
         self._by_endpoint[endpoint] = _Residency(block_size, window_tokens)
         self._windowed_count += window_tokens is not None
@@ -96,7 +131,12 @@ class ResidencyIndex:
         self.add(endpoint, hashes)
 
     def add(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
-        """It has these, too. Ignored of an endpoint that has not said what it had before."""
+        """Add blocks of an endpoint. Ignored until `replace` has set the complete list.
+
+        Args:
+            endpoint: name of the endpoint.
+            hashes: hashes of the blocks.
+        """
         residency = self._by_endpoint.get(endpoint)
         if residency is not None:
             room = self._blocks_max - len(residency.hashes)
@@ -111,7 +151,12 @@ class ResidencyIndex:
                     self._holders[name] = {holders: None, endpoint: None}
 
     def remove(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
-        """It has these no longer."""
+        """Remove blocks of an endpoint.
+
+        Args:
+            endpoint: name of the endpoint.
+            hashes: hashes of the blocks.
+        """
         residency = self._by_endpoint.get(endpoint)
         if residency is not None:
             for name in hashes:
@@ -120,7 +165,11 @@ class ResidencyIndex:
                     self._drop(endpoint, name)
 
     def forget(self, endpoint: EndpointId) -> None:
-        """It is unknown what it has."""
+        """Forget the blocks of an endpoint, so that they are unknown.
+
+        Args:
+            endpoint: name of the endpoint.
+        """
         residency = self._by_endpoint.pop(endpoint, None)
         if residency is None:
             return

@@ -1,4 +1,4 @@
-"""How many requests may be tried again: a share of those that came, and a few in any case."""
+"""Limits retries to a share of the requests, plus a minimum rate."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import math
 
 __all__ = ["RetryBudget"]
 
-BURST_SECONDS = 10.0  # for so long unused tries are saved up
-ROUNDING = 1e-9  # of a sum of shares and seconds; without it the moment of the next try would never quite come
+BURST_SECONDS = 10.0  # unused tries of this time are saved up
+ROUNDING = 1e-9  # tolerance for float sums: without it, no try might be left at the time that `next_at` returned
 
 
 class RetryBudget:
-    """A token bucket: every request fills in `share_max` of a try, every second `per_second_min` tries."""
+    """A token bucket of retries.
+
+    Args:
+        share_max: tries that each request adds.
+        per_second_min: tries that each second adds.
+        burst_seconds: capacity, in seconds of `per_second_min`. At least one try.
+    """
 
     def __init__(self, share_max: float, per_second_min: float, *, burst_seconds: float = BURST_SECONDS) -> None:
         self._share_max = share_max
@@ -24,26 +30,48 @@ class RetryBudget:
         self._tries = min(self._tries_max, self._tries + self._share_max)
 
     def take(self, now: float) -> bool:
-        """Whether one more try is allowed; it counts as made."""
+        """Use one try if one is left.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            True if the try is allowed.
+        """
         if not self.has_one(now):
             return False
         self._tries = max(0.0, self._tries - 1)
         return True
 
     def spend(self, now: float) -> None:
-        """One more try is made, allowed or not; the others have so much less."""
+        """Use one try even if none is left. The budget does not go below 0.
+
+        Args:
+            now: time in seconds.
+        """
         self.has_one(now)
         self._tries = max(0.0, self._tries - 1)
 
     def has_one(self, now: float) -> bool:
-        """Whether one more try would be allowed."""
+        """Return whether a try is left.
+
+        Args:
+            now: time in seconds.
+        """
         if self._filled_at is not None:
             self._tries = min(self._tries_max, self._tries + (now - self._filled_at) * self._per_second)
         self._filled_at = now
         return self._tries >= 1 - ROUNDING
 
     def next_at(self, now: float) -> float:
-        """When one more try will be allowed that is not now; math.inf if time does not bring it."""
+        """Return when the next try is available.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The time in seconds. math.inf if one is available now, or if time alone adds none.
+        """
         if self.has_one(now) or not self._per_second:
             return math.inf
         return max(now + (1 - self._tries) / self._per_second, math.nextafter(now, math.inf))

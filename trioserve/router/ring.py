@@ -1,9 +1,10 @@
-"""An order of endpoints for each key that is the same on every router, found without a look at each endpoint.
+"""A hash ring: an order of endpoints for each key, equal on every router, found without looking at every endpoint.
 
-Multi-probe consistent hashing (Appleton and O'Reilly, 2015): an endpoint is one point on a ring, a key is PROBES
-points, and the endpoints come in the order of their distance behind the nearest of these. So the order of two endpoints
-is a matter of their names and the key alone. Who comes or goes leaves the others' as it is, as in rendezvous hashing,
-which would have to look at all. With 21 probes the busiest of many has about 1.05 times its share of the keys.
+Multi-probe consistent hashing (Appleton and O'Reilly, 2015). An endpoint is one point on a ring, and a key is PROBES
+points. The endpoints are ordered by their distance behind the nearest probe. So the order of two endpoints depends only
+on their ids and the key. Adding or removing an endpoint keeps the order of the others, as in rendezvous hashing, which
+would have to look at all endpoints. With 21 probes, the busiest of many endpoints has about 1.05 times its share of the
+keys.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ PROBES_PER_DIGEST = 8  # 64 bytes are eight points
 
 
 class Ring:
-    """Adding and removing move at most the list of points along: O(endpoints) of memory copied, a few microseconds for
-    ten thousand."""
+    """Endpoint ids on a hash ring.
+
+    Cost:
+        `add` and `remove` move the list of points: O(endpoints) of copied memory, a few microseconds for ten thousand.
+    """
 
     def __init__(self) -> None:
         self._points: list[int] = []
@@ -35,12 +39,16 @@ class Ring:
         return id in self._point_of
 
     def add(self, id: EndpointId) -> None:
-        """Nothing to do when it is there already."""
+        """Add an endpoint. Nothing happens if it is on the ring already.
+
+        Args:
+            id: name of the endpoint.
+        """
         if id in self._point_of:
             return
         point = int.from_bytes(_digest(f"endpoint {id}", 8), "big")
         while point in self._at:
-            point = (point + 1) % CIRCLE  # two names in 2**64 that collide
+            point = (point + 1) % CIRCLE  # a collision of two hashes
         self._at[point] = id
         self._point_of[id] = point
         bisect.insort(self._points, point)
@@ -51,7 +59,11 @@ class Ring:
         del self._points[bisect.bisect_left(self._points, point)]
 
     def around(self, key: str) -> Iterator[EndpointId]:
-        """All, the nearest to the key first. The ring must not change meanwhile."""
+        """Yield all endpoints, the nearest to the key first. The ring must not change meanwhile.
+
+        Args:
+            key: text that is hashed to the probes.
+        """
         points, count = self._points, len(self._points)
         if not count:
             return
@@ -71,7 +83,7 @@ class Ring:
             if distance > _distance:
                 heapq.heapreplace(nearest, (distance, probe, following))
             else:
-                heapq.heappop(nearest)  # once around
+                heapq.heappop(nearest)  # the probe has passed the whole ring
 
 
 def _probes(key: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The endpoints that may take one request, found a few at a time. See model_endpoints for what is open."""
+"""Finds endpoints for one request, a few at a time. See model_endpoints for open endpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from trioserve.router.model_endpoints import Kind, ModelEndpoints, kinds_of
 
 __all__ = ["Search"]
 
-VAIN_LOOKS_MAX = 64  # at endpoints that have room, but not for this request: too few seats, or it failed there
+MISSES_MAX = 64  # looks at endpoints with room that do not fit this request: too few slots, or it failed there
 
 
 class Search(Candidates):
-    """Those of one kind that have room for so many sequences. is_for_it: whether the request may go there, room apart.
-    close: told of an endpoint that has no room for anybody."""
+    """The candidates of one kind for one request.
+
+    Args:
+        model: endpoints of the request's model.
+        by_id: all endpoints.
+        kind: kind of endpoint.
+        sequences: number of sequences that need a slot.
+        fits: returns whether the request may go to an endpoint, apart from its room.
+        now: time in seconds.
+        rng: source of randomness.
+        close: called for an endpoint that has no room for any request.
+    """
 
     def __init__(
         self,
@@ -28,7 +38,7 @@ class Search(Candidates):
         kind: Kind,
         *,
         sequences: int,
-        is_for_it: Callable[[EndpointState], bool],
+        fits: Callable[[EndpointState], bool],
         now: float,
         rng: Rng,
         close: Callable[[EndpointState, float], None],
@@ -37,13 +47,13 @@ class Search(Candidates):
         self._by_id = by_id
         self._kind = kind
         self._sequences = sequences
-        self._is_for_it = is_for_it
+        self._fits = fits
         self._now = now
         self._rng = rng
         self._close = close
         self._open = model.open[kind]
         self._drawn: list[Candidate] = []
-        self._seen: set[int] = set()  # numbers of those that were drawn or are out of the question
+        self._seen: set[int] = set()  # numbers of endpoints that were drawn or do not fit
         self._is_exhausted = False
 
     # --- the whole sequence ---
@@ -64,7 +74,7 @@ class Search(Candidates):
         return [
             self._candidate(states[number], self._is_fit(states[number]))
             for number in sorted(states)
-            # Where nobody else has room, those that are kept for prompts come to the others.
+            # PROMPTS is tried when no other endpoint has room. Then prefill endpoints are added to the others.
             if (kinds := kinds_of(states[number])) and (self._kind in kinds or self._kind is Kind.PROMPTS)
         ]
 
@@ -95,7 +105,7 @@ class Search(Candidates):
         return found
 
     def around(self, key: str) -> Iterator[Candidate]:
-        left = VAIN_LOOKS_MAX
+        left = MISSES_MAX
         for id in self._model.ring.around(key):
             state = self._by_id[id]
             if self._is_there(state):
@@ -107,7 +117,7 @@ class Search(Candidates):
 
     def next_after(self, id: EndpointId | None) -> Candidate:
         last = -1 if id is None or id not in self._by_id else self._by_id[id].number
-        for _ in range(VAIN_LOOKS_MAX):
+        for _ in range(MISSES_MAX):
             if not self._open:
                 break
             index = bisect.bisect_right(self._open, last)
@@ -149,7 +159,7 @@ class Search(Candidates):
             elif len(self._open) == open_count:
                 self._seen.add(number)
                 vain += 1
-                if vain > VAIN_LOOKS_MAX:
+                if vain > MISSES_MAX:
                     self._is_exhausted = True
                     return
 
@@ -158,12 +168,12 @@ class Search(Candidates):
         return (self._kind in kinds or (self._kind is Kind.PROMPTS and bool(kinds))) and self._is_fit(state)
 
     def _is_fit(self, state: EndpointState) -> bool:
-        return self._is_for_it(state) and state.has_room(self._sequences, self._now)
+        return self._fits(state) and state.has_room(self._sequences, self._now)
 
     def _is_fit_or_closed(self, state: EndpointState) -> bool:
-        """Whether it may be given; one that nobody may be given is left out from now on."""
+        """Return whether the endpoint fits. Close it if it has no room for any request."""
         if state.has_room(self._sequences, self._now):
-            return self._is_for_it(state)
+            return self._fits(state)
         if self._sequences == 1 or not state.has_room(1, self._now):
             self._close(state, self._now)
         return False

@@ -1,4 +1,4 @@
-"""The bounds of the router, each with its unit and its reason."""
+"""The limits of the router, with units and reasons."""
 
 from __future__ import annotations
 
@@ -13,42 +13,52 @@ __all__ = ["RouterSettings", "SilenceSettings"]
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """queue_requests_max, queue_prompt_tokens_max: what may wait for one model in each of its queues: that of requests
-        whose prompt is computed apart from their response, and that of the others. 0 requests: nothing waits, who finds
-        no free endpoint is refused at once.
-    queue_seconds_max: how long anybody waits in the queue.
-    leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.
-    sequences_max: of one request, its n times its prompts. They are all at one endpoint, where those that find no slot
-        at first wait before everybody who comes later; so this is how many slots others may have to wait for.
-    waiting_depth_max: sequences that may wait inside an endpoint, those of one large request apart. A shallow queue
-        there keeps the order here, where a waiter that left costs nothing and another endpoint can still take it.
-    lease_until: when a lease goes back; at the first token it bounds prefills, at the end it bounds answers.
-    load_seconds_max: how old a report of load may be; what is older says nothing.
-    failures_max: this many checks, or requests, that fail in a row eject an endpoint. sends_probes: an endpoint that
-        failed requests gets a tiny one of the router's own after its ejection, and a client's only if that is served.
-        failed_load_seconds: so long a failed request counts as load of its endpoint. ejection_seconds: how long the
-        first time; it doubles with each probe that fails, up to ejection_seconds_max.
-    slow_start_seconds: in which an endpoint that came (back) gets its whole share.
-    retry_share_max, retries_per_second_min: requests that an endpoint answered with an error before their first token,
-        or had no room for, may be tried elsewhere as long as retries are at most this share of the requests, and this
-        many a second in any case; when everything fails, retrying everything would double the load. A request whose
-        endpoint was lost is lost work, not a failing request, and is not counted.
-    attempts_max: endpoints that may answer one request with an error before its first token. After as many that were
-        lost with it in a row, the request is taken for the cause and ends; twice as many, where other such requests
-        were there each time, too: machines may fail several times in a row.
-    handover_waiting_max: of requests that are disaggregated, so many of a model may wait for a decode endpoint, their
-        prompt computed. Beyond it no further prompt is begun: each that waits keeps KV blocks where it was computed.
-    continuations_max: how often one stream may go on elsewhere. continuations_per_second_max: of all streams; who has
-        to wait for that waits in the queue, so that one endpoint's end is not the others' flood.
-    continuations_in_a_row_max: while newcomers of no better priority wait, so many streams go on, or requests that lost
-        their endpoints, before one of them.
-    continuation_seconds_max: how long a stream waits for an endpoint to go on at. A request that lost its endpoint
-        before its first token waits at least as long, if its own deadlines let it.
-    breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends; one more, where
-        others were there each time, too. progress_tokens_min:
-        those in a row between which its client got fewer tokens. As many may be lost on their way from an endpoint
-        that breaks; a bystander gets more, where endpoints do not die all the time.
-    moves_at_once_max: streams that are on their way from endpoints that are emptied to others, not answered there yet.
+    """Limits of the router.
+
+    Attributes:
+        queue_requests_max: requests that may wait for one model in each of its queues. Disaggregated requests have
+            queues of their own. 0: nothing waits, and a request without a free endpoint is refused at once.
+        queue_prompt_tokens_max: prompt tokens that may wait for one model in each of its queues.
+        queue_seconds_max: longest wait in the queue.
+        leases_max: sequences at one endpoint, unless the endpoint has its own limit.
+        sequences_max: sequences of one request: its n times its prompts. All of them are at one endpoint. Those without
+            a slot wait there before all later requests, so this is also the number of slots that others may have to
+            wait for.
+        waiting_depth_max: sequences that may wait inside an endpoint, apart from those of one large request. A low
+            value keeps the order in the router's queue. There, a waiting request that leaves costs nothing, and another
+            endpoint can still take it.
+        lease_until: when a lease ends. "first_token" limits concurrent prefills, "end" limits concurrent responses.
+        load_seconds_max: age in seconds after which a load report is ignored.
+        failures_max: failed checks, or failed requests, in a row that eject an endpoint.
+        sends_probes: True: after an ejection for failed requests, the router sends a tiny request of its own. The
+            endpoint gets client requests only if it serves that one.
+        failed_load_seconds: how long a failed request counts as load of its endpoint.
+        ejection_seconds: length of the first ejection. It doubles with each failed probe.
+        ejection_seconds_max: longest ejection.
+        slow_start_seconds: time in which the share of a new or returned endpoint grows to 1.
+        retry_share_max: retries as a share of all requests. Counts requests that an endpoint answered with an error
+            before their first token, or refused for lack of room. If everything fails, retrying everything would double
+            the load. A request whose endpoint was lost is retried without counting, because the request is not at
+            fault.
+        retries_per_second_min: retries that are allowed in any case.
+        attempts_max: endpoints that may answer one request with an error before its first token. Also the endpoints
+            that may be lost in a row before the request is held to be the cause and ends. That limit is doubled if
+            other suspected requests were there each time, because machines may fail several times in a row.
+        handover_waiting_max: disaggregated requests of a model that may wait for a decode endpoint with their prompt
+            computed. Beyond that no further prompt starts, because each waiting request keeps KV blocks at its prefill
+            endpoint.
+        continuations_max: how often one stream may resume elsewhere.
+        continuations_per_second_max: streams that resume in a second. The others wait in the queue, so that the failure
+            of one endpoint does not flood the rest.
+        continuations_in_a_row_max: streams, and requests that lost their endpoints, that get a lease before one
+            newcomer of equal priority does.
+        continuation_seconds_max: how long a stream waits for an endpoint to resume at. A request that lost its endpoint
+            before its first token waits at least as long, unless its own deadline is earlier.
+        breaks_max: endpoints that may break in a row with one stream before the stream is held to be the cause and
+            ends. One more if other suspected streams were there each time.
+        progress_tokens_min: tokens between two breaks that clear a stream. Fewer tokens may be lost on the way from an
+            endpoint that breaks. A bystander gets more, unless endpoints die all the time.
+        moves_at_once_max: streams that may move from endpoints that are being emptied at the same time.
     """
 
     queue_requests_max: int = 256
@@ -125,14 +135,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds between the bytes of a response.
+    """Limits on the time between the bytes of a response.
 
     Args:
-        beat_seconds: how often an endpoint is asked for a byte within a response. 0: never.
-        silent_seconds_max: how long nothing may come from an endpoint that sends beats. At least three beats, or two
-            and 1 s.
-        stalled_seconds_max: the same of an endpoint that sends none, once the response has begun. 0: as long as it
-            likes.
+        beat_seconds: interval at which an endpoint should send a byte within a response (a heartbeat). 0: none.
+        silent_seconds_max: longest silence of an endpoint that sends heartbeats. At least three intervals, or two
+            intervals and 1 s.
+        stalled_seconds_max: longest silence of an endpoint without heartbeats, once the response has begun. 0: no
+            limit.
     """
 
     beat_seconds: float = 5.0
@@ -144,12 +154,12 @@ class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 <= value <= 86_400:
                 raise StartupError(f"{name} is {value}, it must be 0 to 86400 seconds")
-        # An endpoint may skip a beat just after another byte, so two intervals are an honest pause. The first look of a
-        # router that was suspended adds up to a second before it has read the beats that came meanwhile.
+        # An endpoint may skip a heartbeat just after another byte, so a pause of two intervals is normal. A router that
+        # was suspended adds up to a second at its first look, before it has read the heartbeats that arrived meanwhile.
         least = 2 * self.beat_seconds + max(1.0, self.beat_seconds)
         if not least <= self.silent_seconds_max <= 86_400:
             raise StartupError(
-                f"the silence timeout is {self.silent_seconds_max:g} s, allowed are three heartbeat intervals or more, "
-                f"or two and 1 s where that is more, here {least:g} to 86400 s: raise --silence-timeout, or lower "
-                f"--heartbeat-interval"
+                f"the silence timeout is {self.silent_seconds_max:g} s, allowed are {least:g} to 86400 s: at least "
+                f"three heartbeat intervals, or two intervals and 1 s if that is longer. Raise --silence-timeout, or "
+                f"lower --heartbeat-interval"
             )

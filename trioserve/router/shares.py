@@ -1,7 +1,7 @@
-"""How many of an endpoint's leases each of several routers may give, so that together they keep its limit.
+"""Divides the leases of an endpoint between routers, so that together they keep its limit.
 
-Routers share no state. Each works it out for itself from the names of those that are alive, and all that have the same
-names come to the same result. Who is alive is for others to find out.
+Routers share no state. Each router computes its share from the names of the living routers. Routers that know the same
+names compute matching shares. Finding out which routers are alive is not done here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ __all__ = ["lease_share", "rendezvous_score"]
 
 
 def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max: int) -> int:
-    """The leases that the router `own` may give at an endpoint which takes `leases_max` sequences of all routers.
+    """Return the number of leases that a router may give at an endpoint.
 
-    peers: names of the others that are alive; whether `own` is among them makes no difference. At least 1.
+    All routers get an equal part. The remainder is given one by one to the routers that are first in rendezvous hashing
+    for this endpoint (Thaler and Ravishankar, 1998), so it is even over many endpoints. The shares add up to
+    `leases_max`. If there are more routers than leases, each router still has one lease, because a router without a
+    lease would keep its clients waiting for ever. So an endpoint gets at most max(leases_max, routers) sequences if all
+    routers know the same names. If the endpoint has fewer slots than that, the others wait inside it. When a router
+    goes, no other share becomes smaller.
 
-    Each gets an equal part. What is left over goes one by one to those that come first for this endpoint by rendezvous
-    hashing (Thaler and Ravishankar, 1998), so over many endpoints it evens out. The shares add up to `leases_max`.
-    Only where there are more routers than leases each has one, and they add up to the number of routers: a router
-    without any would keep its clients waiting for ever. So while all know the same routers, an endpoint has at most
-    max(leases_max, routers) sequences; an endpoint that has fewer seats than that lets the others wait inside.
-    When a router goes, no share of the others becomes smaller.
-    Raises ValueError for a limit below 1.
+    Args:
+        own: name of the router.
+        peers: names of the other living routers. `own` may be among them.
+        endpoint: name of the endpoint.
+        leases_max: limit of all routers together, at least 1.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        ValueError: `leases_max` is below 1.
     """
     if leases_max < 1:
-        raise ValueError(f"an endpoint takes {leases_max} sequences, it must be at least 1")
+        raise ValueError(f"leases_max is {leases_max}, it must be at least 1")
     routers = {own, *peers}
     equal, left = divmod(leases_max, len(routers))
     if equal == 0:
@@ -39,6 +48,14 @@ def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max
 
 
 def rendezvous_score(key: str, name: str) -> int:
-    """Of `name` for `key`: the highest score has it. The same in every process; 64 bits, as if drawn at random."""
+    """Return the rendezvous score of a name for a key. The name with the highest score owns the key.
+
+    Args:
+        key: the key, for example an endpoint.
+        name: the name, for example a router.
+
+    Returns:
+        64 bits that look random and are the same in every process.
+    """
     text = f"{len(key)}:{key}{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")

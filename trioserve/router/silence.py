@@ -1,19 +1,21 @@
-"""Which responses are lost although their connections are open and their endpoint may be well.
+"""Finds responses that are lost although their connections are open.
 
-A NAT or load balancer forgets a flow, a machine loses power, another machine takes the address: nothing is closed, and
-the reader of the response waits for ever. A response is given up for one of these reasons:
+A NAT or load balancer may forget a flow, a machine may lose power, or another machine may take its address. Then no
+connection is closed, and the reader of the response would wait for ever. A response is given up for one of these
+reasons:
 
-    silent          its endpoint promised beats (a byte every few seconds), and none comes
-    replaced        another process answers at the endpoint's address, and this one's process says nothing any more
-    not_running     the endpoint reports, again and again, that nothing runs or waits there
-    overtaken       the endpoint reports thousands of tokens for each sequence, and none has come here
-    stalled         an endpoint without beats has begun the response, and says nothing more for very long
+    silent          its endpoint promised heartbeats (a byte every few seconds), and none arrives
+    replaced        another process answers at the endpoint's address, and the process of this response is silent
+    not_running     the endpoint reports several times in a row that nothing runs or waits there
+    overtaken       the endpoint reports thousands of tokens for each sequence, and none has arrived here
+    stalled         an endpoint without heartbeats began the response, and then was silent for very long
 
-The last three are for servers that send no beats, such as vLLM's. None of them touches a prompt that takes long, unless
-the endpoint itself reports that it has nothing to do.
+The last three are for servers that send no heartbeats, such as vLLM. None of them ends a long prefill, unless the
+endpoint itself reports that it has no requests.
 
-Silence counts only while somebody reads: a response whose client is slow may wait in the kernel. It counts by looks,
-each of which adds at most two intervals, so a router that was suspended itself gives up nothing when it wakes up.
+Silence counts only while a reader waits, because the bytes of a slow client's response may wait in the kernel. It is
+counted in looks, each of which adds at most two intervals. So a router that was suspended does not give up its
+responses when it wakes up.
 """
 
 from __future__ import annotations
@@ -29,28 +31,32 @@ from trioserve.router.settings import SilenceSettings
 
 __all__ = ["LOOK_SECONDS", "AwaitedResponse", "Loss", "SilenceWatch"]
 
-LOOK_SECONDS = 0.5  # between two looks at all responses: what they cost is a comparison for each
-SETTLE_SECONDS = 1.0  # in which a process whose address answers for another one may show that it is still there
+LOOK_SECONDS = 0.5  # time between two looks at all responses; a look costs one comparison for each
+SETTLE_SECONDS = 1.0  # time in which the previous process may show that it still runs, after another one answered
 INSTANCES_KNOWN_MAX = 8
-REPORTS_IDLE_MIN = 3  # reports in a row without any request, before a response that is waited for is lost
+REPORTS_IDLE_MIN = 3  # reports in a row without any request, before a response is given up
 IDLE_SECONDS_MIN = 60.0  # a server may read images for a request before it counts it
-TOKENS_OVERTAKEN_MIN = 4096  # for each sequence: parsers of tool calls hold back hundreds
+TOKENS_OVERTAKEN_MIN = 4096  # for each sequence: tool call parsers hold back hundreds of tokens
 
 
 class AwaitedResponse:
-    """One response that is read from an endpoint. Its connection writes what it hears, and SilenceWatch looks at it.
+    """One response that is read from an endpoint. Its connection updates the attributes, and SilenceWatch reads them.
+
+    Args:
+        sent_at: when the request was sent, in seconds of the router's clock.
+        computes: True if the request runs at the endpoint and is counted in its load reports.
 
     Attributes:
-        sent_at: when the request was sent; seconds of the router's clock.
-        computes: it runs at the endpoint, and is in its reports of load.
         is_waiting: a reader waits for bytes.
-        is_sending: the request itself is on its way, which every server takes without delay.
-        pieces: how often bytes came, or were taken.
-        has_body: a byte of the body has come.
-        beats: the endpoint promised beats in the head.
-        instance: the process that answers, if it says so.
-        silent_seconds: how long nothing has come while somebody waited.
-        is_lost: it was given up.
+        is_sending: the request is still being sent. Every server reads it without delay.
+        pieces: how often bytes arrived, or were sent and accepted.
+        has_body: a byte of the body has arrived.
+        beats: the head of the response promised heartbeats.
+        instance: name of the process that answers. None: not reported.
+        silent_seconds: how long nothing has arrived while a reader waited.
+        is_lost: the response was given up.
+        pieces_seen: `pieces` at the last look.
+        tokens_seen: tokens of each sequence of the endpoint when the last byte arrived.
     """
 
     __slots__ = (
@@ -80,11 +86,16 @@ class AwaitedResponse:
         self.silent_seconds = 0.0
         self.is_lost = False
         self.pieces_seen = -1
-        self.tokens_seen = 0.0  # by a sequence of the endpoint, when the last byte came
+        self.tokens_seen = 0.0
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A response that is given up, and why: see the top of this file."""
+    """A response that is given up.
+
+    Attributes:
+        response: the response.
+        reason: one of the reasons in the description of the module.
+    """
 
     response: AwaitedResponse
     reason: str
@@ -93,10 +104,13 @@ class Loss(msgspec.Struct, frozen=True):
 class SilenceWatch:
     """Judges the responses of one endpoint.
 
+    Args:
+        settings: limits.
+
     Attributes:
-        sends_beats: the endpoint was heard to send beats before the head of a response.
-        is_hung: the endpoint itself says that its step hangs. Its health checks decide then, and silence says nothing.
-        is_shared: several processes answer at its address, so that a new one replaces none.
+        sends_beats: the endpoint was seen to send heartbeats before the head of a response.
+        is_hung: the endpoint reports that its step hangs. Then its health checks decide, and silence is ignored.
+        is_shared: several processes answer at its address, so a new process does not replace another.
     """
 
     def __init__(self, settings: SilenceSettings) -> None:
@@ -106,21 +120,23 @@ class SilenceWatch:
         self._settings = settings
         self._looked_at = math.inf
         self._instance: str | None = None
-        self._instance_at = -math.inf  # when it was asked last, and answered
+        self._instance_at = -math.inf  # when the request for its last answer was sent
         self._former: list[str] = []
-        self._doubted: dict[AwaitedResponse, int] = {}  # and their pieces when another process answered
+        self._doubted: dict[AwaitedResponse, int] = {}  # value: `pieces` when another process answered
         self._doubted_until = math.inf
         self._idle_reports = 0
         self._idle_since = math.inf
-        self._tokens: float | None = None  # a sequence of it got by now, by its reports
+        self._tokens: float | None = None  # tokens of each sequence so far, from load reports
         self._generated: float | None = None
 
     def note_load(self, load: EndpointLoad, responses: Iterable[AwaitedResponse], asked_at: float, now: float) -> None:
-        """Take a report of the endpoint's load.
+        """Accept a load report of the endpoint.
 
         Args:
-            responses: all that are read from it now.
-            asked_at: when it was asked; a request that was sent later may not be in the report.
+            load: the report.
+            responses: all responses that are read from the endpoint now.
+            asked_at: when the endpoint was asked. The report may miss requests that were sent later.
+            now: time in seconds.
         """
         if load.instance is not UNSET:
             self._note_instance(load.instance, responses, asked_at, now)
@@ -135,15 +151,27 @@ class SilenceWatch:
         self._generated = generated
 
     def note_instance(self, instance: str, responses: Iterable[AwaitedResponse], sent_at: float, now: float) -> None:
-        """A response says which process it comes from. sent_at: of its request."""
+        """Record which process a response comes from.
+
+        Args:
+            instance: name of the process.
+            responses: all responses that are read from the endpoint now.
+            sent_at: when the request of that response was sent.
+            now: time in seconds.
+        """
         self._note_instance(instance, responses, sent_at, now)
 
     def look(self, responses: Iterable[AwaitedResponse], now: float) -> list[Loss]:
-        """Returns those that are lost. To be called every LOOK_SECONDS; the caller ends what is lost."""
+        """Return the responses that are lost. Call this every LOOK_SECONDS. The caller ends the lost responses.
+
+        Args:
+            responses: all responses that are read from the endpoint now.
+            now: time in seconds.
+        """
         passed = max(0.0, min(now - self._looked_at, 2 * LOOK_SECONDS))
         self._looked_at = now
         if any(response.pieces != pieces for response, pieces in self._doubted.items()):
-            self._note_shared()  # the process that was thought to be gone is there
+            self._note_shared()  # the previous process still runs
         losses: list[Loss] = []
         for response in responses:
             reason = None if response.is_lost else self._reason(response, passed, now)
@@ -154,7 +182,11 @@ class SilenceWatch:
         return losses
 
     def forget(self, response: AwaitedResponse) -> None:
-        """It is read no more."""
+        """Forget a response that is no longer read.
+
+        Args:
+            response: the response.
+        """
         self._doubted.pop(response, None)
 
     # --- which process ---
@@ -165,7 +197,7 @@ class SilenceWatch:
             return
         before, before_at = self._instance, self._instance_at
         if before is not None and asked_at < before_at:
-            return  # an answer of the former process that comes late
+            return  # a late answer of the previous process
         self._instance, self._instance_at = instance, asked_at
         if instance in self._former:
             self._note_shared()

@@ -1,4 +1,4 @@
-"""What the router counts, as a frozen value."""
+"""The router's counters, as a frozen value."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ __all__ = ["RouterStats"]
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """waiting: requests in the queue, and those that are being read before. leases: sequences that have a slot, by
-    endpoint. continuing: streams among those that wait, to go on elsewhere. continuations_total: that did;
-    continuations_refused_total: that may not, by the reason. moving: streams that wait for room elsewhere, where they
-    run, to leave an endpoint that is emptied; moves_total: that got it. pairs_total: requests that were to be
-    disaggregated, by what became of that. Totals count since the start."""
+    """A snapshot of the router. Totals count since the start.
+
+    Attributes:
+        waiting: requests in the queue, and requests that are read before they enter.
+        waiting_prompt_tokens: prompt tokens of the requests in the queue.
+        leases: sequences that have a slot, by endpoint.
+        health: health of each endpoint.
+        admissions_total: leases that were granted.
+        retries_total: requests that waited again after an endpoint failed them before their first token.
+        rejections_total: refused requests, by reason.
+        continuing: streams that wait to resume elsewhere. Included in `waiting`.
+        continuations_total: streams that got a lease to resume with.
+        continuations_refused_total: streams that must not resume, by reason.
+        moving: streams that run at an endpoint that is being emptied, and wait for room elsewhere.
+        moves_total: streams that got a lease to move to.
+        pairs_total: requests that should have been disaggregated, by outcome.
+    """
 
     waiting: int
     waiting_prompt_tokens: int

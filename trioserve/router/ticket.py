@@ -1,18 +1,17 @@
-"""The states of a request at the router and the table of its legal moves.
+"""The states of a request at the router, and the table of legal moves.
 
-    WAITING ────► LEASED ────► RUNNING_FREE     (its lease went back at the first token)
+    WAITING ────► LEASED ────► RUNNING_FREE     (its lease ended at the first token)
        ▲  │         │  │            │
-       └──┼─────────┘  │            │           (failed, or the prompt is computed: in the queue again)
+       └──┼─────────┘  │            │           (an endpoint failed it, or computed its prompt: it waits again)
           ▼            ▼            ▼           (from RUNNING_FREE also to LEASED: moved elsewhere on purpose)
         ENDED ◄──────────────────────           (from every state, once)
 
-A ticket has a place in the queue while it is WAITING and a lease while it is LEASED; at no other time. ENDED is left by
-no move: that is what makes giving either back happen once. One that is to leave its endpoint runs there, and beside
-that waits for its next lease or has it.
+A ticket has a place in a queue exactly while it is WAITING, and a lease exactly while it is LEASED. No move leaves
+ENDED, so a place or a lease is released only once. A stream that has to leave its endpoint runs there, and meanwhile
+waits for its next lease or has it.
 
-One that is disaggregated goes through WAITING and LEASED twice, its stage PREFILL and then DECODE. Its stage is None,
-as that of one that never was disaggregated, from the moment on in which one endpoint is to do all of it; that is for
-good.
+A disaggregated request goes through WAITING and LEASED twice, with stage PREFILL and then DECODE. If one endpoint has
+to do the whole request, its stage becomes None and stays None.
 """
 
 from __future__ import annotations
@@ -48,8 +47,15 @@ _LEGAL_MOVES: frozenset[tuple[TicketState, TicketState]] = frozenset(
 
 
 class Lease(NamedTuple):
-    """What a ticket has at an endpoint. is_suspect: an endpoint had broken with it already when it got that. at: since
-    when."""
+    """The lease of a ticket at an endpoint.
+
+    Attributes:
+        endpoint: the endpoint. None: no lease.
+        is_probe: the request probes an ejected endpoint.
+        is_suspect: another endpoint had broken with the request before this lease.
+        sent_index: index of sending. None: not sent yet.
+        at: when the lease was granted, in seconds of the router's clock.
+    """
 
     endpoint: EndpointId | None = None
     is_probe: bool = False
@@ -59,9 +65,15 @@ class Lease(NamedTuple):
 
 
 class Break(NamedTuple):
-    """An endpoint broke with a stream. clock: of what served it there, by its reports; None: whether that goes on,
-    nobody can find out. checks: that had found the endpoint well by then. is_alone: no other was there that may be the
-    cause as well."""
+    """An endpoint that broke while it served a stream.
+
+    Attributes:
+        endpoint: the endpoint.
+        clock: clock name of the process that served the stream. None: it cannot be found out whether the process still
+            runs.
+        checks: health checks that the endpoint had passed by then.
+        is_alone: no other suspected request was there.
+    """
 
     endpoint: EndpointId
     clock: str | None
@@ -70,30 +82,45 @@ class Break(NamedTuple):
 
 
 class Ticket:
-    """One request at the router, from entering to leaving.
+    """One request at the router, from `enter` to `leave`. Times are seconds of the router's clock.
 
-    index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand. endpoint:
-    where its lease is, or was when it went back at the first token. tried: the endpoints that failed it, and how many
-    good health checks each had had by then. failed_by: those of them that answered it with an error before
-    its first token, so that it does not go there again. refused_by: those that refused it in a way
-    that another one has to confirm. is_lost: an endpoint that had it was lost before its first
-    token. sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
-    again_index: of all that began to wait again, when it did so last. has_token: its
-    client has seen a token. is_answered: and has seen one from the endpoint of its lease. refusal: why it ended without
-    having been served to its end, if so. own_deadline: of its own wait in the queue; queue_deadline: that, or the
-    router's limit.
-    Both move by the time that its prompt took elsewhere, since that was no wait. stage: what is to be done next; None:
-    everything. is_disaggregated: it began with a stage. prefilled_by: the endpoint that computed its prompt for another
-    one. prefilled_at: when. is_held: its blocks are kept there for a decode endpoint. pair_outcome: what became of its
-    being split. stage_fault: what that is to be if nobody takes over the stage that an endpoint has failed.
+    Args:
+        request: the request.
+        index: number in the order of arrival.
+        entered_at: when the request entered.
+        queue_deadline: when its wait in the queue ends, by its own deadline or the router's limit.
 
-    Of a stream that goes on elsewhere: continuations: how often it has. token_count: what its client had when it broke
-    off last. broken: the endpoints that broke in a row without its having got on in between, those apart that went on
-    all the same. is_on_trial: it waits until more is known of these. fingerprint: what computed its first token; None
-    where that is unknown. can_go_on: another endpoint could go on from what its client has.
-
-    Of a stream that is to leave its endpoint: is_moving: it runs there, and waits for room elsewhere. next_lease: which
-    it has there then, beside the one in hand.
+    Attributes:
+        endpoint: where its lease is, or was until it ended at the first token.
+        leased_at: when its current lease was granted.
+        is_probe, is_suspect: see Lease.
+        sent_index: number of its sending to the current endpoint, counted over all requests. None: not sent.
+        again_index: number of its last new wait, counted over all requests.
+        has_token: its client has received a token.
+        is_answered: its client has received a token from the current endpoint.
+        tried: the endpoints that failed it, each with the health checks that the endpoint had passed by then.
+        failed_by: endpoints that answered with an error before the first token. It does not go there again before its
+            client has a token.
+        refused_by: endpoints that refused it in a way that another endpoint has to confirm.
+        is_lost: an endpoint was lost that had the request before its first token.
+        refusal: why it ended without being fully served. None: no such reason.
+        own_deadline: end of its wait in the queue by its own deadline. `queue_deadline` is this or the router's limit.
+            Both move by the time that the request was served, because that was no wait.
+        stage: the next stage. None: the whole request.
+        is_disaggregated: it started with a stage.
+        prefilled_by: the endpoint that computed its prompt for another one.
+        prefilled_at: when the prompt was computed.
+        is_held: the blocks of its prompt are held there for a decode endpoint.
+        pair_outcome: outcome of splitting the request.
+        stage_fault: the outcome if no endpoint takes over the stage that failed.
+        continuations: how often the stream resumed elsewhere.
+        token_count: tokens that its client had at the last failure.
+        broken: endpoints that broke in a row without progress in between, except those whose process still runs.
+        is_on_trial: it waits until more is known of the broken endpoints.
+        fingerprint: fingerprint of the endpoint that computed its first token. None: unknown.
+        can_go_on: another endpoint could resume the stream from the tokens that its client has.
+        is_moving: the stream runs, and waits for room elsewhere because it has to leave its endpoint.
+        next_lease: its lease elsewhere, in addition to the current one.
     """
 
     __slots__ = (
@@ -174,7 +201,14 @@ class Ticket:
         return self.sent_index is not None
 
     def exchange(self, lease: Lease) -> Lease:
-        """Have this one in hand from now on; returns the one before."""
+        """Replace the current lease.
+
+        Args:
+            lease: the new lease.
+
+        Returns:
+            The previous lease.
+        """
         before = Lease(self.endpoint, self.is_probe, self.is_suspect, self.sent_index, self.leased_at)
         self.endpoint, self.is_probe, self.is_suspect, self.sent_index, self.leased_at = lease
         return before

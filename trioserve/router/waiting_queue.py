@@ -1,9 +1,9 @@
-"""Who is next in the queue for one model: by priority, then fair between tenants, then first come first served.
+"""Orders the queue of one model: by priority, then fairly between tenants, then first come, first served.
 
-Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request's cost in prompt tokens and sequences,
-as the virtual token counter does it for language models (Sheng et al., "Fairness in Serving Large Language Models",
-2024): each tenant has a turn, the one with the earliest turn is served, and that moves its turn by what it was served.
-A tenant that comes back does not get the turns it was away for.
+Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996). A request costs its prompt tokens plus an amount for
+each sequence, as in the virtual token counter for language models (Sheng et al., "Fairness in Serving Large Language
+Models", 2024). Each tenant has a turn, which is a number. The tenant with the lowest turn is served, and its turn grows
+by the cost. A tenant that returns gets no credit for the time in which it was away.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from trioserve.router.ticket import Ticket
 
 __all__ = ["FairQueue"]
 
-SEQUENCE_COST_TOKENS = 64  # what each sequence of a request costs beside the prompt: about the slot of its response
+SEQUENCE_COST_TOKENS = 64  # cost of each sequence in addition to the prompt, for the slot that its response uses
 SPARE_TURNS_MAX = 64
-ABSENT_TENANTS_MAX = 4096  # whose turns are remembered; what one forgets is at most the cost of its last request
+ABSENT_TENANTS_MAX = 4096  # tenants without requests whose turns are kept; forgetting one forgets one request's cost
 
 
 class FairQueue:
-    """Joining, leaving and being taken are O(log tenants). Leaving costs nothing later."""
+    """The queue of one model.
+
+    Cost:
+        `add`, `remove` and `take` are O(log tenants). A removed ticket causes no later work.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, _PriorityClass] = {}
@@ -31,7 +35,7 @@ class FairQueue:
         self.prompt_tokens = 0
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Everybody, in no order."""
+        """Yield all tickets, in no order."""
         for priority_class in self._classes.values():
             for tickets in priority_class.tenants.values():
                 yield from tickets.values()
@@ -46,26 +50,42 @@ class FairQueue:
         self.prompt_tokens += request.prompt_tokens
 
     def remove(self, ticket: Ticket) -> None:
-        """It leaves the queue without having been served."""
+        """Remove a ticket that was not served.
+
+        Args:
+            ticket: a ticket of this queue.
+        """
         self._classes[ticket.request.priority].remove(ticket)
         self._note_gone(ticket)
 
     def head(self) -> Ticket | None:
-        """Who is next."""
+        """Return the next ticket, or None if the queue is empty."""
         for priority in sorted(self._classes):
             return self._classes[priority].head()
         return None
 
     def newest_of_most(self, ticket: Ticket) -> Ticket | None:
-        """Who has to make room when the queue has one too many, since `ticket` has come: the newest waiter, of the same
-        priority, of the tenant with most of them, if it has more without that one than the tenant of `ticket` has now.
-        So a burst takes places from itself (McKenney, "Stochastic Fairness Queueing", 1990). O(tenants)."""
+        """Return the ticket that has to leave a full queue that a new ticket has joined.
+
+        The tenant with most waiting tickets of this priority gives up its newest ticket. That tenant must have more
+        tickets than the new ticket's tenant, the new ticket included. So a burst of one tenant takes places only from
+        itself (McKenney, "Stochastic Fairness Queueing", 1990).
+
+        Args:
+            ticket: the ticket that has just joined.
+
+        Returns:
+            The ticket that leaves. None: no other ticket has to leave, so the new one is refused.
+
+        Cost:
+            O(tenants).
+        """
         tenants = self._classes[ticket.request.priority].tenants
         most = max(tenants.values(), key=len)
         return next(reversed(most.values())) if len(most) > len(tenants[ticket.request.tenant]) else None
 
     def take(self) -> Ticket:
-        """Take the head out, to be served."""
+        """Remove the head, which is served, and return it."""
         priority_class = self._classes[min(self._classes)]
         ticket = priority_class.head()
         priority_class.serve(ticket)
@@ -80,19 +100,23 @@ class FairQueue:
 
 
 def _cost(request: RoutedRequest) -> int:
-    """Of all its sequences. The prompt counts once: the choices of one prompt share its blocks, and prompt_tokens are
-    those of all prompts already."""
+    """Return the cost of a request in tokens. `prompt_tokens` already counts each prompt once: its choices share its
+    blocks.
+    """
     return request.prompt_tokens + request.sequences * SEQUENCE_COST_TOKENS
 
 
 class _PriorityClass:
-    """One priority's tenants. `tenants` holds those with somebody in the queue; `_turns` a heap of (turn, index,
-    tenant) in which entries that are out of date are skipped when they come up."""
+    """The tenants of one priority.
+
+    Attributes:
+        tenants: the waiting tickets of each tenant that has any.
+    """
 
     def __init__(self) -> None:
         self.tenants: dict[str, OrderedDict[int, Ticket]] = {}
         self._turn_of: dict[str, float] = {}
-        self._turns: list[tuple[float, int, str]] = []
+        self._turns: list[tuple[float, int, str]] = []  # heap of (turn, index, tenant); outdated entries are skipped
         self._turns_max = SPARE_TURNS_MAX
         self._now = 0.0  # virtual time: the turn that was served last
 
@@ -133,9 +157,12 @@ class _PriorityClass:
             heapq.heappush(self._turns, (self._turn_of[tenant], ticket.index, tenant))
 
     def _forget_turns(self) -> None:
-        """A turn that has passed says nothing of a tenant that is away, and coming and leaving again leaves entries
-        behind; without this both would stay for ever. One that is still to come is forgotten only where there are so
-        many tenants that each is served once: then it never passes."""
+        """Drop turns that no longer matter, so that neither `_turn_of` nor `_turns` grows for ever.
+
+        A past turn of an absent tenant says nothing. A future turn of an absent tenant is dropped only if there are
+        very many tenants. With so many tenants, each is served about once, so virtual time would never reach those
+        turns.
+        """
         present = self.tenants
         turn_of = {tenant: turn for tenant, turn in self._turn_of.items() if tenant in present or turn > self._now}
         if len(turn_of) > len(present) + ABSENT_TENANTS_MAX:
