@@ -1,4 +1,4 @@
-"""An image by each API: the same prompt, the same response, and a sentence where the model reads text alone."""
+"""An image by each API: equal prompts, equal responses, and a clear error if the model accepts only text."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_a_model_for_texts_says_so(name: str) -> None:
         path, asked = ASKED[name]
         status, answer = await ask(server, path, asked)
         assert status == 400
-        assert "is an image, and this model reads text alone: send text" in str(answer["error"])
+        assert "is an image, and this model accepts only text: send text" in str(answer["error"])
 
 
 async def test_tokens_of_a_chat_with_an_image_are_counted() -> None:

@@ -94,7 +94,7 @@ async def test_endpoints_that_see_nothing_say_so(open_setup):
     async with open_setup("ab") as setup:
         status, _where, said = await ask(setup.client(), chat(png(1)))
         assert (status, said["error"]["param"]) == (400, "messages[0].content[0]")
-        assert "reads text alone" in said["error"]["message"]
+        assert "accepts only text" in said["error"]["message"]
 
 
 async def test_whoever_leaves_while_an_image_is_encoded_leaves_the_endpoint_too(open_setup):

@@ -37,7 +37,7 @@ CHAT_VALUES_MAX = 8192  # values to count in a chat, which takes up to 2 ms. A c
 LONGEST = LONG_CHARACTERS_MAX + 1
 IMAGE_CHARACTERS = 2000  # work of an image, in addition to the work of its bytes
 IMAGE_BYTES_PER_CHARACTER = 200  # bytes decoded in a microsecond
-NO_IMAGES = "is an image, and this model reads text alone: send text"
+NO_IMAGES = "is an image, and this model accepts only text: send text"
 INPUT_CHARACTERS = 30  # least work of one of many inputs
 PIECE_CHARACTERS = 32_768  # work of one piece of many inputs. A cancelled caller's piece occupies the thread this long.
 

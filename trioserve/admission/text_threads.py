@@ -214,13 +214,15 @@ class _AsideJob:
         threads, owner = self._threads, self._owner
         count, own = threads._aside_jobs.total(), threads._aside_jobs[owner]
         if count >= ASIDE_JOBS_MAX:
-            raise self._refusal(f"{count} texts are tokenized aside, at most {ASIDE_JOBS_MAX} may be")
+            raise self._refusal(f"{count} tokenize or detokenize calls run or wait, at most {ASIDE_JOBS_MAX} may")
         if owner is not None and own >= ASIDE_JOBS_OF_ONE_MAX:
-            raise self._refusal(f"{own} texts of this key are tokenized aside, at most {ASIDE_JOBS_OF_ONE_MAX} may be")
+            raise self._refusal(
+                f"{own} tokenize or detokenize calls of this key run or wait, at most {ASIDE_JOBS_OF_ONE_MAX} may"
+            )
         if count and threads._aside_characters + size > ASIDE_CHARACTERS_MAX:
             raise self._refusal(
-                f"texts of {threads._aside_characters} characters are tokenized aside, and with this one's {size} they "
-                f"would be more than {ASIDE_CHARACTERS_MAX}"
+                f"tokenize and detokenize calls with {threads._aside_characters} characters run or wait, and {size} "
+                f"characters of this call would make more than {ASIDE_CHARACTERS_MAX}"
             )
         threads._aside_jobs[owner] += 1
         threads._aside_characters += size

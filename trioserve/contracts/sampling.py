@@ -142,10 +142,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
-        for name, default, taken in _TYPES:
+        for name, default, convert in _TYPES:
             value = getattr(self, name)
             if value is not default:
-                own = taken(name, value)
+                own = convert(name, value)
                 if own is not value:
                     msgspec.structs.force_setattr(self, name, own)
         for name in SAMPLING_RANGES:
@@ -199,12 +199,12 @@ def _to_allowed(name: str, value: object) -> tuple[int, ...] | None:
 
 
 def _instance(kind: type) -> Callable[[str, object], object]:
-    def taken(name: str, value: object) -> object:
+    def check(name: str, value: object) -> object:
         if not isinstance(value, kind):
             refuse(name, value, f"a {kind.__name__}, or None")
         return value
 
-    return taken
+    return check
 
 
 def _to_logit_bias(name: str, value: object) -> dict[int, float] | None:

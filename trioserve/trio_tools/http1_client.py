@@ -92,7 +92,7 @@ class Http1ClientProtocol:
             if not data and not is_end:
                 return
         if data:
-            raise h11.RemoteProtocolError(f"the server sent {bytes(data[:80])!r}, which nobody asked for")
+            raise h11.RemoteProtocolError(f"the server sent {bytes(data[:80])!r} without a request")
 
     def take_unsent(self) -> bytes:
         unsent, self._unsent = self._unsent, b""

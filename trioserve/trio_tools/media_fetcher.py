@@ -105,7 +105,7 @@ class MediaFetcher:
             parts = urlsplit(url)
             scheme, host, port = parts.scheme.lower(), (parts.hostname or "").lower().removesuffix("."), parts.port
         except ValueError as error:
-            raise _refused(place, f"is no URL ({error})") from error
+            raise _refused(place, f"is not a URL ({error})") from error
         if (
             len(url) > URL_CHARACTERS_MAX
             or scheme not in PORTS
@@ -113,11 +113,13 @@ class MediaFetcher:
             or not url.isascii()
             or not url.isprintable()
         ):
-            raise _refused(place, "is no URL of http or https that is fetched here")
+            raise _refused(
+                place, f"is not an http or https URL of printable ASCII, at most {URL_CHARACTERS_MAX} characters long"
+            )
         if " " in url or parts.username is not None:
-            raise _refused(place, "has a name of a user, or blanks, in its URL")
+            raise _refused(place, "has a user name or spaces in its URL")
         if len(host) > HOST_CHARACTERS_MAX or _HOST.fullmatch(host) is None:
-            raise _refused(place, f"is at {host[:100]!r}, which is no name of a host")
+            raise _refused(place, f"is at {host[:100]!r}, which is not a host name")
         if port == 0:
             raise _refused(place, "is at port 0, allowed are 1 to 65535")
         if not any(host == domain or host.endswith(f".{domain}") for domain in self._domains):
@@ -161,11 +163,13 @@ class MediaFetcher:
                 if interim_count > INTERIM_RESPONSES_MAX:
                     raise _refused(place, f"sent more than {INTERIM_RESPONSES_MAX} interim responses")
             else:
-                raise _refused(place, "broke off")
+                raise _refused(place, "ended early")
 
     def _check_head(self, head: h11.Response, place: str) -> None:
         if head.status_code in REDIRECTIONS:
-            raise _refused(place, f"is redirected ({head.status_code}), which is not followed: send the last URL")
+            raise _refused(
+                place, f"is redirected ({head.status_code}), and redirects are not followed: send the last URL"
+            )
         if head.status_code != 200:
             raise _refused(place, f"could not be fetched: its server answered {head.status_code}")
         for name, value in head.headers:
