@@ -383,6 +383,10 @@ def _scripted(arguments: argparse.Namespace) -> int:
 
 def _route(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=RouteConfig)
+    if config.router_processes > 1:
+        from trioserve.commands.router_processes import run_router_processes
+
+        return run_router_processes(config)
     from trioserve.commands.route import run_router
 
     return run_router(config)

@@ -12,7 +12,8 @@ in between may drop interim responses.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -21,7 +22,7 @@ from trioserve.api.sse import KEEP_ALIVE
 from trioserve.http.exchange import Beats
 
 if TYPE_CHECKING:
-    from trioserve.api.engine_context import ServedEngine
+    from trioserve.engine.shell.step_watch import StepWatch
     from trioserve.http.exchange import Exchange
     from trioserve.trio_tools.deadline_keeper import Alarm
 
@@ -39,10 +40,20 @@ def heartbeat_field(seconds: float, *, now: bool = False) -> tuple[str, str]:
     return HEARTBEAT_HEADER, f"{seconds:.3f}".rstrip("0").rstrip(".") + (", now" if now else "")
 
 
-class Heartbeat:
-    """Of one response. The caller owes `end`."""
+class BeatingEngine(Protocol):
+    """The part of an engine that sends heartbeats."""
 
-    def __init__(self, exchange: Exchange, engine: ServedEngine, seconds: float, *, now: bool) -> None:
+    @property
+    def instance(self) -> str: ...
+    @property
+    def step_watch(self) -> StepWatch: ...
+    def call_at(self, at: float, function: Callable[[], None], /) -> Alarm: ...
+
+
+class Heartbeat:
+    """Sends the heartbeats of one response. The caller must call `end`."""
+
+    def __init__(self, exchange: Exchange, engine: BeatingEngine, seconds: float, *, now: bool) -> None:
         self._exchange = exchange
         self._engine = engine
         self._seconds = seconds
@@ -55,8 +66,16 @@ class Heartbeat:
             self._wait()
 
     @classmethod
-    def of(cls, exchange: Exchange, engine: ServedEngine) -> Heartbeat | None:
-        """None: the request does not ask for it, or in a way that nobody understands."""
+    def of(cls, exchange: Exchange, engine: BeatingEngine) -> Heartbeat | None:
+        """Begin the heartbeats that a request asks for.
+
+        Args:
+            exchange: the request, and the way to its client.
+            engine: its alarms send the heartbeats.
+
+        Returns:
+            None if the request asks for none, or its header cannot be read.
+        """
         asked = exchange.headers.get(HEARTBEAT_HEADER)
         match = None if asked is None else _ASKED.fullmatch(asked)
         if match is None or not SECONDS_MIN <= float(match[1]) <= SECONDS_MAX:

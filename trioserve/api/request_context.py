@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trioserve.api.caller import AccessRules
@@ -10,15 +11,9 @@ from trioserve.api.engine_context import EngineContext, PauseMode
 from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseBudget, ResponseShape
 from trioserve.contracts.prompt import Cut
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.trio_tools.fair_places import FairPlaces
 
 if TYPE_CHECKING:
-    from trioserve.api.batches.batches import Batches
     from trioserve.api.operations.routers_heard import RoutersHeard
-    from trioserve.api.page.page import Page
-    from trioserve.api.responses.background import BackgroundResponses
-    from trioserve.api.streams.detached_streams import DetachedStreams
-    from trioserve.api.streams.router_streams import RouterStreams
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PooledInput, PoolingParams
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
 
-__all__ = ["AsksEngine", "AsksPooling", "RequestContext"]
+__all__ = ["AsksEngine", "AsksPooling", "RequestContext", "RequestServices"]
 
 
 class AsksEngine(Protocol):
@@ -64,55 +59,59 @@ class AsksPooling(Protocol):
     def timeout(self) -> float | None: ...
 
 
-class RequestContext(EngineContext):
-    """Handlers get one of these, and answer it once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestServices:
+    """Parts of the server that a request for the engine needs.
 
-    trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.
-    streams: those that it has made.
-    store: what outlives its request is kept there; None: nothing is. background: responses that go on by themselves.
-    batches: those that have not ended; batch_endpoints: what may be asked in one. uploads: of forms that are taken
-    apart in threads.
-    responses: what all whole responses hold. detached: streams that go on without a client. router_streams: those that
-    go on without the router that asked.
-    page: the live page.
+    Attributes:
+        engine: computes the response.
+        clock_and_ids: time of day, and ids that nobody gave.
+        rules: decisions of the operator.
+        routers_heard: routers that ask for the engine's load.
+        tenant_header: name of the header that names the tenant.
+        trust_chat_template: True if a request may bring its own chat template. It runs in a sandbox, but may be slow.
+        store: keeps responses, files and batches. None: nothing is kept.
+        responses: bounds the memory of all whole responses together.
+    """
+
+    engine: Engine
+    clock_and_ids: ClockAndIds
+    rules: AccessRules
+    routers_heard: RoutersHeard
+    tenant_header: str
+    trust_chat_template: bool
+    store: Store | None
+    responses: ResponseBudget
+
+
+class RequestContext(EngineContext):
+    """One request of the engine's API. It is answered once.
+
+    Args:
+        exchange: the request, and the way to its client.
+        services: the same for all requests of a server.
+
+    Attributes:
+        streams: requests to the engine that were made for this one.
+        adapter: the adapter that the request names as its model. It is known after `model_name`.
     """
 
     engine: Engine
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        engine: Engine,
-        clock_and_ids: ClockAndIds,
-        *,
-        trust_chat_template: bool,
-        tenant_header: str,
-        store: Store | None,
-        background: BackgroundResponses,
-        batches: Batches,
-        batch_endpoints: tuple[str, ...],
-        uploads: FairPlaces,
-        responses: ResponseBudget,
-        detached: DetachedStreams,
-        router_streams: RouterStreams,
-        routers_heard: RoutersHeard,
-        rules: AccessRules,
-        page: Page,
-    ) -> None:
-        super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
-        self.page = page
-        self.response_bound = ResponseBound(rules.response_bytes_max, responses)
-        self.engine = engine
-        self.store = store
-        self.background = background
-        self.batches = batches
-        self.batch_endpoints = batch_endpoints
-        self.uploads = uploads
-        self.detached = detached
-        self.router_streams = router_streams
-        self.trust_chat_template = trust_chat_template
+    def __init__(self, exchange: Exchange, services: RequestServices) -> None:
+        super().__init__(
+            exchange,
+            services.clock_and_ids,
+            rules=services.rules,
+            routers_heard=services.routers_heard,
+            tenant_header=services.tenant_header,
+        )
+        self.engine = services.engine
+        self.store = services.store
+        self.trust_chat_template = services.trust_chat_template
+        self.response_bound = ResponseBound(services.rules.response_bytes_max, services.responses)
         self.streams: list[RequestStream] = []
-        self.adapter: str | None = None  # that the request's model is; known when model_name was asked
+        self.adapter: str | None = None
 
     def release(self) -> None:
         self.response_bound.release()

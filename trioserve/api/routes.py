@@ -65,16 +65,17 @@ from trioserve.api.operations.weights import (
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
-from trioserve.api.request_context import RequestContext
+from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.create import count_input_tokens, create_response
 from trioserve.api.responses.kept import cancel_response, delete_response, list_input_items, read_response
 from trioserve.api.responses.settings import BackgroundSettings
+from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
 from trioserve.api.streams.detached_streams import DetachedStreams
-from trioserve.api.streams.handlers import delete_stream, read_stream
-from trioserve.api.streams.router_streams import RouterStreams, end_kept_stream, read_kept_stream
+from trioserve.api.streams.handlers import delete_stream, end_kept_stream, read_kept_stream, read_stream
+from trioserve.api.streams.router_streams import RouterStreams
 from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.api.whole_response import ResponseBudget
 from trioserve.contracts.request import PRIORITY_MAX
@@ -93,11 +94,11 @@ __all__ = ["ROUTES", "TEMPLATES", "App"]
 UPLOADS_MAX = 2  # forms that are taken apart in threads at a time
 
 
-async def stream_page_events(context: RequestContext) -> None:
-    await context.page.stream(context)
+async def stream_page_events(context: ServerContext) -> None:
+    await context.server.page.stream(context)
 
 
-async def read_openapi(context: RequestContext) -> None:
+async def read_openapi(context: ServerContext) -> None:
     """What all routes take and give, in OpenAPI 3.1."""
     await context.respond_bytes(_openapi_json(), "application/json")
 
@@ -107,89 +108,83 @@ def _openapi_json() -> bytes:
     return encode(openapi_document([*ROUTES.values(), *TEMPLATES, MODEL, REQUEST, REQUEST_HAND_OVER]))
 
 
-ROUTES = {
-    route.path: route
-    for route in (
-        Route(path="/v1/chat/completions", operations={"POST": create_chat_completion}),
-        Route(path="/v1/completions", operations={"POST": create_completion}),
-        Route(path="/v1/messages", operations={"POST": create_message}),
-        Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
-        Route(path="/v1/decisions", operations={"POST": create_decisions}),
-        Route(path="/v1/messages/batches", operations={"GET": list_message_batches, "POST": create_message_batch}),
-        Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
-        *(Route(path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
-        *(Route(path=path, operations={"POST": score}) for path in SCORE_PATHS),
-        Route(path="/v1/responses", operations={"POST": create_response}),
-        Route(path="/v1/responses/input_tokens", operations={"POST": count_input_tokens}),
-        Route(path="/v1/files", operations={"GET": list_files, "POST": create_file}),
-        Route(path="/v1/batches", operations={"GET": list_batches, "POST": create_batch}),
-        Route(path="/v1/models", operations={"GET": list_models}),
-        Route(path="/v1/requests", operations={"GET": list_requests}, is_operators=True),
-        Route[RequestContext](path=TASKS_PATH, operations={"GET": read_tasks}, is_operators=True),
-        Route(path=STEPS_PATH, operations={"GET": read_steps}, is_operators=True),
-        Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}, is_operators=True),
-        Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}, is_operators=True),
-        Route(path="/v1/requests/abort", operations={"POST": cut_off_requests}),
-        Route(path="/abort_request", operations={"POST": cut_off_request}),
-        Route(path="/abort_requests", operations={"POST": abort_for_vllm}),
-        Route[RequestContext](path="/pause", operations={"POST": pause}, is_operators=True),
-        Route[RequestContext](path="/resume", operations={"POST": resume}, is_operators=True),
-        Route[RequestContext](path="/is_paused", operations={"GET": read_is_paused}),
-        Route(path="/reset_prefix_cache", operations={"POST": reset_prefix_cache}, is_operators=True),
-        Route(path="/flush_cache", operations={"POST": flush_cache}, is_operators=True),
-        Route(path="/update_weights_from_disk", operations={"POST": update_weights_from_disk}, is_operators=True),
-        Route(
-            path="/update_weights_from_shared_memory",
-            operations={"POST": update_weights_from_shared_memory},
-            is_operators=True,
-        ),
-        Route(
-            path="/update_weights_from_distributed",
-            operations={"POST": update_weights_from_distributed},
-            is_operators=True,
-        ),
-        Route(path="/init_weights_update_group", operations={"POST": init_weights_update_group}, is_operators=True),
-        Route(
-            path="/destroy_weights_update_group", operations={"POST": destroy_weights_update_group}, is_operators=True
-        ),
-        Route(path="/get_weight_version", operations={"GET": read_weight_version}),
-        Route(path="/weight_info", operations={"GET": read_weight_version}),
-        Route(path="/get_world_size", operations={"GET": read_world_size}),
-        Route[RequestContext](path="/sleep", operations={"POST": sleep}, is_operators=True),
-        Route[RequestContext](path="/wake_up", operations={"POST": wake_up}, is_operators=True),
-        Route[RequestContext](path="/is_sleeping", operations={"GET": read_is_sleeping}),
-        Route[RequestContext](path="/pause_generation", operations={"POST": pause_generation}, is_operators=True),
-        Route[RequestContext](path="/continue_generation", operations={"POST": continue_generation}, is_operators=True),
-        Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),
-        Route(path="/tokenize", operations={"POST": tokenize}),
-        Route(path="/detokenize", operations={"POST": detokenize}),
-        Route(path="/tokenizer_info", operations={"GET": read_tokenizer_info}),
-        Route[RequestContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
-        Route[RequestContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
-        Route[RequestContext](path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
-        Route[RequestContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
-        Route[RequestContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
-        Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
-        Route(path="/api/chat", operations={"POST": chat}),
-        Route(path="/api/generate", operations={"POST": generate}),
-        Route(path="/api/embed", operations={"POST": embed}),
-        Route(path="/api/embeddings", operations={"POST": embed_one}),
-        Route(path="/api/tags", operations={"GET": list_tags}),
-        Route(path="/api/ps", operations={"GET": list_running}),
-        Route(path="/api/show", operations={"POST": show_model}),
-        Route[RequestContext](
-            path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True
-        ),
-        Route[RequestContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
-        Route(path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
-    )
-}
-REQUEST = Route[RequestContext](
+_WITHOUT_IDS: tuple[Route[ServerContext], ...] = (
+    Route(path="/v1/chat/completions", operations={"POST": create_chat_completion}),
+    Route(path="/v1/completions", operations={"POST": create_completion}),
+    Route(path="/v1/messages", operations={"POST": create_message}),
+    Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
+    Route(path="/v1/decisions", operations={"POST": create_decisions}),
+    Route(path="/v1/messages/batches", operations={"GET": list_message_batches, "POST": create_message_batch}),
+    Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
+    *(Route[ServerContext](path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
+    *(Route[ServerContext](path=path, operations={"POST": score}) for path in SCORE_PATHS),
+    Route(path="/v1/responses", operations={"POST": create_response}),
+    Route(path="/v1/responses/input_tokens", operations={"POST": count_input_tokens}),
+    Route(path="/v1/files", operations={"GET": list_files, "POST": create_file}),
+    Route(path="/v1/batches", operations={"GET": list_batches, "POST": create_batch}),
+    Route(path="/v1/models", operations={"GET": list_models}),
+    Route(path="/v1/requests", operations={"GET": list_requests}, is_operators=True),
+    Route(path=TASKS_PATH, operations={"GET": read_tasks}, is_operators=True),
+    Route(path=STEPS_PATH, operations={"GET": read_steps}, is_operators=True),
+    Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}, is_operators=True),
+    Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}, is_operators=True),
+    Route(path="/v1/requests/abort", operations={"POST": cut_off_requests}),
+    Route(path="/abort_request", operations={"POST": cut_off_request}),
+    Route(path="/abort_requests", operations={"POST": abort_for_vllm}),
+    Route(path="/pause", operations={"POST": pause}, is_operators=True),
+    Route(path="/resume", operations={"POST": resume}, is_operators=True),
+    Route(path="/is_paused", operations={"GET": read_is_paused}),
+    Route(path="/reset_prefix_cache", operations={"POST": reset_prefix_cache}, is_operators=True),
+    Route(path="/flush_cache", operations={"POST": flush_cache}, is_operators=True),
+    Route(path="/update_weights_from_disk", operations={"POST": update_weights_from_disk}, is_operators=True),
+    Route(
+        path="/update_weights_from_shared_memory",
+        operations={"POST": update_weights_from_shared_memory},
+        is_operators=True,
+    ),
+    Route(
+        path="/update_weights_from_distributed",
+        operations={"POST": update_weights_from_distributed},
+        is_operators=True,
+    ),
+    Route(path="/init_weights_update_group", operations={"POST": init_weights_update_group}, is_operators=True),
+    Route(path="/destroy_weights_update_group", operations={"POST": destroy_weights_update_group}, is_operators=True),
+    Route(path="/get_weight_version", operations={"GET": read_weight_version}),
+    Route(path="/weight_info", operations={"GET": read_weight_version}),
+    Route(path="/get_world_size", operations={"GET": read_world_size}),
+    Route(path="/sleep", operations={"POST": sleep}, is_operators=True),
+    Route(path="/wake_up", operations={"POST": wake_up}, is_operators=True),
+    Route(path="/is_sleeping", operations={"GET": read_is_sleeping}),
+    Route(path="/pause_generation", operations={"POST": pause_generation}, is_operators=True),
+    Route(path="/continue_generation", operations={"POST": continue_generation}, is_operators=True),
+    Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),
+    Route(path="/tokenize", operations={"POST": tokenize}),
+    Route(path="/detokenize", operations={"POST": detokenize}),
+    Route(path="/tokenizer_info", operations={"GET": read_tokenizer_info}),
+    Route(path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
+    Route(path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
+    Route(path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
+    Route(path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
+    Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
+    Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
+    Route(path="/api/chat", operations={"POST": chat}),
+    Route(path="/api/generate", operations={"POST": generate}),
+    Route(path="/api/embed", operations={"POST": embed}),
+    Route(path="/api/embeddings", operations={"POST": embed_one}),
+    Route(path="/api/tags", operations={"GET": list_tags}),
+    Route(path="/api/ps", operations={"GET": list_running}),
+    Route(path="/api/show", operations={"POST": show_model}),
+    Route(path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True),
+    Route(path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
+    Route(path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
+)
+ROUTES = {route.path: route for route in _WITHOUT_IDS}
+REQUEST = Route[ServerContext](
     path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
 )
-REQUEST_HAND_OVER = Route[RequestContext](path=HAND_OVER_PATH, operations={"POST": give_away})
-MODEL = Route[RequestContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
-TEMPLATES: tuple[Route[RequestContext], ...] = (
+REQUEST_HAND_OVER = Route[ServerContext](path=HAND_OVER_PATH, operations={"POST": give_away})
+MODEL = Route[ServerContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+TEMPLATES: tuple[Route[ServerContext], ...] = (
     Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),
     Route(path="/v1/responses/{response}/cancel", operations={"POST": cancel_response}),
     Route(path="/v1/responses/{response}/input_items", operations={"GET": list_input_items}),
@@ -211,7 +206,7 @@ NOT_HERE = frozenset({"/v1/responses/compact"})
 """What others have where an id would stand here."""
 
 
-class App(BaseApp[RequestContext]):
+class App(BaseApp[ServerContext]):
     """The handler of a server with an engine.
 
     api_keys: any of them opens the routes that need one; without any, all are open.
@@ -253,13 +248,10 @@ class App(BaseApp[RequestContext]):
             logs_requests=logs_requests,
         )
         self._engine = engine
-        self._trust_chat_template = trust_request_chat_template
-        self._tenant_header = tenant_header
-        self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._store = store
+        rules = self._keys.rules
+        self.responses = ResponseBudget(rules.responses_bytes_max)
         self.background = BackgroundResponses(store, background or BackgroundSettings())
-        self._uploads = FairPlaces(UPLOADS_MAX, what="uploads")
-        self.responses = ResponseBudget(self._keys.rules.responses_bytes_max)
         self.batches = Batches(
             store,
             batches or BatchSettings(),
@@ -270,10 +262,27 @@ class App(BaseApp[RequestContext]):
             metrics=engine.metrics,
         )
         self.detached = DetachedStreams(detaching or DetachSettings())
-        self._routers_heard = RoutersHeard(trio.current_time)
         self.router_streams = RouterStreams(router_grace or ROUTER_GRACE)
-        needs_key = self._keys.rules.metrics_need_key
-        self.page = Page(lambda: engine.live_feed, page, metrics_need_key=needs_key)
+        self.page = Page(lambda: engine.live_feed, page, metrics_need_key=rules.metrics_need_key)
+        self._services = RequestServices(
+            engine=engine,
+            clock_and_ids=clock_and_ids or ClockAndIds(),
+            rules=rules,
+            routers_heard=RoutersHeard(trio.current_time),
+            tenant_header=tenant_header,
+            trust_chat_template=trust_request_chat_template,
+            store=store,
+            responses=self.responses,
+        )
+        self.server = ServerServices(
+            background=self.background,
+            batches=self.batches,
+            batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
+            detached=self.detached,
+            router_streams=self.router_streams,
+            uploads=FairPlaces(UPLOADS_MAX, what="uploads"),
+            page=self.page,
+        )
         show_lasting(engine.metrics, store, self.background, self.detached, self.router_streams)
 
     @asynccontextmanager
@@ -317,8 +326,8 @@ class App(BaseApp[RequestContext]):
         await self.detached.wait_until_idle()
         await self.router_streams.wait_until_idle()
 
-    async def handle(self, context: RequestContext, operation: Operation[RequestContext]) -> None:
-        async def operate(context: RequestContext) -> None:
+    async def handle(self, context: ServerContext, operation: Operation[ServerContext]) -> None:
+        async def operate(context: ServerContext) -> None:
             try:
                 await operation(context)
             except HandedOver as handed:
@@ -326,20 +335,20 @@ class App(BaseApp[RequestContext]):
 
         await super().handle(context, operate)
 
-    async def operate(self, context: RequestContext, operation: Operation[RequestContext]) -> None:
+    async def operate(self, context: ServerContext, operation: Operation[ServerContext]) -> None:
         streams = self.detached
         wish = streams.wish_of(context)
         if wish is None:  # what the client asks for goes before what its router does
             streams = self.router_streams
             wish = streams.wish_of(context)
 
-        async def handle(inner: RequestContext) -> None:
+        async def handle(inner: ServerContext) -> None:
             await self.handle(inner, operation)
 
         if wish is None or not await streams.serve(context, wish, self.new_context, handle):
             await operation(context)
 
-    def route(self, path: str) -> Route[RequestContext] | None:
+    def route(self, path: str) -> Route[ServerContext] | None:
         if not self.page.settings.is_shown and is_of_page(path):
             return None
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -366,25 +375,8 @@ class App(BaseApp[RequestContext]):
             )
         )
 
-    def new_context(self, exchange: Exchange) -> RequestContext:
-        return RequestContext(
-            exchange,
-            self._engine,
-            self._clock_and_ids,
-            trust_chat_template=self._trust_chat_template,
-            tenant_header=self._tenant_header,
-            store=self._store,
-            background=self.background,
-            batches=self.batches,
-            batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
-            uploads=self._uploads,
-            responses=self.responses,
-            detached=self.detached,
-            router_streams=self.router_streams,
-            routers_heard=self._routers_heard,
-            rules=self._keys.rules,
-            page=self.page,
-        )
+    def new_context(self, exchange: Exchange) -> ServerContext:
+        return ServerContext(exchange, self._services, self.server)
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
         """Answer what the server asks itself in a caller's name: behind everybody else."""
@@ -393,7 +385,7 @@ class App(BaseApp[RequestContext]):
         context.priority_least = PRIORITY_MAX
         await self._serve(context, is_own=True)
 
-    def end_fields(self, context: RequestContext) -> dict[str, object]:
+    def end_fields(self, context: ServerContext) -> dict[str, object]:
         usage = usage_of(context.streams)
         return {
             # Until a prompt has been tokenized nobody knows.

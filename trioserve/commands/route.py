@@ -75,11 +75,17 @@ class InheritedPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_router(config: RouteConfig) -> int:
-    """Route until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError."""
-    if config.router_processes > 1:
-        from trioserve.commands.router_processes import run_router_processes
+    """Route in one process until Ctrl-C or SIGTERM, then drain.
 
-        return run_router_processes(config)
+    Args:
+        config: of the router. The number of processes is not read.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: the router cannot start.
+    """
 
     async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         await serve_router(config, orders, on_serving=announce)

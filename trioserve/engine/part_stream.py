@@ -10,7 +10,8 @@ import msgspec
 from trioserve.contracts.arguments import refuse
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
-from trioserve.text.response_families import ResponseFamilies, offered_tools
+from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.trio_tools.interrupts import uninterrupted
 

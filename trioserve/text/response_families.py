@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from trioserve.text.prompt_reasoning import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
@@ -15,7 +15,7 @@ from trioserve.text.response_parts import ResponseParser
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["COMMON_TOOL_FAMILY", "Leniency", "ResponseFamilies", "offered_tools"]
+__all__ = ["COMMON_TOOL_FAMILY", "Leniency", "ResponseFamilies"]
 
 Leniency = Literal["strict", "lenient"]
 """Which texts are calls: those that the family's format marks, or bare and fenced JSON as well."""
@@ -96,17 +96,3 @@ class ResponseFamilies:
             begins_inside=None if reasoning is None else reasoning.begins_inside(prompt_token_ids),
             is_lenient=self._is_lenient,
         )
-
-
-def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool]:
-    """Of tools in OpenAI's shape, which are checked."""
-    return [
-        OfferedTool(
-            name=function["name"],
-            description=function.get("description"),
-            parameters=function.get("parameters"),
-            strict=bool(function.get("strict")),
-        )
-        for tool in tools or ()
-        for function in [tool["function"]]
-    ]

@@ -13,7 +13,7 @@ import msgspec
 
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentForm, prepared_messages
-from trioserve.text.response_families import offered_tools
+from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.tool_prompt import plain_messages
 
 __all__ = ["TemplatePlaces", "find_places", "in_places"]

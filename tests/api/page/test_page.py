@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -350,7 +351,8 @@ async def test_what_costs_more_is_looked_at_less_often(autojump_clock):
     seconds = itertools.count(0.0, 0.01)
     async with open_memory_server(step_seconds=0.05) as server:
         settings = PageSettings(history_seconds=0)
-        server.app.page = Page(lambda: server.engine.live_feed, settings, cpu_clock=lambda: next(seconds))
+        page = Page(lambda: server.engine.live_feed, settings, cpu_clock=lambda: next(seconds))
+        server.app.server = dataclasses.replace(server.app.server, page=page)
         async with server.client().ask(PATH) as response:
             await response.head()
             async with trio.open_nursery() as nursery:

@@ -20,7 +20,7 @@ from trioserve.api.files.stored_files import (
 )
 from trioserve.api.files.upload import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.query import Query
-from trioserve.api.request_context import RequestContext
+from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
 from trioserve.store.stored_objects import ReplaceObject, StoredObject
@@ -52,11 +52,11 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
     output_expires_after: OutputExpiresAfter | None = None
 
 
-async def create_batch(context: RequestContext) -> None:
+async def create_batch(context: ServerContext) -> None:
     store = required_store(context.store)
     body = await context.body(BatchBody)
-    window_seconds = _check(body, context.batch_endpoints)
-    context.batches.check_room(context.owner)
+    window_seconds = _check(body, context.server.batch_endpoints)
+    context.server.batches.check_room(context.owner)
     stored = await read_file(store, body.input_file_id, context.owner, param="input_file_id")
     purpose = record_of(stored).purpose
     if purpose != "batch":
@@ -81,17 +81,17 @@ async def create_batch(context: RequestContext) -> None:
     batch_id = f"batch_{new_id()}"
     # The input is needed until the batch ends, perhaps in a later process. Replacing it checks that it is still there.
     seconds = None
-    own_expires_at = context.batches.input_expires_at(stored.id)
+    own_expires_at = context.server.batches.input_expires_at(stored.id)
     if stored.expires_at < record.expires_at + store.seconds_max:
         seconds = window_seconds + store.seconds_max
         own_expires_at = own_expires_at or stored.expires_at
     record = msgspec.structs.replace(record, input_expires_at=own_expires_at)
     needed = ReplaceObject(kind=FILE_KIND, id=stored.id, body=None, seconds=seconds)
-    to_come = context.batches.files_to_come(context.owner) + 2  # it leaves up to two
+    to_come = context.server.batches.files_to_come(context.owner) + 2  # it leaves up to two
     quota = file_quota(store, context.owner, to_come=to_come)
     try:
         with quota_refused():
-            await context.batches.create(
+            await context.server.batches.create(
                 store, batch_id, context.owner, context.caller, record, [needed], quotas=[quota]
             )
     except BatchGone:  # deleted meanwhile
@@ -99,7 +99,7 @@ async def create_batch(context: RequestContext) -> None:
     await context.respond_json(batch_object(batch_id, record))
 
 
-async def list_batches(context: RequestContext) -> None:
+async def list_batches(context: ServerContext) -> None:
     """The last one first."""
     store = required_store(context.store)
     query = Query(context.exchange.query)
@@ -120,18 +120,18 @@ async def list_batches(context: RequestContext) -> None:
     )
 
 
-async def retrieve_batch(context: RequestContext) -> None:
+async def retrieve_batch(context: ServerContext) -> None:
     await context.respond_json(_shown(await _batch(context)))
 
 
-async def cancel_batch(context: RequestContext) -> None:
+async def cancel_batch(context: ServerContext) -> None:
     """One that is over stays as it is."""
     store = required_store(context.store)
-    await context.batches.cancel(store, await _batch(context))
+    await context.server.batches.cancel(store, await _batch(context))
     await context.respond_json(_shown(await _batch(context)))
 
 
-async def _batch(context: RequestContext) -> StoredObject:
+async def _batch(context: ServerContext) -> StoredObject:
     """Raises Refusal (404)."""
     store = required_store(context.store)
     batch_id = context.exchange.path.split("/")[3]

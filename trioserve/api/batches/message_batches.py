@@ -24,7 +24,7 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.files.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.query import Query
-from trioserve.api.request_context import RequestContext
+from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
 from trioserve.store.stored_objects import DeleteObject, Order, StoredObject
@@ -70,14 +70,14 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[_Request]
 
 
-async def create_message_batch(context: RequestContext) -> None:
+async def create_message_batch(context: ServerContext) -> None:
     store = required_store(context.store)
     raw = await context.exchange.body()
     if len(raw) <= INLINE_BYTES_MAX:
         count, lines = _lines(raw)
     else:
-        count, lines = await context.uploads.call(partial(_lines, raw), key=context.owner)
-    context.batches.check_room(context.owner)
+        count, lines = await context.server.uploads.call(partial(_lines, raw), key=context.owner)
+    context.server.batches.check_room(context.owner)
     now = int(store.now())
     new_id = context.clock_and_ids.new_request_id
     batch_id = MESSAGE_BATCH_PREFIX + new_id()
@@ -98,11 +98,13 @@ async def create_message_batch(context: RequestContext) -> None:
     files = put_file(record.input_file_id, context.owner, name, lines, seconds=seconds, kind=MESSAGE_FILE_KIND)
     quota = file_quota(store, context.owner, kind=MESSAGE_FILE_KIND)
     with quota_refused():
-        await context.batches.create(store, batch_id, context.owner, context.caller, record, files, quotas=[quota])
+        await context.server.batches.create(
+            store, batch_id, context.owner, context.caller, record, files, quotas=[quota]
+        )
     await context.respond_json(_shown(batch_id, record))
 
 
-async def list_message_batches(context: RequestContext) -> None:
+async def list_message_batches(context: ServerContext) -> None:
     """The last one first. before_id: of those that came later than this one, the next."""
     store = required_store(context.store)
     query = Query(context.exchange.query)
@@ -129,19 +131,19 @@ async def list_message_batches(context: RequestContext) -> None:
     )
 
 
-async def read_message_batch(context: RequestContext) -> None:
+async def read_message_batch(context: ServerContext) -> None:
     stored = await _stored(context)
     await context.respond_json(_shown(stored.id, _record(stored)))
 
 
-async def cancel_message_batch(context: RequestContext) -> None:
+async def cancel_message_batch(context: ServerContext) -> None:
     """One that has ended stays as it is."""
     store = required_store(context.store)
-    await context.batches.cancel(store, await _stored(context))
+    await context.server.batches.cancel(store, await _stored(context))
     await read_message_batch(context)
 
 
-async def delete_message_batch(context: RequestContext) -> None:
+async def delete_message_batch(context: ServerContext) -> None:
     stored = await _stored(context)
     record = _ended(stored, "be deleted")
     store = required_store(context.store)
@@ -153,7 +155,7 @@ async def delete_message_batch(context: RequestContext) -> None:
     await context.respond_json({"id": stored.id, "type": "message_batch_deleted"})
 
 
-async def read_message_results(context: RequestContext) -> None:
+async def read_message_results(context: ServerContext) -> None:
     """A line for each request, in the order in which they ended."""
     stored = await _stored(context)
     record = _ended(stored, "have results")
@@ -233,7 +235,7 @@ def _lines(raw: bytes) -> tuple[int, bytes]:
     return len(lines), b"".join(lines)
 
 
-async def _stored(context: RequestContext) -> StoredObject:
+async def _stored(context: ServerContext) -> StoredObject:
     """Raises Refusal (404)."""
     store = required_store(context.store)
     batch_id = context.exchange.path.split("/")[4]

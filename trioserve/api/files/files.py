@@ -22,7 +22,7 @@ from trioserve.api.files.stored_files import (
 from trioserve.api.files.upload import parsed_upload
 from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.api.query import Query
-from trioserve.api.request_context import RequestContext
+from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
 from trioserve.store.stored_objects import DeleteObject, StoredObject
@@ -33,24 +33,24 @@ FILE_LIST_MAX = 10_000  # as in OpenAI's API; a page has LIST_MAX at most all th
 SHOWN_PURPOSES = (*PURPOSES, "batch_output")
 
 
-async def create_file(context: RequestContext) -> None:
+async def create_file(context: ServerContext) -> None:
     store = required_store(context.store)
     body = await context.exchange.body()
     content_type = context.exchange.headers.get("content-type")
     if len(body) <= INLINE_BYTES_MAX:
         upload = parsed_upload(body, content_type)
     else:
-        upload = await context.uploads.call(partial(parsed_upload, body, content_type), key=context.owner)
+        upload = await context.server.uploads.call(partial(parsed_upload, body, content_type), key=context.owner)
     file_id = f"file-{context.clock_and_ids.new_request_id()}"
     record = FileRecord(filename=upload.filename, purpose=upload.purpose)
-    quota = file_quota(store, context.owner, to_come=context.batches.files_to_come(context.owner))
+    quota = file_quota(store, context.owner, to_come=context.server.batches.files_to_come(context.owner))
     with quota_refused():
         changes = put_file(file_id, context.owner, record, upload.content, seconds=upload.seconds)
         await store.write(*changes, quotas=(quota,))
     await context.respond_json(file_object(await read_file(store, file_id, context.owner)))
 
 
-async def list_files(context: RequestContext) -> None:
+async def list_files(context: ServerContext) -> None:
     """The last one first, unless asked otherwise."""
     store = required_store(context.store)
     query = Query(context.exchange.query)
@@ -81,12 +81,12 @@ async def list_files(context: RequestContext) -> None:
     )
 
 
-async def retrieve_file(context: RequestContext) -> None:
+async def retrieve_file(context: ServerContext) -> None:
     store = required_store(context.store)
     await context.respond_json(file_object(await read_file(store, _file_id(context), context.owner)))
 
 
-async def read_file_content(context: RequestContext) -> None:
+async def read_file_content(context: ServerContext) -> None:
     """Piece by piece: at most one of them is held here."""
     store = required_store(context.store)
     stored = await read_file(store, _file_id(context), context.owner)
@@ -110,11 +110,11 @@ async def read_file_content(context: RequestContext) -> None:
         await context.respond_bytes(b"", "application/octet-stream", headers=(disposition,))
 
 
-async def delete_file(context: RequestContext) -> None:
+async def delete_file(context: ServerContext) -> None:
     store = required_store(context.store)
     file_id = _file_id(context)
     await read_file(store, file_id, context.owner)
-    with context.batches.deleting(file_id) as batch_id:
+    with context.server.batches.deleting(file_id) as batch_id:
         if batch_id is not None:
             raise _in_use(file_id, batch_id)
         await store.settle(DeleteObject(kind=FILE_KIND, id=file_id))
@@ -134,5 +134,5 @@ def _in_use(file_id: str, batch_id: str) -> Refusal:
     )
 
 
-def _file_id(context: RequestContext) -> str:
+def _file_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]

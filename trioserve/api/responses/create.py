@@ -8,7 +8,6 @@ there is room; if that is full, too, the client gets the response all the same, 
 from __future__ import annotations
 
 from trioserve.api.error_responses import ErrorResponse
-from trioserve.api.request_context import RequestContext
 from trioserve.api.responses.events import Event, event_bytes
 from trioserve.api.responses.items import item_id, item_place, response_id
 from trioserve.api.responses.plan import plan_prompt, plan_response
@@ -16,6 +15,7 @@ from trioserve.api.responses.request_types import InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_run import ResponseRun
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.resumption import Resumption
+from trioserve.api.server_context import ServerContext
 from trioserve.api.surface import OpenAISurface
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import DiskFull, InvalidRequest, StoreFault
@@ -27,12 +27,12 @@ __all__ = ["count_input_tokens", "create_response"]
 NUMBER_DIGITS_MAX = 9
 
 
-async def create_response(context: RequestContext) -> None:
+async def create_response(context: ServerContext) -> None:
     body = await context.body(ResponsesBody)
     key = _key(context, body)
     planned = await plan_response(context, body, response_id(key))
     if body.background:
-        await context.background.begin(context, planned)
+        await context.server.background.begin(context, planned)
         return
     # The last event repeats all log probabilities, and routers do not keep those of tokens that are known.
     is_streamed = bool(body.stream) and not body.wants_logprobs
@@ -100,7 +100,7 @@ async def create_response(context: RequestContext) -> None:
         await context.respond_large(large, response)
 
 
-def _key(context: RequestContext, body: ResponsesBody) -> str:
+def _key(context: ServerContext, body: ResponsesBody) -> str:
     """Of the response's id. Raises InvalidRequest."""
     resume = body.resume
     if resume is None:
@@ -124,7 +124,7 @@ def _number(state: str) -> int:
     return int(state)
 
 
-async def count_input_tokens(context: RequestContext) -> None:
+async def count_input_tokens(context: ServerContext) -> None:
     """How many tokens a response's prompt would have."""
     turn = await plan_prompt(context, await context.body(InputTokensBody))
     with context.engine.tokenizing(owner=context.owner) as texts:

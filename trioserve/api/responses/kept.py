@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from trioserve.api.queries import number_in, query_of
-from trioserve.api.request_context import RequestContext
 from trioserve.api.responses.response_object import FINAL, failed_object
 from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored
+from trioserve.api.server_context import ServerContext
 from trioserve.api.streams.event_log import split_events
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.stored_objects import DeleteObject, StoredObject
@@ -22,23 +22,23 @@ PAGE_ITEMS_MAX = 100  # as in OpenAI's API
 PAGE_ITEMS = 20
 
 
-async def read_response(context: RequestContext) -> None:
+async def read_response(context: ServerContext) -> None:
     """With `stream=true` its events from the beginning, or behind the one with the number `starting_after`."""
     response_id, query = _response_id(context), query_of(context.exchange)
     if query.get("stream") in ("true", "1"):
         await _stream(context, response_id, number_in(query, "starting_after", -1, low=0, high=2**53))
         return
-    live = context.background.find(response_id, context.owner)
+    live = context.server.background.find(response_id, context.owner)
     if live is not None:
         await context.respond_json(live.snapshot())
         return
     await context.respond_json(_told(read_stored(await _kept(context, response_id))))
 
 
-async def delete_response(context: RequestContext) -> None:
+async def delete_response(context: ServerContext) -> None:
     """One that lives in the background is ended first."""
     response_id = _response_id(context)
-    live = context.background.find(response_id, context.owner)
+    live = context.server.background.find(response_id, context.owner)
     if live is not None:
         live.scope.cancel()
         await live.done.wait()
@@ -48,11 +48,11 @@ async def delete_response(context: RequestContext) -> None:
     await context.respond_json({"id": response_id, "object": "response", "deleted": True})
 
 
-async def cancel_response(context: RequestContext) -> None:
+async def cancel_response(context: ServerContext) -> None:
     """End a background response; one that is over stays as it is. Of others the request itself is what lives: leaving
     it ends them."""
     response_id = _response_id(context)
-    live = context.background.find(response_id, context.owner)
+    live = context.server.background.find(response_id, context.owner)
     if live is not None:
         live.scope.cancel()
         await live.done.wait()
@@ -67,10 +67,10 @@ async def cancel_response(context: RequestContext) -> None:
     await context.respond_json(told)
 
 
-async def list_input_items(context: RequestContext) -> None:
+async def list_input_items(context: ServerContext) -> None:
     """A page of the items of its own input, the last one first unless `order=asc`."""
     response_id, query = _response_id(context), query_of(context.exchange)
-    live = context.background.find(response_id, context.owner)
+    live = context.server.background.find(response_id, context.owner)
     if live is not None:
         items = live.run.planned.input
     else:
@@ -99,8 +99,8 @@ async def list_input_items(context: RequestContext) -> None:
     )
 
 
-async def _stream(context: RequestContext, response_id: str, after: int) -> None:
-    live = context.background.find(response_id, context.owner)
+async def _stream(context: ServerContext, response_id: str, after: int) -> None:
+    live = context.server.background.find(response_id, context.owner)
     if live is not None and live.log is not None:
         if after > live.log.last:
             raise InvalidRequest(
@@ -131,7 +131,7 @@ async def _stream(context: RequestContext, response_id: str, after: int) -> None
 EVENTS_OF_A_WRITE = 64
 
 
-async def _kept_events(context: RequestContext, kept: StoredObject) -> list[bytes]:
+async def _kept_events(context: ServerContext, kept: StoredObject) -> list[bytes]:
     assert context.store is not None
     pieces: list[bytes] = []
     offset = 0
@@ -144,7 +144,7 @@ async def _kept_events(context: RequestContext, kept: StoredObject) -> list[byte
     return split_events(b"".join(pieces))
 
 
-async def _kept(context: RequestContext, response_id: str) -> StoredObject:
+async def _kept(context: ServerContext, response_id: str) -> StoredObject:
     """Raises Refusal (404)."""
     kept = None if context.store is None else await context.store.get(KIND, response_id, owner=context.owner)
     if kept is None:
@@ -157,5 +157,5 @@ def _told(stored: StoredResponse) -> dict[str, Any]:
     return stored.response if stored.response["status"] in FINAL else failed_object(stored.response)
 
 
-def _response_id(context: RequestContext) -> str:
+def _response_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]

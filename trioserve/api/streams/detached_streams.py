@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import trio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.http.exchange import Exchange, HeaderFields
 
-__all__ = ["DetachedStreams", "Handle", "NewContext"]
+__all__ = ["DetachedStreams"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,7 @@ TIMEOUT_HEADER = "x-detach-timeout"
 STREAMS_FULL = "detached_full"
 """The reason of a refusal."""
 
-NewContext = Callable[["Exchange"], "RequestContext"]
-Handle = Callable[["RequestContext"], Awaitable[None]]
-"""Answers a request, errors included."""
+Context = TypeVar("Context", bound="RequestContext")
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -138,10 +136,28 @@ class DetachedStreams:
             )
         return Wish(session, seconds)
 
-    async def serve(self, context: RequestContext, wish: Wish, new_context: NewContext, handle: Handle) -> bool:
-        """Answer the request as `handle` does with a context of its own, in a task that may outlive this one. Returns
-        whether it did; otherwise it is to be answered as one that asked for nothing. Raises Refusal and Overloaded, and
-        then nothing has begun."""
+    async def serve(
+        self,
+        context: Context,
+        wish: Wish,
+        new_context: Callable[[Exchange], Context],
+        handle: Callable[[Context], Awaitable[None]],
+    ) -> bool:
+        """Answer a request in a task that may outlive its connection.
+
+        Args:
+            context: the request. Its client reads the stream.
+            wish: the stream that the request asks for.
+            new_context: makes the context that the task answers.
+            handle: answers the request, errors included.
+
+        Returns:
+            False if the stream cannot be kept. The caller then answers the request without a stream.
+
+        Raises:
+            Refusal: another stream has this id. Nothing has begun.
+            Overloaded: too many streams are kept. Nothing has begun.
+        """
         exchange = context.exchange
         body = await exchange.body()
         if self._nursery is None or self._is_draining:
@@ -245,7 +261,7 @@ class DetachedStreams:
                 )
             self._remove(done)
 
-    async def _work(self, stream: DetachedStream, inner: RequestContext, handle: Handle) -> None:
+    async def _work(self, stream: DetachedStream, inner: Context, handle: Callable[[Context], Awaitable[None]]) -> None:
         try:
             with stream.scope:
                 await handle(inner)

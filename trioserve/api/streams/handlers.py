@@ -1,4 +1,4 @@
-"""GET and DELETE /v1/streams/{id}: going on with a stream whose connection was lost, each event once, and ending it."""
+"""Handlers of /v1/streams/{id} for clients and /v1/kept_streams/{id} for routers: resume or end a stream."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from trioserve.api.queries import number_in, query_of
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from trioserve.api.request_context import RequestContext
+    from trioserve.api.server_context import ServerContext
 
-__all__ = ["delete_stream", "read_stream"]
+__all__ = ["delete_stream", "end_kept_stream", "read_kept_stream", "read_stream"]
 
 NUMBER_MAX = 2**53
+READERS_MAX = 2**31
 
 
-async def read_stream(context: RequestContext) -> None:
-    """The events behind the one with the number `after`, or in the header Last-Event-ID; without either from the first
-    one on."""
-    stream = context.detached.find(_stream_id(context), context.owner)
+async def read_stream(context: ServerContext) -> None:
+    """Send the events after the number in `after` or in the header Last-Event-ID, by default from the first event."""
+    stream = context.server.detached.find(_stream_id(context), context.owner)
     query = query_of(context.exchange)
     last_seen = context.exchange.headers.get("last-event-id")
     if last_seen is not None:
@@ -35,14 +35,46 @@ async def read_stream(context: RequestContext) -> None:
     await context.finish()
 
 
-async def delete_stream(context: RequestContext) -> None:
-    """A reader gets an event that tells of the end."""
-    stream = context.detached.find(_stream_id(context), context.owner)
-    await context.detached.delete(stream)
+async def delete_stream(context: ServerContext) -> None:
+    """End a stream. Its reader gets a last event that says so."""
+    stream = context.server.detached.find(_stream_id(context), context.owner)
+    await context.server.detached.delete(stream)
     await context.respond_json({"id": stream.id, "object": "stream", "deleted": True})
 
 
-def _stream_id(context: RequestContext) -> str:
+async def read_kept_stream(context: ServerContext) -> None:
+    """Send a whole stream, with the head that its first reader got.
+
+    The reader before gets an event that another reader has taken over. With `unread` in the query, a stream that has a
+    reader is refused.
+    """
+    streams = context.server.router_streams
+    stream = streams.find(_stream_id(context), context.owner)
+    if stream.head is None:
+        raise _refused(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+    if stream.has_reader and query_of(context.exchange).get("unread"):
+        raise _refused(409, "stream_is_read", f"somebody reads the stream {stream.id}")
+    stream.check_kept(0)
+    streams.taken_over_total += 1
+    status, fields = stream.head
+    stream.reader_count += 1
+    await context.start_stream(status, [*fields, *streams.head_fields(stream, stream.reader_count)])
+    await stream.read(0, context.exchange.send)
+    await context.finish()
+
+
+async def end_kept_stream(context: ServerContext) -> None:
+    """End a stream, unless another reader has taken over from the one that asks."""
+    streams = context.server.router_streams
+    stream = streams.find(_stream_id(context), context.owner)
+    reader = number_in(query_of(context.exchange), "reader", 1, low=1, high=READERS_MAX)
+    is_ended = reader >= stream.reader_count
+    if is_ended:
+        await streams.delete(stream)
+    await context.respond_json({"id": stream.id, "object": "stream", "deleted": is_ended})
+
+
+def _stream_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]
 
 

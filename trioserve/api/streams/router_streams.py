@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
-from trioserve.api.queries import number_in, query_of
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.detached_streams import DetachedStreams, Wish
 from trioserve.api.streams.settings import DetachSettings
@@ -28,13 +27,12 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.http.exchange import HeaderFields
 
-__all__ = ["KEEP_HEADER", "KEPT_HEADER", "RouterStreams", "end_kept_stream", "read_kept_stream"]
+__all__ = ["KEEP_HEADER", "KEPT_HEADER", "RouterStreams"]
 
 KEEP_HEADER = "x-trioserve-keep"
 """Of a request: the name of its stream."""
 KEPT_HEADER = "x-trioserve-kept"
 """Of a response: for how many seconds it goes on without a reader, and which reader this one is."""
-READERS_MAX = 2**31
 
 
 class RouterStreams(DetachedStreams):
@@ -96,39 +94,6 @@ class RouterStreams(DetachedStreams):
     def _expire(self, stream: DetachedStream) -> None:
         self.expired_total += not stream.over.is_set()
         super()._expire(stream)
-
-
-async def read_kept_stream(context: RequestContext) -> None:
-    """All of the stream, with the head that its first reader got. An earlier reader is told that another one has taken
-    over. `unread` in the query: only if there is none."""
-    streams = context.router_streams
-    stream = streams.find(_name(context), context.owner)
-    if stream.head is None:
-        raise _refusal(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
-    if stream.has_reader and query_of(context.exchange).get("unread"):
-        raise _refusal(409, "stream_is_read", f"somebody reads the stream {stream.id}")
-    stream.check_kept(0)
-    streams.taken_over_total += 1
-    status, fields = stream.head
-    stream.reader_count += 1
-    await context.start_stream(status, [*fields, *streams.head_fields(stream, stream.reader_count)])
-    await stream.read(0, context.exchange.send)
-    await context.finish()
-
-
-async def end_kept_stream(context: RequestContext) -> None:
-    """End it, if nobody has taken over from the reader that says so."""
-    streams = context.router_streams
-    stream = streams.find(_name(context), context.owner)
-    reader = number_in(query_of(context.exchange), "reader", 1, low=1, high=READERS_MAX)
-    is_ended = reader >= stream.reader_count
-    if is_ended:
-        await streams.delete(stream)
-    await context.respond_json({"id": stream.id, "object": "stream", "deleted": is_ended})
-
-
-def _name(context: RequestContext) -> str:
-    return context.exchange.path.split("/")[3]
 
 
 def _refusal(status: int, code: str, message: str) -> Refusal:

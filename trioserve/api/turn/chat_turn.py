@@ -34,7 +34,7 @@ from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.api.whole_response import ResponseBound
 from trioserve.contracts.output import Delta
-from trioserve.text.response_families import offered_tools
+from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.text.restraints import restrained
 

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -19,19 +19,38 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.random_checkpoint import transformers_config
 from trioserve.model.torch_formats import TORCH_DTYPES
 
-if TYPE_CHECKING:
-    from trioserve.bench.inside.gpu_bench import Case
-
 __all__ = ["measure_transformers"]
 
 TIMED_TOKENS = 32
 WARM_TOKENS = 8  # of each response: the first steps compile and capture
 
 
+class DecodeStep(Protocol):
+    """Size of a decode step: sequences, and tokens of each."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+
+
+Case = TypeVar("Case", bound=DecodeStep)
+
+
 def measure_transformers(
     config: ModelConfig, cases: Sequence[Case], device: DeviceType, notice: Callable[[str], None]
 ) -> dict[str, dict[Case, float]]:
-    """Seconds of a step, by way and case. What this version cannot compute is left out and told to `notice`."""
+    """Measure decode steps of transformers.
+
+    Args:
+        config: shape of the model.
+        cases: sizes of steps.
+        device: where the model is computed.
+        notice: gets a line per measurement, and per case that this version of transformers cannot compute.
+
+    Returns:
+        Seconds per step, by method and case.
+    """
     ways = {"transformers static": _static_seconds, "transformers continuous": _continuous_seconds}
     measured: dict[str, dict[Case, float]] = {}
     model = _make_model(config, device)
@@ -83,13 +102,13 @@ class _Times(BaseStreamer):  # type: ignore[misc]  # the library is untyped here
         pass
 
 
-def _prompts(model: Any, case: Case) -> torch.Tensor:
+def _prompts(model: Any, case: DecodeStep) -> torch.Tensor:
     """Their last tokens are computed at about the case's context."""
     shape = (case.batch, case.context - TIMED_TOKENS - WARM_TOKENS)
     return torch.randint(0, model.config.vocab_size, shape, device=model.device)
 
 
-def _static_seconds(model: Any, case: Case) -> float:
+def _static_seconds(model: Any, case: DecodeStep) -> float:
     times = _Times()
     prompts = _prompts(model, case)
     config = _generation(TIMED_TOKENS + WARM_TOKENS, cache_implementation="static")
@@ -99,7 +118,7 @@ def _static_seconds(model: Any, case: Case) -> float:
     return statistics.median(_differences(times.seconds[-TIMED_TOKENS:]))
 
 
-def _continuous_seconds(model: Any, case: Case) -> float:
+def _continuous_seconds(model: Any, case: DecodeStep) -> float:
     if not hasattr(model, "generate_batch"):
         raise NotImplementedError("this version has no continuous batching")
     if model.device.type == "cpu":

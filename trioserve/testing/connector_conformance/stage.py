@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import trio
@@ -12,9 +12,6 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.connector_stage import KV, Load, Side
-
-if TYPE_CHECKING:
-    from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
 
 __all__ = ["ABORT", "LENGTH", "MOMENTS_MAX", "TOKENS", "Offered", "Stage"]
 
@@ -31,11 +28,24 @@ class Offered(msgspec.Struct, frozen=True):
     kv: KV
 
 
-class Stage:
-    """The engines of one test, the connectors of which run in `nursery`. reader is sender where a connector serves one
-    engine alone."""
+class Waits(Protocol):
+    """How long the tests of a connector wait for what the connector does."""
 
-    def __init__(self, suite: ConnectorConformance, sender: Side, reader: Side) -> None:
+    patience_seconds: float
+    settle_seconds: float
+    real_time: bool
+
+
+class Stage:
+    """The two engines of one test.
+
+    Args:
+        suite: sets how long the test waits.
+        sender: engine that computes prompts and offers their blocks.
+        reader: engine that loads blocks. It is `sender` for a connector that serves only one engine.
+    """
+
+    def __init__(self, suite: Waits, sender: Side, reader: Side) -> None:
         self.suite = suite
         self.sender, self.reader = sender, reader
         self.sides = [sender] if sender is reader else [sender, reader]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["OfferedTool", "tools_by_name"]
+__all__ = ["OfferedTool", "offered_tools", "tools_by_name"]
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,3 +23,21 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
 def tools_by_name(tools: Iterable[OfferedTool]) -> dict[str, OfferedTool]:
     """The last one of a name counts."""
     return {tool.name: tool for tool in tools}
+
+
+def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool]:
+    """Convert tools from OpenAI's shape.
+
+    Args:
+        tools: checked tools of a request. None: the request offers none.
+    """
+    return [
+        OfferedTool(
+            name=function["name"],
+            description=function.get("description"),
+            parameters=function.get("parameters"),
+            strict=bool(function.get("strict")),
+        )
+        for tool in tools or ()
+        for function in [tool["function"]]
+    ]

@@ -1,0 +1,53 @@
+"""A request of the engine's API, with the parts of the server that outlive a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trioserve.api.batches.batches import Batches
+from trioserve.api.page.page import Page
+from trioserve.api.request_context import RequestContext, RequestServices
+from trioserve.api.responses.background import BackgroundResponses
+from trioserve.api.streams.detached_streams import DetachedStreams
+from trioserve.api.streams.router_streams import RouterStreams
+from trioserve.http.exchange import Exchange
+from trioserve.trio_tools.fair_places import FairPlaces
+
+__all__ = ["ServerContext", "ServerServices"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerServices:
+    """Parts of the server whose work outlives the request that began it.
+
+    Attributes:
+        background: responses that run without a client.
+        batches: batches that have not ended.
+        batch_endpoints: paths that a batch may ask for.
+        detached: streams that clients may leave and resume.
+        router_streams: streams that resume at another router if their router dies.
+        uploads: bounds how many uploaded forms are parsed at a time.
+        page: the live page.
+    """
+
+    background: BackgroundResponses
+    batches: Batches
+    batch_endpoints: tuple[str, ...]
+    detached: DetachedStreams
+    router_streams: RouterStreams
+    uploads: FairPlaces
+    page: Page
+
+
+class ServerContext(RequestContext):
+    """A request, with the parts of the server that outlive it. Handlers of routes get one.
+
+    Args:
+        exchange: the request, and the way to its client.
+        services: parts that a request for the engine needs.
+        server: parts that outlive the request.
+    """
+
+    def __init__(self, exchange: Exchange, services: RequestServices, server: ServerServices) -> None:
+        super().__init__(exchange, services)
+        self.server = server
