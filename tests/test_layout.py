@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -338,6 +338,38 @@ def test_rooms_that_do_not_wait_hold_nothing_async():
         for line in waits_in((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not waiting
+
+
+def in_cycles(imported: Mapping[str, set[str]]) -> set[str]:
+    """Find the modules that import each other, and those between two such groups.
+
+    Args:
+        imported: modules that each module imports, at any time or only for types.
+    """
+    left = set(imported)
+    while True:
+        importing = {name for name in left if imported[name] & left}
+        kept = importing & set().union(*(imported[name] for name in importing))
+        if kept == left:
+            return left
+        left = kept
+
+
+@pytest.mark.slow
+def test_modules_do_not_import_each_other():
+    """Packages under `trioserve.proxy` still do, through the type RouterContext."""
+    imported: dict[str, set[str]] = {}
+    for place, file in sources():
+        name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+        found = imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
+        imported[name] = {each.module for each in found if each.is_ours}
+    assert {name for name in in_cycles(imported) if not name.startswith("trioserve.proxy.")} == set()
+
+
+def test_a_cycle_is_found():
+    imported = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": set()}
+    assert in_cycles(imported) == {"b", "c"}
+    assert in_cycles(imported | {"c": {"d"}}) == set()
 
 
 def test_settings_import_contracts_and_settings_alone():
