@@ -1,4 +1,4 @@
-"""Requests that take a known number of steps: who is computed when, who has a slot, and what an abort means."""
+"""Tests of requests with a known number of steps: order of computation, slots, and aborts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LETTERS = {IterativePhase.ENCODE: "e", IterativePhase.DENOISE: "", IterativePhas
 
 
 def request_of(word: str, **fields) -> IterativeRequest:
-    """`a3` takes three steps; `a3!` does, and goes before others; `a3+` is guided."""
+    """Return a request: `a3` takes three steps, `a3!` also goes before others, `a3+` is guided."""
     name, count = word[0], int(word[1:].rstrip("!+"))
     return IterativeRequest(
         id=RequestId(name), step_count=count, seed=7, priority=-1 if "!" in word else 0, is_guided="+" in word, **fields
@@ -25,14 +25,17 @@ def request_of(word: str, **fields) -> IterativeRequest:
 
 
 class Driven:
-    """A core with a fake executor. said: what was told, in order. steps: each as text, like `ae be` or `a0 b3`."""
+    """A core with a fake executor.
+
+    `said` has all events in order. `steps` has each step as text, such as `ae be` or `a0 b3`.
+    """
 
     def __init__(self, *, slots: int = 2, kept: int = 1, work: int = 8) -> None:
         self.core = IterativeCore(IterativeSettings(slot_count=slots, kept_slot_count=kept, step_work_max=work))
         self.executor = FakeIterativeExecutor(slots + kept)
         self.said: list[IterativeEvent] = []
         self.steps: list[str] = []
-        self.living: set[RequestId] = set()  # when the last step was planned
+        self.living: set[RequestId] = set()  # live requests when the last step was planned
 
     def add(self, words: str, **fields) -> None:
         for word in words.split():
@@ -52,7 +55,7 @@ class Driven:
 
     def end(self, plan: IterativePlan) -> list[IterativeEvent]:
         result = self.executor.execute(plan, self.core.abandonment(plan))
-        assert self.executor.held_ids <= self.living, "something lies there of one that had ended before this step"
+        assert self.executor.held_ids <= self.living, "a slot holds garbage of a request that ended before this step"
         if result is None:
             events = self.core.drop_plan(plan, 0.0)
         else:
@@ -87,7 +90,7 @@ class Driven:
 
 
 def check(arrivals: str, expect: str, **settings) -> Driven:
-    """arrivals: `a3 b2 | c1`, each | after one step. expect: the steps, divided by |."""
+    """Run arrivals such as `a3 b2 | c1`, with one step per `|`, and expect steps, divided by `|`."""
     driven = Driven(**settings)
     first, *later = arrivals.split("|")
     driven.add(first)
@@ -110,19 +113,19 @@ def test_requests_at_different_timesteps_are_computed_together():
     check("a3 | | b1", "ae | a0 | be | a1 b0 | bd | a2 | ad")
 
 
-def test_phases_take_turns_so_that_nobody_waits_for_more_than_two_others():
+def test_phases_take_turns():
     check("a3 | | b3 | c3", "ae | a0 | be | a1 b0 | ce | a2 b1 c0 | ad | b2 c1 | bd | c2 | cd", slots=3)
 
 
-def test_a_step_computes_no_more_than_its_work_and_who_waited_longest_goes_first():
+def test_a_step_respects_its_work_and_the_longest_waiting_request_goes_first():
     check("a2 b2 c2", "ae be | a0 b0 | ce | a1 b1 | ad bd | c0 | c1 | cd", slots=3, work=2)
 
 
-def test_guidance_is_in_the_same_pass_and_counts_twice():
+def test_guidance_is_computed_in_the_same_pass_and_costs_twice():
     check("a1+ b1 c1", "ae be ce | a0 b0 | ad bd | c0 | cd", slots=3, work=3)
 
 
-def test_who_does_not_fit_comes_first_in_the_next_step():
+def test_a_request_that_does_not_fit_is_first_in_the_next_step():
     check("a2 b1+", "ae be | a0 | b0 | bd | a1 | ad", work=2)
 
 
@@ -136,7 +139,7 @@ def test_a_better_priority_takes_a_slot_and_the_latent_is_kept():
     assert driven.core.stats().denoised_total == 4
 
 
-def test_where_no_latent_can_be_kept_nobody_is_preempted():
+def test_no_preemption_without_a_free_kept_slot():
     check("a2 | | b1!", "ae | a0 | a1 | ad | be | b0 | bd", slots=1, kept=0)
 
 
@@ -144,13 +147,15 @@ def test_the_last_in_order_is_preempted():
     check("a2 b2 | | c1!", "ae be | a0 b0 | -b ce | a1 c0 | ad cd | b1 | bd", slots=2)
 
 
-def test_one_that_only_has_to_be_decoded_keeps_its_slot():
+def test_a_request_that_only_needs_decoding_keeps_its_slot():
     check("a1 | | b1!", "ae | a0 | ad | be | b0 | bd", slots=1)
 
 
-def test_a_slot_that_is_given_back_brings_a_step_whoever_comes_meanwhile():
-    """A better priority comes each time that the large one has its slot again. It takes two of the step's work, and so
-    each time it is left out once."""
+def test_a_resumed_request_is_computed_before_it_is_preempted_again():
+    """A request of better priority arrives each time the large request has its slot again.
+
+    It takes two units of the step's work, so the large request is left out once each time.
+    """
     driven = Driven(slots=2, kept=1, work=2)
     driven.add("a4+ b12!")
     driven.step(3)
@@ -165,7 +170,7 @@ def test_a_slot_that_is_given_back_brings_a_step_whoever_comes_meanwhile():
     driven.run()
 
 
-def test_what_costs_a_whole_step_gets_its_turn_among_many_that_cost_little():
+def test_a_request_that_costs_a_whole_step_gets_its_turn():
     driven = Driven(slots=5, work=4)
     driven.add("a2 b2 c2")
     driven.add("z2", encode_work=4, denoise_work=4, decode_work=4)
@@ -177,7 +182,7 @@ def test_what_costs_a_whole_step_gets_its_turn_among_many_that_cost_little():
     )
 
 
-def test_progress_is_told_after_each_step_and_partial_results_where_wanted():
+def test_progress_is_reported_after_each_step_with_requested_partial_results():
     driven = Driven()
     driven.add("a4", partial_every=2)
     driven.run()
@@ -191,7 +196,7 @@ def test_progress_is_told_after_each_step_and_partial_results_where_wanted():
     assert driven.ends["a"].reason is FinishReason.STOP
 
 
-def test_a_partial_result_costs_what_decoding_does():
+def test_a_partial_result_costs_as_much_as_decoding():
     driven = Driven(slots=3, work=4)
     driven.add("a3 b3 c3", partial_every=2)
     driven.run()
@@ -209,7 +214,7 @@ def test_one_partial_result_alone_may_cost_more_than_a_step():
     ("steps", "phase"),
     [(0, IterativePhase.QUEUED), (1, IterativePhase.DENOISE), (2, IterativePhase.DENOISE), (3, IterativePhase.DECODE)],
 )
-def test_abort_between_steps_gives_the_slot_back_at_once(steps, phase):
+def test_abort_between_steps_releases_the_slot_at_once(steps, phase):
     driven = Driven()
     driven.add("a2")
     driven.step(steps)
@@ -220,13 +225,13 @@ def test_abort_between_steps_gives_the_slot_back_at_once(steps, phase):
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_abort_during_a_step_waits_for_that_step_alone(steps):
+def test_abort_during_a_step_waits_for_that_step_only(steps):
     driven = Driven()
     driven.add("a2")
     driven.step(steps)
     plan = driven.begin()
     assert driven.abort("a", FinishReason.DEADLINE).finished is None
-    assert driven.abort("a").outcome is AbortOutcome.ABORTED  # the first reason counts
+    assert driven.abort("a").outcome is AbortOutcome.ABORTED  # the reason of the first abort counts
     assert driven.core.is_abandoned(plan)
     assert driven.core.stats().slots_used == 1
     (event,) = driven.end(plan)
@@ -236,7 +241,7 @@ def test_abort_during_a_step_waits_for_that_step_alone(steps):
     assert driven.abort("a").outcome is AbortOutcome.ALREADY_FINISHED
 
 
-def test_who_is_aborted_in_a_step_leaves_the_others_alone():
+def test_an_aborted_request_does_not_affect_others_in_the_step():
     driven = Driven()
     driven.add("a2 b2")
     driven.step()
@@ -261,7 +266,7 @@ def test_abort_of_a_denoising_request_does_not_wait_for_the_encoding_of_another(
     driven.run()
 
 
-def test_abort_of_a_preempted_request_gives_its_kept_latent_back_also_while_it_is_moved():
+def test_abort_of_a_preempted_request_releases_its_kept_latent_even_during_the_move():
     driven = Driven(slots=1)
     driven.add("a2")
     driven.step(2)
@@ -278,7 +283,7 @@ def test_an_unknown_id_is_no_error():
     assert Driven().abort("x").outcome is AbortOutcome.UNKNOWN
 
 
-def test_a_request_that_fails_ends_alone():
+def test_a_failed_request_ends_alone():
     driven = Driven()
     driven.add("a2 b2")
     driven.step()
@@ -288,7 +293,7 @@ def test_a_request_that_fails_ends_alone():
     assert driven.outputs == {"b": latent_after(request_of("b2"), 2)}
 
 
-def test_results_do_not_depend_on_who_else_is_there():
+def test_results_do_not_depend_on_other_requests():
     alone, together = Driven(), Driven(slots=3, work=3)
     alone.add("a4+")
     alone.run()
@@ -305,12 +310,12 @@ def test_results_do_not_depend_on_who_else_is_there():
         ("a0", {}, "at least 1"),
         ("a1", {"partial_every": 0}, "at least 1"),
         ("a1", {"priority": 101}, "-100 to 100"),
-        ("a1", {"encode_work": 9}, "to encode it costs 9, and a step has room for 8"),
+        ("a1", {"encode_work": 9}, "to encode it costs 9, but a step allows only 8"),
         ("a1+", {"denoise_work": 5}, "to denoise it costs 10"),
         ("a1", {"decode_work": 9}, "to decode it costs 9"),
     ],
 )
-def test_what_can_never_run_is_refused_and_holds_nothing(word, fields, match):
+def test_a_request_beyond_the_limits_is_refused(word, fields, match):
     driven = Driven()
     request = request_of(word)
     kept = {name: getattr(request, name) for name in request.__struct_fields__}
@@ -325,7 +330,7 @@ def test_settings_out_of_range_are_refused(fields):
         IterativeSettings(**{"slot_count": 1, "step_work_max": 1, **fields})
 
 
-def test_a_second_step_is_not_planned_while_one_is_computed():
+def test_schedule_is_refused_while_an_iterative_step_is_in_flight():
     driven = Driven()
     driven.add("a1 b1")
     driven.begin()

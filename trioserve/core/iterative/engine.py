@@ -1,11 +1,11 @@
-"""IterativeCore: what an engine of iterative models decides, as one synchronous object, with the verbs of EngineCore.
+"""IterativeCore: the decisions of an engine for iterative models, as one synchronous object. Methods as in EngineCore.
 
-The order of a step is the same: schedule, forward, pending aborts, update_from_output, deliver. So is the meaning of an
-abort: a request that the step in flight does not compute ends at once, and one that it does is marked, and ends in that
-step's update. One step is in flight at a time, of one phase.
+The order of a step is the same: schedule, forward pass, pending aborts, update_from_output, delivery. An abort works
+the same way too. A request that the step in flight does not compute ends at once. Another one is marked, and ends in
+the update of that step. One step of one phase is in flight at a time.
 
-A preempted request that is aborted gives its kept latent back at once, also while the plan is in flight whose moves
-bring it there: nobody can be given the slot before that plan is back.
+An aborted request that was preempted releases its kept latent at once, even if the plan in flight still has to move the
+latent there. No other request can get the slot before that plan is back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ __all__ = ["IterativeCore"]
 
 
 class IterativeCore:
-    """One engine. Not thread-safe: every call comes from the thread of the event loop."""
+    """The decisions of one engine. Not thread-safe: all calls come from the thread of the event loop.
+
+    Args:
+        settings: limits of the core.
+    """
 
     def __init__(self, settings: IterativeSettings) -> None:
         self.settings = settings
@@ -49,15 +53,21 @@ class IterativeCore:
         self._denoised_total = 0
 
     def add(self, request: IterativeRequest) -> None:
-        """A new request joins the waiting queue. Raises InvalidRequest if it can never run here: nothing is held. Its
-        id must not be that of a live request."""
+        """Add a request to the waiting queue.
+
+        Args:
+            request: its id must not be that of a live request.
+
+        Raises:
+            InvalidRequest: the request can never run here. Nothing was changed.
+        """
         assert request.id not in self._live, f"{request.id} is in use"
-        assert min(request.encode_work, request.denoise_work, request.decode_work) >= 1, f"{request.id} costs nothing"
+        assert min(request.encode_work, request.denoise_work, request.decode_work) >= 1, f"{request.id} has no cost"
         if request.step_count < 1:
-            raise InvalidRequest(f"{request.step_count} steps are asked for, at least 1 is needed", param="steps")
+            raise InvalidRequest(f"{request.step_count} steps are requested, at least 1 is needed", param="steps")
         if request.partial_every is not None and request.partial_every < 1:
             raise InvalidRequest(
-                f"a partial result is wanted every {request.partial_every} steps, it must be at least 1",
+                f"a partial result is requested every {request.partial_every} steps, it must be at least 1",
                 param="partial_every",
             )
         if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
@@ -67,8 +77,8 @@ class IterativeCore:
         for phase in (IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE):
             if request.work(phase) > self.settings.step_work_max:
                 raise InvalidRequest(
-                    f"to {phase.value} it costs {request.work(phase)}, and a step has room for "
-                    f"{self.settings.step_work_max}: ask for something smaller",
+                    f"to {phase.value} it costs {request.work(phase)}, but a step allows only "
+                    f"{self.settings.step_work_max}: request a smaller size",
                     param="size",
                 )
         live = LiveIteration(request, self._live.arrivals_total)
@@ -78,13 +88,30 @@ class IterativeCore:
     def abort(
         self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
     ) -> dict[RequestId, AbortResult]:
-        """End requests, whatever they are doing. O(1) each. Never raises for an id that is unknown or has finished;
-        nothing of an aborted request is delivered after this returns."""
+        """End requests in any state. Nothing of an aborted request is delivered after this call.
+
+        Args:
+            request_ids: may contain ids that are unknown or have finished.
+            reason: reported as the finish reason.
+            now: time in seconds.
+
+        Returns:
+            The outcome for each id.
+
+        Cost:
+            O(1) each.
+        """
         return self._live.abort(request_ids, reason, now)
 
     def schedule(self, now: float) -> IterativePlan | None:
-        """What to compute next; None when there is nothing to do. The plan must come back to update_from_output, or to
-        drop_plan, before this is called again."""
+        """Plan the next step. No step may be in flight.
+
+        Args:
+            now: time in seconds. Not used.
+
+        Returns:
+            A plan that the caller must pass to update_from_output or drop_plan. None if no request lives.
+        """
         assert not self.flights, "a step is in flight"
         step = self.scheduler.fill_step()
         if step is None:
@@ -104,7 +131,7 @@ class IterativeCore:
         self._steps_total += 1
         return plan
 
-    # --- what a step loop asks of any core: this one waits for nobody, and plans nothing ahead ---
+    # --- methods that a step loop needs of any core: this core has no connector and plans nothing ahead ---
 
     @property
     def plans_ahead(self) -> bool:
@@ -122,24 +149,50 @@ class IterativeCore:
     def next_deadline(self) -> float | None:
         return None
 
-    # --- a step that is in flight ---
+    # --- the step in flight ---
 
     def is_abandoned(self, plan: IterativePlan) -> bool:
-        """Whether the plan is in flight and every request in it was aborted."""
+        """Return True if the plan is in flight and all of its requests were aborted.
+
+        Args:
+            plan: any plan of this core.
+        """
         return self.flights.is_abandoned(plan)
 
     def abandonment(self, plan: IterativePlan) -> IsAbandoned:
-        """The same, for whoever computes the plan, which is in flight."""
+        """Return the flag that the code computing a plan checks to stop early.
+
+        Args:
+            plan: a plan in flight.
+        """
         return self.flights.abandonment(plan)
 
     def drop_plan(self, plan: IterativePlan, now: float) -> list[IterativeEvent]:
-        """The step of an abandoned plan ended without a result: let its requests go."""
-        assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
+        """End an abandoned plan that has no result.
+
+        Args:
+            plan: a plan in flight that is abandoned.
+            now: time in seconds.
+
+        Returns:
+            The ends of its requests.
+        """
+        assert self.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
         return [*self._live.drop(self.flights.end(plan), now)]
 
     def update_from_output(self, plan: IterativePlan, result: IterativeResult, now: float) -> list[IterativeEvent]:
-        """Take the response to the plan in flight: first the aborts that came while it ran, then what it brought those
-        that stay."""
+        """Take the result of the plan in flight.
+
+        Requests that were aborted while the plan ran end first. Then the others get their results.
+
+        Args:
+            plan: the plan in flight.
+            result: what computing the plan returned.
+            now: time in seconds.
+
+        Returns:
+            Progress, outputs and ends of requests, for delivery.
+        """
         events: list[IterativeEvent] = []
         staying: list[tuple[LatentWork, LiveIteration]] = []
         for work, live in zip(plan.works, self.flights.end(plan), strict=True):
@@ -179,12 +232,12 @@ class IterativeCore:
         )
 
     def live_requests(self) -> Iterable[LiveIteration]:
-        """Every request that has not finished; for a look, not for a change."""
+        """Return every request that has not finished, in order of arrival. Read only."""
         return self._live.values()
 
     @staticmethod
     def _work(live: LiveIteration, phase: IterativePhase) -> LatentWork:
-        assert live.slot is not None, f"{live.request.id} is computed, and has no slot"
+        assert live.slot is not None, f"{live.request.id} is computed without a slot"
         if phase is not IterativePhase.DENOISE:
             return LatentWork(live.request, live.slot, 0)
         return LatentWork(live.request, live.slot, live.steps_done, live.wants_partial)
@@ -192,7 +245,7 @@ class IterativeCore:
     def _finish(
         self, live: LiveIteration, reason: FinishReason, now: float, *, message: str | None = None
     ) -> RequestFinished:
-        """The one way out. Its slot is back when this returns."""
+        """End a request. This is the only way out. Its slot is free when this returns."""
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
         phase = live.phase
         self.scheduler.release(live)

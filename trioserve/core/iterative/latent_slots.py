@@ -1,10 +1,11 @@
-"""Who may use which latent slot, and when it is free again. Knows indices; never touches a tensor.
+"""Ownership of latent slots: which request uses which slot. Knows indexes, and never touches a tensor.
 
     an own slot   belongs to one running request, from the step that admits it until it ends or is preempted.
-    a kept slot   belongs to one preempted request, until it goes on or ends: nothing is computed twice.
+    a kept slot   belongs to one preempted request until it resumes or ends, so nothing is computed twice.
 
-Both are counted by the same books as KV blocks are, and numbered through: own slots first, then kept ones. A slot that
-a move reads or writes may be given to somebody else in the same plan: moves are done in their order, before the works.
+A BlockPool counts the claims on each kind. Slots are numbered through: own slots first, then kept ones. A slot that a
+move reads or writes may be allocated to another request in the same plan, because moves are done in order, and before
+the computation.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ __all__ = ["LatentSlots"]
 
 
 class LatentSlots:
+    """All latent slots of an engine.
+
+    Args:
+        slot_count: own slots.
+        kept_slot_count: kept slots.
+    """
+
     def __init__(self, slot_count: int, kept_slot_count: int) -> None:
         self.own = BlockPool(slot_count)
         self.kept = BlockPool(kept_slot_count)
-        self._freed: set[int] = set()  # since the last plan, and nobody's by now
+        self._freed: set[int] = set()  # slots that were released since the last plan, and not allocated again
 
     @property
     def has_free(self) -> bool:
@@ -28,18 +36,29 @@ class LatentSlots:
 
     @property
     def can_keep(self) -> bool:
-        """Whether one more latent can be kept."""
+        """True if one more latent can be kept."""
         return self.kept.free_count > 0
 
     def take(self, live: LiveIteration) -> None:
-        """has_free must be so."""
+        """Allocate an own slot. has_free must be true.
+
+        Args:
+            live: a request without a slot.
+        """
         assert live.slot is live.kept_slot is None, f"{live.request.id} has a slot"
         (live.slot,) = self.own.allocate(1)
         self._freed.discard(live.slot)
 
     def keep(self, live: LiveIteration) -> LatentMove:
-        """It leaves its slot, and what that holds is kept. can_keep must be so."""
-        assert live.slot is not None, f"{live.request.id} has no slot to leave"
+        """Move a request's latent to a kept slot. can_keep must be true.
+
+        Args:
+            live: a request with an own slot, which is released.
+
+        Returns:
+            The move, for the next plan.
+        """
+        assert live.slot is not None, f"{live.request.id} has no slot"
         (live.kept_slot,) = self.kept.allocate(1)
         move = LatentMove(live.slot, self._kept_index(live))
         self._freed.discard(move.target)
@@ -48,8 +67,15 @@ class LatentSlots:
         return move
 
     def restore(self, live: LiveIteration) -> LatentMove:
-        """What was kept of it is in a slot again. has_free must be so."""
-        assert live.kept_slot is not None, f"nothing is kept of {live.request.id}"
+        """Move a kept latent back to an own slot. has_free must be true.
+
+        Args:
+            live: a request with a kept slot, which is released.
+
+        Returns:
+            The move, for the next plan.
+        """
+        assert live.kept_slot is not None, f"{live.request.id} has no kept slot"
         (live.slot,) = self.own.allocate(1)
         move = LatentMove(self._kept_index(live), live.slot)
         self._freed.discard(move.target)
@@ -58,7 +84,11 @@ class LatentSlots:
         return move
 
     def release(self, live: LiveIteration) -> None:
-        """All that it has, if anything. What lies there is garbage from now on."""
+        """Release all slots of a request. Their content is garbage afterwards.
+
+        Args:
+            live: any request.
+        """
         if live.slot is not None:
             self._freed.add(live.slot)
             self.own.release([live.slot])
@@ -69,7 +99,7 @@ class LatentSlots:
             live.kept_slot = None
 
     def freed(self) -> tuple[int, ...]:
-        """Slots where garbage lies. Each is told once: whoever asks is to have it let go."""
+        """Return slots whose content became garbage, each once. The caller must let the model discard them."""
         freed = tuple(sorted(self._freed))
         self._freed.clear()
         return freed

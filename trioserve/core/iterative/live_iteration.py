@@ -1,7 +1,7 @@
-"""What the core knows of a request that takes a known number of steps: how far it is, and where its latent lies.
+"""State of one request that takes a known number of steps: its progress, and the slot of its latent.
 
-It owns a slot while it is RUNNING, and while it is PREEMPTED one for kept latents. At no other time: so a slot is given
-back by preempting, by going on, or by the one way out, and each time once.
+The request owns an own slot while it is RUNNING, and a kept slot while it is PREEMPTED. In other states it owns none.
+So each slot is released exactly once: by preempting, by resuming, or at the end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ __all__ = ["LiveIteration"]
 
 
 class LiveIteration(RequestLife[IterativeRequest]):
-    """last_turn: when it was computed or got its slot, in steps; whoever waited longest has the smallest.
-    has_had_turn: it was computed since it got its slot."""
+    """State of one iterative request.
+
+    Args:
+        request: the request.
+        arrival_index: number of requests that arrived at this core before.
+
+    Attributes:
+        last_turn: step number when the request was last computed or got its slot. The request that has waited longest
+            has the smallest number.
+        has_had_turn: True if the request was computed since it got its slot.
+        steps_done: denoising steps that are done.
+    """
 
     __slots__ = ("has_had_turn", "is_encoded", "kept_slot", "last_turn", "slot", "steps_done")
 
@@ -31,7 +41,7 @@ class LiveIteration(RequestLife[IterativeRequest]):
 
     @property
     def phase(self) -> IterativePhase:
-        """What is computed of it, or would be next."""
+        """Phase that is being computed, or that comes next."""
         if self.steps_done == self.request.step_count:
             return IterativePhase.DECODE
         if self.is_encoded:
@@ -40,6 +50,9 @@ class LiveIteration(RequestLife[IterativeRequest]):
 
     @property
     def wants_partial(self) -> bool:
-        """Behind its next denoising step. Behind the last one its output follows."""
+        """True if the next denoising step must also produce a partial result.
+
+        The last step produces none, because the output follows.
+        """
         every, done = self.request.partial_every, self.steps_done + 1
         return every is not None and done % every == 0 and done < self.request.step_count

@@ -1,19 +1,20 @@
-"""Fills one step of iterative requests: which phase is computed next, of whom, and who gets a slot for it.
+"""Planning of one step of iterative requests: which phase is computed for which requests, and who gets a slot.
 
-A step is of one phase. Requests at different timesteps denoise together, within one budget of work; encoding and
-decoding are steps of their own, so that an abort waits for one forward pass of one phase at most. The phases that have
-something to compute take turns. Within one those go first that were computed longest ago, and as many as fit: so nobody
-who has a slot starves, whatever it costs and whoever else comes. A partial result costs what decoding does, too.
+A step has one phase. Requests at different timesteps denoise together, within one budget of work. Encoding and decoding
+are steps of their own, so an abort waits for at most one forward pass of one phase. Phases that have something to
+compute take turns. Within a phase, requests that were computed longest ago come first, as many as fit. So no request
+with a slot starves. A partial result costs as much as decoding, in addition.
 
-A slot is given to the head of the line, by priority and arrival, and nobody overtakes it. It gets one when it is
-encoded; one that was preempted gets it with the next step, whatever that computes. Where no slot is free the last in
-order leaves its own to a better priority, if its latent can be kept. One that has nothing left but to be decoded is not
-preempted: its slot is free soon, anyway. Nor is one that was not computed since it got its slot.
+A free slot goes to the first request of the queue, by priority and arrival. No request overtakes it. A new request gets
+its slot when it is encoded. A preempted one gets a slot with the next step of any phase. If no slot is free, the last
+running request in order is preempted for a request of better priority, if its latent can be kept. Not preempted are
+requests that only need decoding, because their slots are free soon, and requests that were not computed since they got
+their slots.
 
-Priorities are strict, as in an engine of tokens. So the first in order of all always makes progress: it has a slot, or
-gets the next one that is left or given up. Whoever is behind better priorities waits for as long as these come, with
-its latent kept, and its deadline is what ends that. But no slot is given in vain: every time that a request has one, it
-gets a step further, however much a step of it costs. So it is preempted no more often than it has steps.
+Priorities are strict, as in an engine of tokens. So the very first request in order always progresses: it has a slot,
+or gets the next one that is free. Other requests wait as long as better priorities arrive, with their latents kept,
+until their deadlines. But a request progresses by a step each time it has a slot. So it is preempted no more often than
+it has steps.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ PHASES = (IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE)
 
 
 class FilledStep(NamedTuple):
+    """Content of a planned step.
+
+    Attributes:
+        lives: requests that the step computes.
+        moves: moves of latents between slots, in order.
+        admitted: requests that got a slot.
+        preempted: requests that lost their slot.
+    """
+
     phase: IterativePhase
     lives: list[LiveIteration]
     moves: list[LatentMove]
@@ -43,7 +53,14 @@ class FilledStep(NamedTuple):
 
 
 class IterativeScheduler:
-    """Owns the line and whoever runs, and moves slots between them. O(running requests) a step, whatever waits."""
+    """Owns the queues of waiting and running requests, and assigns slots.
+
+    Args:
+        settings: limits of the core.
+
+    Cost:
+        O(running requests) per step, however many requests wait.
+    """
 
     def __init__(self, settings: IterativeSettings) -> None:
         self._settings = settings
@@ -51,11 +68,11 @@ class IterativeScheduler:
         self.waiting = WaitingQueue[LiveIteration]()
         self.running: dict[RequestId, LiveIteration] = {}
         self.preemptions_total = 0
-        self._first_phase = 0  # the index of the one whose turn it is
+        self._first_phase = 0  # index of the phase whose turn it is
         self._steps_total = 0
 
     def fill_step(self) -> FilledStep | None:
-        """None: nobody lives. No step may be in flight."""
+        """Plan the next step. No step may be in flight. Returns None if no request lives."""
         moves: list[LatentMove] = []
         admitted: list[RequestId] = []
         preempted: list[RequestId] = []
@@ -75,12 +92,16 @@ class IterativeScheduler:
                     live.last_turn = self._steps_total
                     live.has_had_turn = True
                 return FilledStep(phase, lives, moves, admitted, preempted)
-        assert not self.running, "requests run, and nothing can be computed"
-        assert not self.waiting, "requests wait, and nobody runs"
+        assert not self.running, "requests run but nothing can be computed"
+        assert not self.waiting, "requests wait but none runs"
         return None
 
     def release(self, live: LiveIteration) -> None:
-        """Take a request out of whichever line it is in and give its slot back. Its state is the caller's to move."""
+        """Remove a request from its queue and free its slots. The caller changes the request's state.
+
+        Args:
+            live: a request that waits or runs.
+        """
         if live.status is RequestStatus.RUNNING:
             del self.running[live.request.id]
         else:
@@ -93,7 +114,11 @@ class IterativeScheduler:
     def _admit(
         self, moves: list[LatentMove], admitted: list[RequestId], preempted: list[RequestId]
     ) -> list[LiveIteration]:
-        """Seat the line from its head, as far as slots and the work of one step go. Returns those to be encoded."""
+        """Give slots to waiting requests in order, as far as slots and the work of one step allow.
+
+        Returns:
+            Requests that must be encoded.
+        """
         lives = []
         left = self._settings.step_work_max
         while (head := self._head()) is not None:
@@ -113,8 +138,8 @@ class IterativeScheduler:
         for live in due:
             cost = live.request.work(phase)
             if phase is IterativePhase.DENOISE and live.wants_partial:
-                cost += live.request.decode_work  # in the same step. Whoever is first goes, whatever that adds.
-            if cost <= left or not lives:
+                cost += live.request.decode_work  # the partial result is decoded in the same step
+            if cost <= left or not lives:  # the first request always fits
                 lives.append(live)
                 left -= cost
         return lives
@@ -122,7 +147,11 @@ class IterativeScheduler:
     def _seat(
         self, live: LiveIteration, moves: list[LatentMove], admitted: list[RequestId], preempted: list[RequestId]
     ) -> bool:
-        """Give the head of the line a slot, if one is free or somebody has to leave one for it."""
+        """Give the first waiting request a slot. Preempts another request for it if none is free.
+
+        Returns:
+            False if the request gets no slot.
+        """
         if not self.slots.has_free:
             victim = self._victim(live)
             if victim is None:
@@ -134,7 +163,7 @@ class IterativeScheduler:
             moves.append(self.slots.restore(live))
         else:
             self.slots.take(live)
-        live.last_turn = self._steps_total  # behind those who have a slot: otherwise whoever comes back goes first
+        live.last_turn = self._steps_total  # behind requests that have a slot: otherwise a resumed request goes first
         live.has_had_turn = False
         live.move(RequestStatus.RUNNING)
         self.running[live.request.id] = live

@@ -1,4 +1,4 @@
-"""How much a core of iterative requests may have at a time."""
+"""Limits of a core of iterative requests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ __all__ = ["IterativeSettings"]
 
 
 class IterativeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """slot_count: latent slots, so no more requests run. kept_slot_count: further slots, for the latents of requests
-    that were preempted; while all are taken nobody is preempted. step_work_max: what one forward pass may cost, in the
-    units of IterativeRequest: it bounds how long an abort waits. Raises StartupError."""
+    """Limits of a core of iterative requests.
+
+    Attributes:
+        slot_count: latent slots, and so the most requests that run at a time.
+        kept_slot_count: further slots for the latents of preempted requests. While all are taken, no request is
+            preempted.
+        step_work_max: work of one forward pass at most, in the units of IterativeRequest. Bounds how long an abort
+            waits.
+
+    Raises:
+        StartupError: a value is out of range.
+    """
 
     slot_count: int
     kept_slot_count: int = 0
